@@ -1,0 +1,135 @@
+"""Score a stored transition under the current policy: log-prob and both KLs, differentiable in the velocity.
+
+    logp      = w mean((x_next - a x - b v)^2) + k
+    kl_anchor = m mean((v - v_anchor)^2)             position term of the dual KL (Eq. 13), 0 without v_anchor
+    kl_old    = m mean((v - v_old)^2)                velocity term in closed form (Eq. 12), 0 without v_old
+
+    dv = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
+
+D is the number of elements of a sample. The forward reads each input once; the backward reads each once and writes
+dv once; nothing of latent size is kept. Bytes per element with fp32 x and x_next and bf16 velocities: forward 12,
+backward 14 (with v_anchor, without v_old).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean
+
+LIBRARY.define(
+    "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "transition_score_backward(Tensor grad_logp, Tensor grad_kl_anchor, Tensor grad_kl_old, Tensor x, Tensor x_next,"
+    " Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step) -> Tensor"
+)
+
+
+def transition_score(
+    x: Tensor,
+    x_next: Tensor,
+    v: Tensor,
+    coefs: Tensor,
+    step: Tensor,
+    v_anchor: Tensor | None = None,
+    v_old: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of `x_next` given `x`, and KL to the anchor and to the rollout policy.
+
+    Args:
+        x, x_next: `[B, ...]` latents before and after the transition, float32 or bfloat16.
+        v: `[B, ...]` velocity of the policy in training, float32, bfloat16 or float16; the only input with a gradient.
+        coefs: float32 `[T, 6]` of `TransitionTable.coefficients`.
+        step: int64 `[]` or `[B]`; a training batch may mix steps.
+        v_anchor: `[B, ...]` velocity of the anchor, or None.
+        v_old: `[B, ...]` velocity of the rollout policy, or None.
+
+    Returns:
+        logp, kl_anchor, kl_old, each float32 `[B]`; all 0 at steps with c = 0.
+
+    Raises:
+        ValueError: a tensor whose shape, dtype or device does not fit.
+    """
+    check(x, coefs, step, x_next=x_next, v=v, v_anchor=v_anchor, v_old=v_old)
+    logp, kl_anchor, kl_old = torch.ops.sage_fast.transition_score(x, x_next, v, v_anchor, v_old, coefs, step)
+    return logp, kl_anchor, kl_old
+
+
+def transition_score_reference(
+    x: Tensor,
+    x_next: Tensor,
+    v: Tensor,
+    v_anchor: Tensor | None,
+    v_old: Tensor | None,
+    coefs: Tensor,
+    step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The specification, in plain PyTorch; also differentiable by autograd itself."""
+    dtype = compute_dtype(x)
+    a, b, _, w, k, m = row(coefs, step, x)
+    v = v.to(dtype)
+    residual = x_next.to(dtype) - per_sample(a, x) * x.to(dtype) - per_sample(b, x) * v
+    logp = w * sample_mean(residual.square()) + k
+    kl_anchor, kl_old = (
+        torch.zeros_like(m) if other is None else m * sample_mean((v - other.to(dtype)).square())
+        for other in (v_anchor, v_old)
+    )
+    return logp, kl_anchor, kl_old
+
+
+def transition_score_backward_reference(
+    grad_logp: Tensor,
+    grad_kl_anchor: Tensor,
+    grad_kl_old: Tensor,
+    x: Tensor,
+    x_next: Tensor,
+    v: Tensor,
+    v_anchor: Tensor | None,
+    v_old: Tensor | None,
+    coefs: Tensor,
+    step: Tensor,
+) -> Tensor:
+    """The gradient in v, in plain PyTorch."""
+    dtype = compute_dtype(x)
+    a, b, _, w, _, m = row(coefs, step, x)
+    scale = 2 / max(x[0].numel(), 1) if len(x) else 0.0
+    v32 = v.to(dtype)
+    residual = x_next.to(dtype) - per_sample(a, x) * x.to(dtype) - per_sample(b, x) * v32
+    dv = per_sample(-scale * grad_logp * w * b, x) * residual
+    for grad, other in ((grad_kl_anchor, v_anchor), (grad_kl_old, v_old)):
+        if other is not None:
+            dv = dv + per_sample(scale * grad * m, x) * (v32 - other.to(dtype))
+    return dv.to(v.dtype)
+
+
+LIBRARY.impl("transition_score", transition_score_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("transition_score_backward", transition_score_backward_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sage_fast::transition_score", lib=LIBRARY)
+def _fake(x, x_next, v, v_anchor, v_old, coefs, step):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape[0], dtype=compute_dtype(x)) for _ in range(3))
+
+
+@torch.library.register_fake("sage_fast::transition_score_backward", lib=LIBRARY)
+def _fake_backward(  # type: ignore[no-untyped-def]
+    grad_logp, grad_kl_anchor, grad_kl_old, x, x_next, v, v_anchor, v_old, coefs, step
+):
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    dv = torch.ops.sage_fast.transition_score_backward(*grads, *ctx.saved_tensors)
+    return None, None, dv, None, None, None, None
+
+
+torch.library.register_autograd("sage_fast::transition_score", _backward, setup_context=_setup_context, lib=LIBRARY)

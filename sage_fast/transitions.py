@@ -1,0 +1,232 @@
+"""Samplers as rows of numbers: x_next = a x + b v + c noise.
+
+Rectified flow writes x_s = (1-s) x0 + s z with velocity v = dx/ds = z - x0, so x0_hat = x - s v,
+z_hat = x + (1-s) v and score = -z_hat / s. A step from s = sigma_t to n = sigma_{t+1} of every sampler in this
+field is an affine Gaussian transition whose three scalars depend on the step alone. They are computed here once, in
+float64, on the host; the operators in `sage_fast.ops` only ever see the finished table.
+
+    SDE family, integrated variance S, d = s - n           coefficient-preserving family, r = noise that is kept
+        a = 1 - S/(2s)                                          a = (1-n) + r
+        b = -d - S (1-s)/(2s)                                   b = -(1-n) s + r (1-s)
+        c = sqrt(S)                                             c = sqrt(n^2 - r^2)
+
+docs/math.md derives each row and says where it departs from the paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sage_fast.errors import nearest
+
+Reduction = Literal["mean", "sum", "unscaled"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "unscaled")
+
+SAGE_CLAMP = 3e-3
+"""Floor of 1 - sigma in the sage variance (paper, Appendix A.2, regime c)."""
+
+
+def sigma_schedule(steps: int, shift: float) -> Tensor:
+    """Noise levels of a shifted uniform schedule.
+
+    Args:
+        steps: number of transitions T, at least 1.
+        shift: timestep shift, above 0; HunyuanVideo 1.5 uses 5 (480p t2v), 9 (720p t2v), 7 (720p i2v).
+
+    Returns:
+        float64 `[T+1]`, strictly falling from 1 to 0. The same values as diffusers'
+        `FlowMatchEulerDiscreteScheduler(shift=shift)` driven by the HunyuanVideo 1.5 pipeline.
+
+    Raises:
+        ValueError: `steps` below 1 or `shift` not above 0.
+    """
+    if steps < 1:
+        raise ValueError(f"steps = {steps}: a schedule needs at least 1 step; the nearest valid value is 1")
+    if not (math.isfinite(shift) and shift > 0):
+        raise ValueError(f"shift = {shift}: expected a finite number above 0, such as 5 (480p) or 1 (no shift)")
+    uniform = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    return shift * uniform / (1 + (shift - 1) * uniform)
+
+
+def _sde(s: Tensor, n: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return 1 - variance / (2 * s), -(s - n) - variance * (1 - s) / (2 * s), variance.sqrt()
+
+
+def _coefficient_preserving(s: Tensor, n: Tensor, kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (1 - n) + kept, -(1 - n) * s + kept * (1 - s), c
+
+
+def _ode(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Euler's method; `eta` has no effect."""
+    return _sde(s, n, torch.zeros_like(s))
+
+
+def _dance(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """DanceGRPO (arXiv 2505.07818): diffusion coefficient eta at every noise level."""
+    return _sde(s, n, eta**2 * (s - n))
+
+
+def _flow(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Flow-GRPO (arXiv 2505.05470): eta sqrt(s/(1-s)), first order; at s = 1 the denominator takes sigma_1."""
+    return _sde(s, n, eta**2 * (s - n) * s / (1 - torch.where(s == 1, n, s)))
+
+
+def _sage(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """SAGE-GRPO Eq. 5: the integral of eta^2 s/(1-s), with 1 - sigma clamped; never below zero."""
+    log_ratio = torch.log((1 - n).clamp(min=SAGE_CLAMP) / (1 - s).clamp(min=SAGE_CLAMP))
+    return _sde(s, n, (eta**2 * (log_ratio - (s - n))).clamp(min=0))
+
+
+def _cps(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients-preserving sampling (arXiv 2509.05952)."""
+    angle = eta * math.pi / 2
+    return _coefficient_preserving(s, n, n * math.cos(angle), n * math.sin(angle))
+
+
+def _exact(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The paper's SDE solved in closed form over the step with x0_hat frozen (docs/math.md).
+
+    The share of the old noise that survives is rho^(eta^2/2), rho = n(1-s) / (s(1-n)); at s = 1 and at n = 0 it is 0.
+    """
+    if eta == 0:  # 0 * log(0) below would be nan
+        return _ode(s, n, eta)
+    log_rho = torch.log(n * (1 - s) / (s * (1 - n)))
+    return _coefficient_preserving(
+        s, n, n * torch.exp(0.5 * eta**2 * log_rho), n * torch.sqrt(-torch.expm1(eta**2 * log_rho))
+    )
+
+
+_SAMPLERS = {"sage": _sage, "flow": _flow, "dance": _dance, "cps": _cps, "exact": _exact, "ode": _ode}
+SAMPLERS: tuple[str, ...] = tuple(_SAMPLERS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransitionTable:
+    """The T transitions of one sampler on one schedule.
+
+    Attributes:
+        sampler, eta: what the rows were made from.
+        sigmas: float64 `[T+1]`, in [0, 1].
+        a, b, c: float64 `[T]`; mean = a x + b v, standard deviation c. Rows with c = 0 are deterministic.
+        notes: what was clamped or is unusual about these rows, one sentence each.
+    """
+
+    sampler: str
+    eta: float
+    sigmas: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    @property
+    def stochastic_steps(self) -> list[int]:
+        """Indices of the steps with c > 0, the only ones that carry a policy gradient."""
+        return [int(t) for t in self.c.nonzero()]
+
+    def window(self, start: int, stop: int) -> TransitionTable:
+        """The same table with ODE rows outside steps `[start, stop)`."""
+        inside = torch.zeros(len(self), dtype=torch.bool)
+        inside[start:stop] = True
+        a, b, c = _ode(self.sigmas[:-1], self.sigmas[1:], 0.0)
+        return dataclasses.replace(
+            self,
+            a=torch.where(inside, self.a, a),
+            b=torch.where(inside, self.b, b),
+            c=torch.where(inside, self.c, c),
+        )
+
+    def _log_prob_weight(self, reduction: Reduction, numel: int) -> Tensor:
+        """The factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
+        noisy = self.c > 0
+        if reduction == "unscaled":
+            return torch.where(noisy, -1.0, 0.0).double()
+        scale = numel if reduction == "sum" else 1
+        return torch.where(noisy, -scale / (2 * self.c.square()), 0.0)
+
+    def coefficients(self, numel: int, reduction: Reduction = "mean") -> Tensor:
+        """The table as the operators read it.
+
+        Args:
+            numel: elements of one sample; only `reduction="sum"` depends on it.
+            reduction: `mean` (per-element mean log-prob), `sum`, or `unscaled` (-mean((x_next - mean)^2), which
+                the authors of cps use).
+
+        Returns:
+            float32 `[T, 6]`, rows (a, b, c, w, k, m) with log-prob = w mean((x_next - a x - b v)^2) + k and
+            KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and quotients are taken here, in
+            float64; w = k = m = 0 where c = 0.
+        """
+        noisy = self.c > 0
+        scale = numel if reduction == "sum" else 1
+        w = self._log_prob_weight(reduction, numel)
+        k = torch.where(noisy, -scale * (self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
+        if reduction == "unscaled":
+            k = torch.zeros_like(k)
+        m = torch.where(noisy, scale * self.b.square() / (2 * self.c.square()), 0.0)
+        return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
+
+    def gradient_scale(self, reduction: Reduction = "mean") -> Tensor:
+        """N_t, the expected size of the log-prob's gradient in the velocity (Eq. 38), float64 `[T]`.
+
+        |b| is the sensitivity of the mean to the network, so N_t = |b|/c for the mean log-prob.
+        """
+        return 2 * self._log_prob_weight(reduction, 1).abs() * self.b.abs() * self.c
+
+    def equalizer(self, reduction: Reduction = "mean", eps: float = 1e-8) -> Tensor:
+        """S_t = median(N) / (N_t + eps) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
+        scale = self.gradient_scale(reduction)
+        noisy = self.c > 0
+        if not noisy.any():
+            return torch.zeros_like(scale)
+        return torch.where(noisy, scale[noisy].quantile(0.5) / (scale + eps), 0.0)
+
+
+def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTable:
+    """Transition scalars of `sampler` on the schedule `sigmas`.
+
+    Args:
+        sigmas: float64 `[T+1]`, strictly falling, in [0, 1].
+        sampler: one of `SAMPLERS`.
+        eta: noise level, at least 0 (0 is the ODE for every sampler); `cps` is defined up to 1.
+
+    Raises:
+        ValueError: unknown sampler, eta out of range, or a schedule that does not fall within [0, 1].
+    """
+    if sampler not in _SAMPLERS:
+        raise ValueError(f"unknown sampler {sampler!r}; {nearest(sampler, SAMPLERS)}")
+    if not (math.isfinite(eta) and eta >= 0):
+        raise ValueError(f"eta = {eta}: expected a finite number of at least 0; the nearest valid value is 0")
+    if sampler == "cps" and eta > 1:
+        raise ValueError(f"eta = {eta}: cps keeps n cos(eta pi/2) of the noise, so eta is at most 1")
+    sigmas = sigmas.detach().to("cpu", torch.float64)
+    s, n = sigmas[:-1], sigmas[1:]
+    if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and 0 <= sigmas[-1] and sigmas[0] <= 1):
+        raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
+    a, b, c = _SAMPLERS[sampler](s, n, float(eta))
+    notes = _sage_notes(s, n, c) if sampler == "sage" and eta > 0 else ()
+    return TransitionTable(sampler=sampler, eta=float(eta), sigmas=sigmas, a=a, b=b, c=c, notes=notes)
+
+
+def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
+    notes = []
+    if 1 - s[0] < SAGE_CLAMP:
+        notes.append(
+            f"sage: step 0 is set by the clamp 1 - sigma >= {SAGE_CLAMP:g} (std {c[0]:.3g}); `exact` needs no clamp"
+        )
+    silent = int((c == 0).sum())
+    if silent:
+        notes.append(f"sage: {silent} step(s) lie wholly inside the clamp and are deterministic")
+    if n[-1] == 0:
+        notes.append(f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `exact` leaves none")
+    return tuple(notes)
