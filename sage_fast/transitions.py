@@ -17,15 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sage_fast.errors import nearest
-
-Reduction = Literal["mean", "sum", "unscaled"]
-REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "unscaled")
+from sage_fast.choices import REDUCTIONS, SAMPLERS, nearest
 
 SAGE_CLAMP = 3e-3
 """Floor of 1 - sigma in the sage variance (paper, Appendix A.2, regime c)."""
@@ -102,7 +98,7 @@ def _exact(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _SAMPLERS = {"sage": _sage, "flow": _flow, "dance": _dance, "cps": _cps, "exact": _exact, "ode": _ode}
-SAMPLERS: tuple[str, ...] = tuple(_SAMPLERS)
+assert tuple(_SAMPLERS) == SAMPLERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +140,7 @@ class TransitionTable:
             c=torch.where(inside, self.c, c),
         )
 
-    def _log_prob_weight(self, reduction: Reduction, numel: int) -> Tensor:
+    def _log_prob_weight(self, reduction: str, numel: int) -> Tensor:
         """The factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
         if reduction not in REDUCTIONS:
             raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
@@ -154,7 +150,7 @@ class TransitionTable:
         scale = numel if reduction == "sum" else 1
         return torch.where(noisy, -scale / (2 * self.c.square()), 0.0)
 
-    def coefficients(self, numel: int, reduction: Reduction = "mean") -> Tensor:
+    def coefficients(self, numel: int, reduction: str = "mean") -> Tensor:
         """The table as the operators read it.
 
         Args:
@@ -176,14 +172,14 @@ class TransitionTable:
         m = torch.where(noisy, scale * self.b.square() / (2 * self.c.square()), 0.0)
         return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
 
-    def gradient_scale(self, reduction: Reduction = "mean") -> Tensor:
+    def gradient_scale(self, reduction: str = "mean") -> Tensor:
         """N_t, the expected size of the log-prob's gradient in the velocity (Eq. 38), float64 `[T]`.
 
         |b| is the sensitivity of the mean to the network, so N_t = |b|/c for the mean log-prob.
         """
         return 2 * self._log_prob_weight(reduction, 1).abs() * self.b.abs() * self.c
 
-    def equalizer(self, reduction: Reduction = "mean", eps: float = 1e-8) -> Tensor:
+    def equalizer(self, reduction: str = "mean", eps: float = 1e-8) -> Tensor:
         """S_t = median(N) / (N_t + eps) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
         scale = self.gradient_scale(reduction)
         noisy = self.c > 0

@@ -1,0 +1,5 @@
+import sys
+
+from sage_fast.cli import main
+
+sys.exit(main())

@@ -1,0 +1,211 @@
+"""The `sage-fast` command. Nothing heavy is imported before a command needs it: `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_fast import __version__
+
+EPILOG = """examples:
+  sage-fast train configs/demo.yaml --output runs/demo
+  sage-fast train configs/hunyuanvideo15-480p.yaml --dry-run
+  torchrun --nproc-per-node 8 -m sage_fast train configs/hunyuanvideo15-480p.yaml --output runs/hv15
+  sage-fast train runs/demo/config.yaml --resume
+  sage-fast sample runs/demo --prompt "a red circle moves left quickly" --folder out
+
+Any setting of the YAML file can be given on the command line: --sampling.eta 0.7 --train.iterations 10
+"""
+
+
+class UserError(Exception):
+    """A mistake in the command line."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sage-fast",
+        description="Align HunyuanVideo 1.5 with reward models by SAGE-GRPO.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sage-fast {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+
+    train = add("train", "train a policy; leaves a run folder with weights, metrics, videos and a report")
+    train.add_argument("config", metavar="CONFIG", help="YAML file")
+    train.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
+    train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
+    train.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+    sample = add("sample", "make videos with the ODE")
+    sample.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    sample.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    sample.add_argument("--prompts", metavar="FILE", help="UTF-8 text, one prompt a line")
+    sample.add_argument("--folder", default="samples", help="where the MP4 files go (default: samples)")
+    sample.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    evaluate = add("eval", "score a policy on the held-out prompts")
+    evaluate.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    evaluate.add_argument("--json", metavar="FILE", help="write every score there")
+    evaluate.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    report = add("report", "write report.html of a run, again or while it is running")
+    report.add_argument("run", metavar="RUN", help="run folder")
+
+    testbed = add("testbed", "the moving-shapes world")
+    actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")
+    pretrain = actions.add_parser("pretrain", help="make the base model that ships with the package", allow_abbrev=False)
+    pretrain.add_argument("folder", metavar="FOLDER", help="where transformer/ and vae/ go")
+    pretrain.add_argument("--seed", type=int, default=0)
+    pretrain.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def _overrides(arguments: Sequence[str]) -> dict[str, str]:
+    """`--key.path value` or `--key.path=value` pairs."""
+    settings: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            raise UserError(f"unexpected argument {argument!r}; settings are given as --key.path value")
+        key, separator, value = argument[2:].partition("=")
+        if not separator:
+            if not rest:
+                raise UserError(f"{argument} needs a value")
+            value = rest.pop(0)
+        settings[key] = value
+    return settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status (2 for a mistake of the user, 1 for a run that failed)."""
+    options, rest = _parser().parse_known_args(arguments)
+    try:
+        overrides = _overrides(rest)
+        if overrides and options.command not in ("train", "sample", "eval"):
+            raise UserError(f"unknown option --{next(iter(overrides))}")
+        return _COMMANDS[options.command](options, overrides)
+    except (UserError, ValueError) as error:
+        print(f"sage-fast {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except RuntimeError as error:
+        from sage_fast.engine.engine import NonFiniteError
+        from sage_fast.rewards import RewardError
+        from sage_fast.trainer import ParityError
+
+        if not isinstance(error, NonFiniteError | RewardError | ParityError):
+            raise
+        print(f"sage-fast {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.config import load
+
+    config = load(options.config, overrides)
+    if options.dry_run:
+        from sage_fast.plan import format_plan, plan
+        from sage_fast.policy.load import check_path, transformer_config
+
+        check_path(config.model.path)
+        print(format_plan(plan(config, transformer_config(config.model.path))))
+        return 0
+    from sage_fast.run import train
+
+    train(config, resume=options.resume, quiet=options.quiet)
+    return 0
+
+
+def _of_run(path: str, overrides: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """A run folder stands for its config with its weights."""
+    run = Path(path)
+    if not run.is_dir():
+        return path, overrides
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{path!r} is no run folder: config.yaml is missing")
+    weights = run / "weights"
+    if not weights.is_dir():
+        found = sorted((run / "checkpoints").glob("iteration-??????"))
+        if not found:
+            raise UserError(f"run {path!r} has neither weights nor a checkpoint yet")
+        weights = found[-1]
+    return str(run / "config.yaml"), {"model.weights": str(weights)} | overrides
+
+
+def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.config import load
+    from sage_fast.data.prompts import read_prompts
+
+    config = load(*_of_run(options.config, overrides))
+    prompts = options.prompt + (read_prompts(options.prompts) if options.prompts else [])
+    if not prompts:
+        raise UserError("give at least one --prompt, or --prompts FILE")
+    from sage_fast.evaluation import generate
+    from sage_fast.run import prepare, save_videos
+    from sage_fast.seeding import sample_seeds
+
+    folder = Path(options.folder)
+    setup = prepare(config, folder / "embeddings", quiet=options.quiet, prompts=prompts)
+    seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
+    videos = generate(config, setup.model, prompts, setup.embeddings, seeds, progress=not options.quiet)
+    for path in save_videos(videos, prompts, folder, setup.model.fps):
+        print(path)
+    return 0
+
+
+def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    import json
+    import tempfile
+
+    from sage_fast.config import load
+
+    config = load(*_of_run(options.config, overrides))
+    from sage_fast.evaluation import evaluate
+    from sage_fast.report import format_scores
+    from sage_fast.run import prepare
+
+    with tempfile.TemporaryDirectory() as scratch:
+        setup = prepare(config, Path(scratch), quiet=options.quiet)
+    result = evaluate(
+        config,
+        setup.model,
+        setup.reward,
+        setup.eval_prompts,
+        setup.embeddings,
+        iteration=0,
+        progress=not options.quiet,
+    )
+    print(format_scores(result.to_json()))
+    if options.json:
+        Path(options.json).write_text(json.dumps(result.to_json()), encoding="utf-8")
+    return 0
+
+
+def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.report import write_report
+
+    print(write_report(Path(options.run)))
+    return 0
+
+
+def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.testbed.pretrain import pretrain
+
+    pretrain(Path(options.folder), seed=options.seed, quiet=options.quiet)
+    return 0
+
+
+_COMMANDS = {"train": _train, "sample": _sample, "eval": _eval, "report": _report, "testbed": _testbed}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Optimisation, data parallelism and checkpoints."""

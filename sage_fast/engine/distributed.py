@@ -1,0 +1,67 @@
+"""Ranks and reductions; every function is the identity in a single process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def initialize() -> torch.device:
+    """Join the process group that torchrun describes, if any, and return this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def shutdown() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
+    """`sum`, `min` or `max` over the ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op])
+    return tensor
+
+
+def all_gather(tensor: Tensor, device: torch.device) -> Tensor:
+    """Concatenate equally shaped tensors of all ranks along the first dimension; returned where `tensor` was."""
+    if not dist.is_initialized():
+        return tensor
+    local = tensor.to(device).contiguous()
+    parts = [torch.empty_like(local) for _ in range(world_size())]
+    dist.all_gather(parts, local)
+    return torch.cat(parts).to(tensor.device)
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """The values of all ranks; small picklable things only."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values

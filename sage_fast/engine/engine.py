@@ -1,0 +1,89 @@
+"""Optimizer, gradient reduction, EMA, and the part of a checkpoint that belongs to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sage_fast.config import TrainConfig
+from sage_fast.engine.distributed import all_reduce, world_size
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is not finite; nothing was updated with it."""
+
+
+class Engine:
+    """AdamW over the trainable weights, data parallel where torchrun started several ranks.
+
+    Args:
+        policy: its trainable parameters are optimised.
+        config: learning rate, weight decay, clipping, EMA.
+    """
+
+    def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig) -> None:
+        self.policy = policy
+        self.config = config
+        self.parameters = list(policy.parameters().values())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.999)
+        )
+        self.steps = 0
+        self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
+
+    def _reduce_gradients(self) -> None:
+        """Mean over the ranks; a weight without a gradient on every rank keeps none (and is not decayed)."""
+        if world_size() == 1:
+            return
+        present = torch.tensor([p.grad is not None for p in self.parameters], device=self.policy.device).int()
+        all_reduce(present, "max")
+        for p, used in zip(self.parameters, present.tolist()):
+            if used:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                all_reduce(p.grad).div_(world_size())
+
+    def step(self) -> float:
+        """Reduce, clip and apply the accumulated gradients; returns their norm before clipping.
+
+        Raises:
+            NonFiniteError: the norm is not finite; the weights are left as they were.
+        """
+        self._reduce_gradients()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        if not torch.isfinite(torch.tensor(norm)):
+            raise NonFiniteError(f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self._update_ema()
+        return norm
+
+    @torch.no_grad()
+    def _update_ema(self) -> None:
+        if self.ema is not None:
+            for name, p in self.policy.parameters().items():
+                self.ema[name].lerp_(p, 1 - self.config.ema_decay)
+
+    def save(self, folder: Path) -> None:
+        """Write weights, EMA and optimizer state into `folder`."""
+        save_file(_contiguous(self.policy.snapshot()), folder / "trainable.safetensors")
+        if self.ema is not None:
+            save_file(_contiguous(self.ema), folder / "ema.safetensors")
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+
+    def load(self, folder: Path, steps: int) -> None:
+        """Restore what `save` wrote."""
+        device = self.policy.device
+        self.policy.load(load_file(folder / "trainable.safetensors", device=str(device)))
+        if self.ema is not None:
+            self.ema = load_file(folder / "ema.safetensors", device=str(device))
+        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+        self.steps = steps
+
+
+def _contiguous(state: State) -> dict[str, Tensor]:
+    return {name: tensor.contiguous() for name, tensor in state.items()}

@@ -1,0 +1,204 @@
+"""HunyuanVideo 1.5 as a policy: velocity(x, sigma, text), LoRA, and the states of its trainable weights.
+
+The transformer is diffusers' `HunyuanVideo15Transformer3DModel`. Anchor, base, rollout and averaged policies are not
+further models: each is a snapshot of the trainable weights (the adapter under LoRA) that `using` swaps in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sage_fast.ops.transition_step import guided
+from sage_fast.policy.text import TextBatch
+
+State = dict[str, Tensor]
+"""Trainable weights by name."""
+
+ADAPTER = "default"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+def _match_weight_dtype(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(arg.to(next(module.parameters()).dtype) for arg in args)
+
+
+class HunyuanVideo15Policy:
+    """A text-to-video velocity network with trainable weights.
+
+    Args:
+        transformer: any instance of the diffusers class, on its device.
+        dtype: type of activations. Weights stored in another type are used under autocast.
+        guidance_scale: classifier-free guidance; 1 runs the conditional pass alone.
+    """
+
+    def __init__(
+        self, transformer: HunyuanVideo15Transformer3DModel, *, dtype: torch.dtype, guidance_scale: float = 1.0
+    ) -> None:
+        self.transformer = transformer
+        self.dtype = dtype
+        self.guidance_scale = guidance_scale
+        self.latent_channels: int = transformer.config.out_channels
+        # The timestep stays fp32 up to the sinusoid (a bf16 timestep is off by up to 2 units of 1000).
+        transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.transformer.device
+
+    @property
+    def uses_guidance(self) -> bool:
+        return self.guidance_scale != 1
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def velocity(self, x: Tensor, sigma: Tensor, text: TextBatch) -> Tensor:
+        """Velocity dx/dsigma at latents `x`.
+
+        Args:
+            x: `[B, C, T, H, W]` latents, float32.
+            sigma: float32 `[B]` in [0, 1]; the network is given timestep = 1000 sigma.
+            text: B prompts.
+
+        Returns:
+            `[B, C, T, H, W]` in the activation type.
+        """
+        config = self.transformer.config
+        batch, channels, *space = x.shape
+        x = x.to(self.dtype)
+        # Text-to-video: no conditioning frames, mask 0, no image tokens.
+        condition = x.new_zeros(batch, config.in_channels - channels, *space)
+        weights = next(self.transformer.parameters()).dtype
+        with torch.autocast(x.device.type, dtype=self.dtype, enabled=weights != self.dtype):
+            return self.transformer(
+                hidden_states=torch.cat([x, condition], dim=1),
+                timestep=1000 * sigma,
+                encoder_hidden_states=text.text,
+                encoder_attention_mask=text.text_mask,
+                encoder_hidden_states_2=text.glyphs,
+                encoder_attention_mask_2=text.glyphs_mask,
+                image_embeds=x.new_zeros(batch, 0, config.image_embed_dim),
+                return_dict=False,
+            )[0]
+
+    def velocities(
+        self, x: Tensor, sigma: Tensor, text: TextBatch, negative: TextBatch | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Conditional and, with guidance, unconditional velocity; `negative` holds B negative prompts."""
+        conditional = self.velocity(x, sigma, text)
+        if not self.uses_guidance:
+            return conditional, None
+        assert negative is not None
+        return conditional, self.velocity(x, sigma, negative)
+
+    def guided_velocity(self, x: Tensor, sigma: Tensor, text: TextBatch, negative: TextBatch | None) -> Tensor:
+        """The velocity that moves the latents, guidance included, float32; what `transition_score` differentiates."""
+        v, v_uncond = self.velocities(x, sigma, text, negative)
+        return guided(v, v_uncond, self.guidance_scale, x.dtype) if v_uncond is not None else v
+
+    # -- trainable weights --------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by name."""
+        return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
+
+    def snapshot(self) -> State:
+        """A copy of the trainable weights."""
+        return {name: p.detach().clone() for name, p in self.parameters().items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copy `state` into the trainable weights, in place.
+
+        Raises:
+            ValueError: names or shapes differ.
+        """
+        parameters = self.parameters()
+        if parameters.keys() != state.keys():
+            odd = sorted(parameters.keys() ^ state.keys())[0]
+            raise ValueError(f"state does not fit the policy's trainable weights: {odd} is on one side only")
+        for name, p in parameters.items():
+            if p.shape != state[name].shape:
+                raise ValueError(f"{name}: expected shape {list(p.shape)}, got {list(state[name].shape)}")
+            p.copy_(state[name])
+
+    @contextlib.contextmanager
+    def using(self, state: State) -> Iterator[None]:
+        """Run with another state of the trainable weights, then put the present ones back."""
+        present = self.snapshot()
+        self.load(state)
+        try:
+            yield
+        finally:
+            self.load(present)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save_weights(self, folder: Path) -> None:
+        """Weights in diffusers format: the LoRA file, or the whole transformer after full fine-tuning."""
+        if self.has_adapter:
+            self.transformer.save_lora_adapter(folder, adapter_name=ADAPTER, weight_name=LORA_FILE)
+        else:
+            self.transformer.save_pretrained(folder / "transformer")
+
+    @property
+    def has_adapter(self) -> bool:
+        return hasattr(self.transformer, "peft_config")
+
+
+def add_lora(
+    transformer: HunyuanVideo15Transformer3DModel, *, rank: int, alpha: int, targets: str, seed: int
+) -> None:
+    """Freeze the transformer and add a LoRA adapter in float32; its up-projections start at zero.
+
+    Raises:
+        ValueError: `targets` (a regular expression over whole module names) matches nothing.
+    """
+    transformer.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=ADAPTER)
+    freeze_dead_ends(transformer)
+
+
+def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
+    """Freeze the transformer and add the LoRA adapter at `path`, a file or folder in diffusers format, trainable.
+
+    Raises:
+        ValueError: no such file, or an adapter made for another model.
+    """
+    file = path / LORA_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
+    shapes = {name: module.weight.shape for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    for key, tensor in load_file(file).items():
+        module, _, role = key.removeprefix("transformer.").partition(".lora_")
+        weight = shapes.get(module)
+        axis = 1 if role.startswith("A") else 0
+        if role and (weight is None or tensor.shape[axis] != weight[axis]):
+            expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
+            raise ValueError(
+                f"model.weights = {str(path)!r} was made for another model: {key} has shape {list(tensor.shape)}, {expected}"
+            )
+    transformer.requires_grad_(False)
+    transformer.load_lora_adapter(str(file), prefix=None, adapter_name=ADAPTER, use_safetensors=True)
+    for name, p in transformer.named_parameters():
+        if ".lora_" in name:
+            p.data = p.data.float()
+            p.requires_grad_(True)
+    freeze_dead_ends(transformer)
+
+
+def freeze_dead_ends(transformer: Any) -> None:
+    """The last block's text stream feeds nothing: without a gradient there, optimizers and reducers stay simple."""
+    last = transformer.transformer_blocks[-1]
+    for module in (last.attn.to_add_out, last.ff_context):
+        module.requires_grad_(False)

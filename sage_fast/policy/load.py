@@ -1,0 +1,141 @@
+"""From `model.path` to a policy, its video autoencoder and its text encoders."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
+from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
+from sage_fast.testbed.model import BASE, TestbedTransformer, allow_batches
+from sage_fast.testbed.text import embed
+
+TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
+VIDEO_FPS = {"HunyuanVideo15Transformer3DModel": 24, "TestbedTransformer": 8}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Model:
+    """A policy with what stands before and after it.
+
+    Attributes:
+        path: where it came from.
+        policy: the trained part.
+        vae: the frozen autoencoder.
+        fps: frames per second of its videos.
+    """
+
+    path: str
+    policy: HunyuanVideo15Policy
+    vae: AutoencoderKLHunyuanVideo15
+    fps: int
+
+    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
+        """(C, T, H, W) of one video's latents."""
+        return (
+            self.policy.latent_channels,
+            (sampling.num_frames - 1) // self.vae.temporal_compression_ratio + 1,
+            sampling.height // self.vae.spatial_compression_ratio,
+            sampling.width // self.vae.spatial_compression_ratio,
+        )
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents `[B, C, T, H, W]` -> videos `[B, F, 3, 8 or 16 H, ... W]`, float32 in [0, 1]."""
+        latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
+        video = self.vae.decode(latents, return_dict=False)[0]
+        return ((video.float() + 1) / 2).clamp(0, 1).transpose(1, 2)
+
+    def load_encoder(self) -> Encoder:
+        """Load the text encoders; they are released with the function that is returned."""
+        config = self.policy.transformer.config
+        if isinstance(self.policy.transformer, TestbedTransformer):
+            no_glyphs = torch.zeros(0, config.text_embed_2_dim)
+            return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
+        pipeline = HunyuanVideo15Pipeline.from_pretrained(
+            self.path, transformer=None, vae=self.vae, torch_dtype=self.policy.dtype
+        )
+        device = self.policy.device
+        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
+            encoder.to(device)
+        return lambda prompt: encode_with_pipeline(pipeline, prompt, device)
+
+
+def transformer_config(path: str) -> dict[str, object] | None:
+    """The transformer's config.json of a local checkpoint or of the testbed; None for a model on the hub."""
+    folder = BASE if path == "testbed" else Path(path)
+    file = folder / "transformer" / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def check_path(path: str) -> str:
+    """The folder or hub id that `from_pretrained` is given.
+
+    Raises:
+        ValueError: neither a checkpoint folder nor the form of a hub id.
+    """
+    if path == "testbed":
+        return str(BASE)
+    folder = Path(path)
+    if folder.is_dir():
+        missing = [part for part in ("transformer", "vae") if not (folder / part / "config.json").is_file()]
+        if missing:
+            raise ValueError(
+                f"model.path = {path!r}: not a HunyuanVideo 1.5 checkpoint in diffusers format; "
+                f"{missing[0]}/config.json is missing"
+            )
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+        raise ValueError(
+            f"model.path = {path!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a hub "
+            "id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+        )
+    return path
+
+
+def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.device, seed: int) -> Model:
+    """Load a checkpoint and make it trainable.
+
+    Raises:
+        ValueError: checkpoint missing or incomplete, or LoRA weights of another model.
+    """
+    path = check_path(config.path)
+    dtype = getattr(torch, config.dtype)
+    class_name = str((transformer_config(config.path) or {}).get("_class_name", "HunyuanVideo15Transformer3DModel"))
+    if class_name not in TRANSFORMERS:
+        raise ValueError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
+    # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
+    weights = torch.float32 if config.tuning == "full" else dtype
+    source = path
+    if config.tuning == "full" and config.weights is not None:
+        source = config.weights
+        if not (Path(source) / "transformer" / "config.json").is_file():
+            raise ValueError(f"model.weights = {source!r}: expected a folder that holds transformer/config.json")
+    try:
+        transformer = TRANSFORMERS[class_name].from_pretrained(source, subfolder="transformer", torch_dtype=weights)
+        vae = AutoencoderKLHunyuanVideo15.from_pretrained(path, subfolder="vae", torch_dtype=dtype)
+    except OSError as error:
+        raise ValueError(f"model.path = {config.path!r}: neither a local folder nor found on the hub: {error}") from error
+    transformer.to(device).eval()
+    vae.to(device).eval().requires_grad_(False)
+    if class_name == "TestbedTransformer":
+        allow_batches(vae)
+    else:
+        vae.enable_slicing()
+    if config.tuning == "lora" and config.weights is not None:
+        load_lora(transformer, Path(config.weights))
+    elif config.tuning == "lora":
+        add_lora(transformer, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets, seed=seed)
+    else:
+        transformer.requires_grad_(True)
+        freeze_dead_ends(transformer)
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=sampling.guidance_scale)
+    return Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name])

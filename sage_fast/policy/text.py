@@ -1,0 +1,97 @@
+"""Prompts as the transformer reads them: valid tokens only, packed once per prompt, cached on disk.
+
+The published pipeline pads every prompt to 1000 Qwen and 256 ByT5 tokens and masks the padding in every block. Here a
+prompt keeps its valid tokens alone; a batch pads to its longest member, and not at all where a group shares a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from diffusers import HunyuanVideo15Pipeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextEmbedding:
+    """One prompt, without padding.
+
+    Attributes:
+        text: `[L, text_embed_dim]` states of the language model (Qwen2.5-VL).
+        glyphs: `[L2, text_embed_2_dim]` states of ByT5 for quoted text; L2 = 0 without quotes.
+    """
+
+    text: Tensor
+    glyphs: Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextBatch:
+    """A batch of prompts: `text [B, L, D]`, `text_mask [B, L]`, `glyphs [B, L2, D2]`, `glyphs_mask [B, L2]`."""
+
+    text: Tensor
+    text_mask: Tensor
+    glyphs: Tensor
+    glyphs_mask: Tensor
+
+
+def _pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([len(row) for row in rows])
+    longest = int(lengths.max())
+    padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    mask = torch.arange(longest)[None, :] < lengths[:, None]
+    return padded, mask.to(device=padded.device, dtype=torch.int64)
+
+
+def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: torch.dtype) -> TextBatch:
+    """Stack prompts, padded to the longest of them, on `device` in `dtype`."""
+    text, text_mask = _pad([embedding.text.to(device, dtype) for embedding in embeddings])
+    glyphs, glyphs_mask = _pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
+    return TextBatch(text=text, text_mask=text_mask, glyphs=glyphs, glyphs_mask=glyphs_mask)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+Encoder = Callable[[str], TextEmbedding]
+
+
+@torch.no_grad()
+def encode_with_pipeline(pipeline: HunyuanVideo15Pipeline, prompt: str, device: torch.device) -> TextEmbedding:
+    """Encode one prompt with the text encoders of a published checkpoint, as the diffusers pipeline does."""
+    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompt, device=device, batch_size=1)
+    return TextEmbedding(text=text[0][text_mask[0].bool()].cpu(), glyphs=glyphs[0][glyphs_mask[0].bool()].cpu())
+
+
+def encode_cached(
+    prompts: Sequence[str], encoder_factory: Callable[[], Encoder], cache: Path, model: str, quiet: bool = False
+) -> dict[str, TextEmbedding]:
+    """Embeddings of `prompts`, read from `cache` where they are; the text encoders load only if one is missing.
+
+    Args:
+        prompts: duplicates are encoded once.
+        encoder_factory: loads the text encoders and returns a function from prompt to embedding.
+        cache: folder; one safetensors file per (model, prompt).
+        model: name of the checkpoint, part of the key.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    files = {prompt: cache / f"{_digest(model, prompt)}.safetensors" for prompt in prompts}
+    missing = [prompt for prompt, file in files.items() if not file.exists()]
+    if missing:
+        encode = encoder_factory()
+        for prompt in tqdm(missing, desc="encode prompts", disable=quiet):
+            embedding = encode(prompt)
+            partial = files[prompt].with_suffix(".partial")  # a killed run leaves no half-written embedding behind
+            save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
+            partial.replace(files[prompt])
+    return {prompt: TextEmbedding(**load_file(file)) for prompt, file in files.items()}

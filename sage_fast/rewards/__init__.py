@@ -1,0 +1,106 @@
+"""Rewards: one small interface, and the composite that training maximises.
+
+A reward is a callable `(videos, prompts) -> {part: Tensor [B]}` with videos float32 `[B, F, 3, H, W]` in [0, 1].
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import RewardConfig
+
+
+class Reward(Protocol):
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """Score `videos [B, F, 3, H, W]` in [0, 1] against their prompts; each part is `[B]`."""
+        ...
+
+
+class RewardError(RuntimeError):
+    """A reward that failed, or that is not finite."""
+
+
+def load_reward(config: RewardConfig) -> Reward:
+    """The reward named by `config.name`; a class is instantiated without arguments.
+
+    Raises:
+        ValueError: the module has no such name.
+    """
+    name = "sage_fast.rewards.testbed:TestbedReward" if config.name == "testbed" else config.name
+    module_name, _, attribute = name.partition(":")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise ValueError(f"reward.name = {config.name!r}: module {module_name} has no {attribute!r}")
+    reward = getattr(module, attribute)
+    return reward() if isinstance(reward, type) else reward
+
+
+class CompositeReward:
+    """R = sum of weight x part (Eq. 33), with failures never turned into a number.
+
+    Args:
+        reward: scores the parts.
+        config: weights and what to do with a failure.
+    """
+
+    def __init__(self, reward: Reward, config: RewardConfig) -> None:
+        self.reward = reward
+        self.config = config
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Composite float32 `[B]` and its parts, on the CPU; NaN marks a failed sample where `on_failure = drop`.
+
+        Raises:
+            RewardError: the reward raised or returned a non-finite value, and `on_failure = stop`.
+            ValueError: a weighted part is missing, or has another shape than `[B]`.
+        """
+        try:
+            parts = self._parts(videos, prompts)
+        except (ValueError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if self.config.on_failure == "stop":
+                raise RewardError(
+                    f"reward {self.config.name!r} raised {type(error).__name__}: {error} on prompts {list(prompts)!r}; "
+                    "reward.on_failure = 'drop' would leave such samples out and count them"
+                ) from error
+            parts = self._one_by_one(videos, prompts)
+        composite = torch.zeros(len(prompts))
+        for part, weight in self.config.weights.items():
+            if weight != 0:
+                composite = composite + weight * parts[part]
+        if self.config.on_failure == "stop" and not composite.isfinite().all():
+            i = int((~composite.isfinite()).nonzero()[0])
+            values = {part: float(value[i]) for part, value in parts.items()}
+            raise RewardError(
+                f"reward {self.config.name!r} is not finite for prompt {prompts[i]!r}: {values}; "
+                "reward.on_failure = 'drop' would leave such samples out and count them"
+            )
+        return torch.where(composite.isfinite(), composite, torch.nan), parts
+
+    def _parts(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        parts = {part: torch.as_tensor(value).detach().float().cpu() for part, value in self.reward(videos, prompts).items()}
+        for part, weight in self.config.weights.items():
+            if weight != 0 and part not in parts:
+                raise ValueError(f"reward.weights names {part!r}; reward {self.config.name!r} returns {sorted(parts)}")
+        for part, value in parts.items():
+            if value.shape != (len(prompts),):
+                raise ValueError(f"reward part {part!r}: expected shape [{len(prompts)}], got {list(value.shape)}")
+        return parts
+
+    def _one_by_one(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        rows = []
+        for i, prompt in enumerate(prompts):
+            try:
+                rows.append(self._parts(videos[i : i + 1], [prompt]))
+            except (ValueError, KeyboardInterrupt):
+                raise
+            except Exception:  # this sample is dropped and counted by the caller as NaN
+                rows.append({part: torch.full((1,), torch.nan) for part in self.config.weights})
+        names = set.intersection(*(set(row) for row in rows))
+        return {part: torch.cat([row[part] for row in rows]) for part in sorted(names)}

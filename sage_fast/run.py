@@ -1,0 +1,279 @@
+"""One run from configuration to report: checks, model, evaluation before and after, iterations, checkpoints.
+
+    <output>/config.yaml run.json metrics.jsonl tensorboard/ checkpoints/ weights/ eval/ videos/ report.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from sage_fast import __version__, ops
+from sage_fast.config import Config, dump
+from sage_fast.data.prompts import read_prompts
+from sage_fast.engine.distributed import barrier, initialize, rank, shutdown, world_size
+from sage_fast.evaluation import Evaluation, evaluate
+from sage_fast.metrics import MetricsWriter
+from sage_fast.policy.load import Model, check_path, load_model
+from sage_fast.policy.text import TextEmbedding, encode_cached
+from sage_fast.report import format_paired_table, paired_table, write_report
+from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.trainer import Trainer
+from sage_fast.videos import contact_sheet, save_mp4
+
+KEPT_CHECKPOINTS = 2
+
+
+@dataclasses.dataclass(kw_only=True)
+class Setup:
+    """Everything a command needs before it samples or trains."""
+
+    config: Config
+    model: Model
+    reward: CompositeReward
+    prompts: list[str]
+    eval_prompts: list[str]
+    embeddings: dict[str, TextEmbedding]
+
+
+def prepare(config: Config, cache: Path, *, quiet: bool, prompts: list[str] | None = None) -> Setup:
+    """Read prompts, load the reward and the model, and encode the prompts; cheap checks come first.
+
+    Args:
+        prompts: in place of the configured prompt files.
+    """
+    train_prompts = read_prompts(config.data.prompts) if prompts is None else prompts
+    eval_prompts = read_prompts(config.data.eval_prompts) if prompts is None else prompts
+    check_path(config.model.path)
+    reward = CompositeReward(load_reward(config.reward), config.reward)
+    model = load_model(config.model, config.sampling, initialize(), config.seed)
+    folder = Path(config.data.embedding_cache) if config.data.embedding_cache else cache
+    wanted = list(dict.fromkeys(["", *train_prompts, *eval_prompts]))
+    if rank() == 0:
+        encode_cached(wanted, model.load_encoder, folder, model.path, quiet)
+    barrier()
+    embeddings = encode_cached(wanted, model.load_encoder, folder, model.path, quiet=True)
+    return Setup(
+        config=config,
+        model=model,
+        reward=reward,
+        prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        embeddings=embeddings,
+    )
+
+
+def claim_output(config: Config, *, resume: bool) -> Path:
+    """Make the run folder.
+
+    Raises:
+        ValueError: it holds another run (without `resume`), or none (with it).
+    """
+    run = Path(config.output)
+    holds_run = (run / "config.yaml").exists()
+    if resume and not holds_run:
+        raise ValueError(f"output = {config.output!r}: no run to resume there; leave --resume out to start one")
+    if not resume and run.exists() and any(run.iterdir()):
+        advice = "continue it with --resume" if holds_run else "it is not empty"
+        raise ValueError(f"output = {config.output!r} already holds {'a run' if holds_run else 'files'}: {advice}, or "
+                         "choose another folder with --output; nothing was changed")  # fmt: skip
+    if resume:
+        return run
+    barrier()  # all ranks have looked before the first one writes
+    if rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").write_text(dump(config), encoding="utf-8")
+    return run
+
+
+def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
+    """Train, and leave a run folder with a report; Ctrl-C leaves a checkpoint that `resume` continues.
+
+    Returns:
+        The run folder.
+    """
+    initialize()
+    read_prompts(config.data.prompts), read_prompts(config.data.eval_prompts), check_path(config.model.path)
+    run = claim_output(config, resume=resume)
+    say = _say if rank() == 0 and not quiet else _nothing
+    setup = prepare(config, run / "embeddings", quiet=quiet or rank() > 0)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    start = load_checkpoint(trainer, run) if resume else 0
+    describe(trainer, run, say)
+    if not resume:
+        _evaluate(trainer, setup, run, "before", 0, say)
+    writer = MetricsWriter(run, start) if rank() == 0 else None
+    iterations = range(start, config.train.iterations)
+    done = start
+    try:
+        for index in tqdm(iterations, desc="iterations", disable=say is _nothing, initial=start, total=len(iterations) + start):
+            row = trainer.iteration(index)
+            done = index + 1
+            if writer is not None:
+                writer.write(row)
+            say(format_row(row, config.train.iterations))
+            if config.eval.interval and done % config.eval.interval == 0 and done < config.train.iterations:
+                _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, say)
+            if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
+                save_checkpoint(trainer, run, done)
+    except KeyboardInterrupt:
+        save_checkpoint(trainer, run, done)
+        say(f"interrupted after {done} iterations; continue with --resume")
+        raise
+    finally:
+        if writer is not None:
+            writer.close()
+    _finish(trainer, setup, run, say)
+    shutdown()
+    return run
+
+
+def _finish(trainer: Trainer, setup: Setup, run: Path, say: Any) -> None:
+    done = trainer.config.train.iterations
+    if trainer.engine.ema is not None:
+        trainer.policy.load(trainer.engine.ema)
+    if rank() == 0:
+        trainer.policy.save_weights(run / "weights")
+    _evaluate(trainer, setup, run, "after", done, say)
+    if rank() == 0:
+        before, after = (json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
+        say(format_paired_table(paired_table(before, after)))
+        say(f"report: {write_report(run)}")
+
+
+def _evaluate(trainer: Trainer, setup: Setup, run: Path, name: str, iteration: int, say: Any) -> Evaluation:
+    """Evaluate with the averaged weights where there are any; scores and videos go into the run folder."""
+    say(f"evaluate ({name})")
+    ema = trainer.engine.ema
+    with trainer.policy.using(ema if ema is not None else trainer.policy.snapshot()):
+        result = evaluate(
+            setup.config,
+            setup.model,
+            setup.reward,
+            setup.eval_prompts,
+            setup.embeddings,
+            iteration=iteration,
+            progress=say is _say,
+        )
+    if rank() == 0:
+        (run / "eval").mkdir(exist_ok=True)
+        (run / "eval" / f"{name}.json").write_text(json.dumps(result.to_json()))
+        save_videos(result.videos, result.prompts, run / "videos" / name, setup.model.fps)
+    return result
+
+
+def save_videos(videos: list[torch.Tensor], prompts: list[str], folder: Path, fps: int) -> list[Path]:
+    """One MP4 a video, named by number and prompt, and a contact sheet beside the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for i, (video, prompt) in enumerate(zip(videos, prompts)):
+        slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
+        paths.append(folder / f"{i:02d}-{slug}.mp4")
+        save_mp4(paths[-1], video, fps)
+    if videos:
+        contact_sheet(videos, prompts[: len(videos)]).save(folder.with_suffix(".png"))
+    return paths
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(trainer: Trainer, run: Path, iteration: int) -> None:
+    """Write `checkpoints/iteration-N`; the folder appears whole or not at all, and the last two are kept."""
+    if rank() == 0:
+        folder = run / "checkpoints" / f"iteration-{iteration:06d}"
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        trainer.engine.save(partial)
+        trainer.policy.save_weights(partial)
+        if trainer.anchor is not None:
+            save_file({k: v.contiguous() for k, v in trainer.anchor.items()}, partial / "anchor.safetensors")
+        state = {"iteration": iteration} | trainer.state_dict()
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.replace(folder)
+        for old in _checkpoints(run)[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+    barrier()
+
+
+def load_checkpoint(trainer: Trainer, run: Path) -> int:
+    """Restore the newest checkpoint of `run`; returns the iteration to go on with (0 if there is none yet)."""
+    found = _checkpoints(run)
+    if not found:
+        return 0
+    state = json.loads((found[-1] / "state.json").read_text())
+    trainer.engine.load(found[-1], state["optimizer_steps"])
+    if trainer.anchor is not None:
+        trainer.anchor = load_file(found[-1] / "anchor.safetensors", device=str(trainer.device))
+    trainer.load_state_dict(state)
+    return int(state["iteration"])
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    return sorted(path for path in (run / "checkpoints").glob("iteration-*") if path.suffix != ".partial")
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def describe(trainer: Trainer, run: Path, say: Any) -> None:
+    """Print and record what this run is made of."""
+    parameters = sum(p.numel() for p in trainer.policy.transformer.parameters())
+    trainable = sum(p.numel() for p in trainer.engine.parameters)
+    facts = {
+        "sage_fast": __version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "diffusers", "peft")},
+        "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "ranks": world_size(),
+        "operators": ops.implementation(trainer.device),
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "sampler": trainer.config.sampling.sampler,
+        "notes": list(trainer.full_table.notes),
+        "sigmas": trainer.full_table.sigmas.tolist(),
+        "transition_std": trainer.full_table.c.tolist(),
+        "equalizer": trainer.equalizer.tolist(),
+    }
+    if rank() == 0:
+        (run / "run.json").write_text(json.dumps(facts, indent=1))
+    say(f"{facts['device']} x {world_size()} | {parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained | "
+        f"operators: {facts['operators']}")  # fmt: skip
+    for note in trainer.full_table.notes:
+        say(f"note: {note}")
+
+
+def format_row(row: dict[str, Any], iterations: int) -> str:
+    """One line of numbers for an iteration."""
+    parts = " ".join(
+        f"{key.removeprefix('reward/')} {value:.3f}"
+        for key, value in row.items()
+        if key.startswith("reward/") and key.removeprefix("reward/") not in ("mean", "std", "zero_std_groups", "dropped")
+    )
+    if "ratio/mean" not in row:
+        return f"{row['iteration'] + 1:>5}/{iterations}  reward {row['reward/mean']:.4f} ({parts})  no update: no group had a spread"
+    return (
+        f"{row['iteration'] + 1:>5}/{iterations}  reward {row['reward/mean']:.4f} ({parts})  std {row['reward/std']:.3f}  "
+        f"kl {row['kl/anchor']:.1e}  ratio 1{row['ratio/min'] - 1:+.1e}/{row['ratio/max'] - 1:+.1e}  "
+        f"clip {row['ratio/clip_fraction']:.2f}  |g| {row['grad_norm']:.2e}  {row['time/total']:.1f} s"
+    )
+
+
+def _say(line: str) -> None:
+    tqdm.write(line)
+
+
+def _nothing(line: str) -> None:
+    del line

@@ -1,0 +1,443 @@
+"""SAGE-GRPO: rollout -> reward -> advantage -> update (paper, Figure 2 and Appendix A.6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import Config
+from sage_fast.data.prompts import prompts_of_iteration
+from sage_fast.engine.distributed import all_gather, all_reduce, rank, world_size
+from sage_fast.engine.engine import Engine, NonFiniteError
+from sage_fast.metrics import Metrics, Stopwatch
+from sage_fast.objective import KLController, Loss, group_advantages, sage_loss, uses_anchor, uses_velocity
+from sage_fast.ops import transition_score
+from sage_fast.policy.load import Model
+from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.rewards import CompositeReward
+from sage_fast.rollout import Trajectories, initial_latents, rollout
+from sage_fast.seeding import derive_seed, permutation, sample_seeds
+from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """One prompt and the samples drawn for it; `slot` counts the groups of an iteration over all ranks."""
+
+    slot: int
+    prompt: str
+    seeds: Tensor
+    """int64 `[G]`, noise keys."""
+    latent_seeds: Tensor
+    """int64 `[G]`, keys of the initial latents; all equal with shared initial noise."""
+
+
+Transition = tuple[int, int]
+"""(sample, step)."""
+
+
+class Trainer:
+    """Owns the policy, its anchor and the optimizer; `iteration` is the algorithm.
+
+    Args:
+        config: validated settings.
+        model: policy and autoencoder.
+        reward: composite reward.
+        prompts: training prompts.
+        embeddings: prompt -> embedding, for every training prompt and the empty one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        reward: CompositeReward,
+        prompts: Sequence[str],
+        embeddings: dict[str, TextEmbedding],
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.policy = model.policy
+        self.reward = reward
+        self.prompts = prompts
+        self.embeddings = embeddings
+        self.device = self.policy.device
+        self.engine = Engine(self.policy, config.train)
+        self.kl = KLController(config.kl)
+        self.anchor = self.policy.snapshot() if uses_anchor(config.kl) else None
+        self.anchor_is_current = True
+        self.anchor_step = 0
+        self.latent_shape = model.latent_shape(config.sampling)
+        s = config.sampling
+        self.full_table = transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
+        self.equalizer = self._equalizer()
+        self._check()
+
+    def _check(self) -> None:
+        trainable = len(self._trained_steps(self._table(0), 0))
+        updates = self.config.train.optimizer_steps
+        if trainable < updates:
+            raise ValueError(
+                f"train.optimizer_steps = {updates}: only {trainable} transition(s) a sample can be trained "
+                f"(sampler {self.config.sampling.sampler!r}, eta {self.config.sampling.eta:g}, "
+                f"{self.config.sampling.steps} steps); the nearest valid value is {trainable}"
+                if trainable
+                else f"sampler {self.config.sampling.sampler!r} with eta {self.config.sampling.eta:g} has no stochastic "
+                "step, so there is no policy gradient; expected sage, flow, dance, cps or exact with eta above 0"
+            )
+        if self.config.train.prompts_per_iteration % world_size():
+            raise ValueError(
+                f"train.prompts_per_iteration = {self.config.train.prompts_per_iteration}: expected a multiple of "
+                f"the {world_size()} ranks; the nearest is {world_size()}"
+            )
+
+    # -- one iteration ------------------------------------------------------------------------------------------------
+
+    def iteration(self, index: int) -> dict[str, object]:
+        """One round of the algorithm; returns its metrics.
+
+        Raises:
+            RewardError: a reward failed and `reward.on_failure = stop`.
+            NonFiniteError: a loss or gradient is not finite.
+            ParityError: in the first iteration of a process, training does not reproduce the rollout's log-probs.
+        """
+        watch = Stopwatch(self.device)
+        table = self._table(index)
+        steps = self._trained_steps(table, index)
+        coefs = table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+
+        groups = self._draw_groups(index)
+        with watch("rollout"):
+            trajectories = self._rollout(groups, table, coefs, steps)
+        with watch("decode"):
+            videos = self._decode(trajectories.latents)
+        with watch("reward"):
+            rewards, parts = self.reward(videos, self._prompts_of(groups))
+        del videos
+
+        size = (len(groups), self.config.train.group_size)
+        valid = rewards.isfinite().view(size)
+        advantages, equal = group_advantages(
+            rewards.view(size), valid, clamp=self.config.objective.advantage_clamp
+        )
+        metrics = Metrics()
+        self._record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal)
+
+        kept = valid & ~(equal[:, None] & self.config.objective.drop_equal_groups)
+        batch = _Batch(
+            table=table,
+            coefs=coefs,
+            trajectories=trajectories,
+            texts=[self.embeddings[prompt] for prompt in self._prompts_of(groups)],
+            advantages=advantages.flatten().float().to(self.device),
+            anchor_velocities={},
+        )
+        with watch("anchor"):
+            batch.anchor_velocities = self._anchor_velocities(batch, steps)
+        if self.config.train.parity_gate and self.engine.steps == self._first_step:
+            metrics.set("log_prob/parity", self._parity_gate(batch, steps))
+        with watch("train"):
+            for transitions in self._schedule(index, groups, steps, kept.flatten().tolist()):
+                self._update(batch, transitions, metrics, watch)
+        self._refresh_anchor()
+
+        row: dict[str, object] = {"iteration": index, "optimizer_step": self.engine.steps}
+        row |= metrics.reduce()
+        row["kl/lambda"] = self.kl.value
+        row["learning_rate"] = self.config.train.learning_rate
+        row["velocity_grad_norm"] = metrics.by_step(len(table))
+        return row | watch.seconds()
+
+    # -- rollout ------------------------------------------------------------------------------------------------------
+
+    def _table(self, iteration: int) -> TransitionTable:
+        """The iteration's transitions: all of them, or ODE outside a random contiguous window."""
+        window, steps = self.config.sampling.sde_window, self.config.sampling.steps
+        if window == 0:
+            return self.full_table
+        start = derive_seed(self.config.seed, "window", iteration) % (steps - window + 1)
+        return self.full_table.window(start, start + window)
+
+    def _trained_steps(self, table: TransitionTable, iteration: int) -> list[int]:
+        steps = table.stochastic_steps
+        count = math.ceil(self.config.train.timestep_fraction * len(steps))
+        if self.config.train.timestep_permutation and count < len(steps):
+            order = permutation(len(steps), self.config.seed, "trained-steps", iteration)
+            steps = sorted(steps[i] for i in order[:count])
+        return steps[:count]
+
+    def _equalizer(self) -> Tensor:
+        """S_t by step, float32 `[T]`; ones where it is switched off."""
+        if not self.config.objective.equalizer:
+            return torch.ones(len(self.full_table), device=self.device)
+        return self.full_table.equalizer(self.config.objective.log_prob).to(self.device, torch.float32)
+
+    def _draw_groups(self, iteration: int) -> list[Group]:
+        """This rank's groups; the draw does not depend on the number of ranks."""
+        seed, size = self.config.seed, range(self.config.train.group_size)
+        chosen = prompts_of_iteration(
+            len(self.prompts), self.config.train.prompts_per_iteration, iteration, self.config.seed
+        )
+        groups = []
+        for slot in range(rank() * len(chosen) // world_size(), (rank() + 1) * len(chosen) // world_size()):
+            seeds = sample_seeds(seed, iteration, slot, size)
+            shared = self.config.sampling.shared_initial_noise
+            latent_seeds = seeds[:1].expand(len(seeds)) if shared else seeds
+            groups.append(
+                Group(slot=slot, prompt=self.prompts[chosen[slot]], seeds=seeds, latent_seeds=latent_seeds)
+            )
+        return groups
+
+    def _prompts_of(self, groups: Sequence[Group]) -> list[str]:
+        return [group.prompt for group in groups for _ in group.seeds]
+
+    def _rollout(
+        self, groups: Sequence[Group], table: TransitionTable, coefs: Tensor, steps: Sequence[int]
+    ) -> Trajectories:
+        texts = [self.embeddings[prompt] for prompt in self._prompts_of(groups)]
+        seeds = torch.cat([group.seeds for group in groups])
+        latent_seeds = torch.cat([group.latent_seeds for group in groups])
+        closed_form = uses_velocity(self.config.kl) and self.config.kl.velocity_term == "closed_form"
+        keep_velocities = closed_form or (self.anchor is not None and self.anchor_is_current)
+        parts = []
+        for chunk in range(0, len(texts), self.config.sampling.batch_size):
+            of = slice(chunk, chunk + self.config.sampling.batch_size)
+            parts.append(
+                rollout(
+                    self.policy,
+                    table,
+                    coefs,
+                    texts[of],
+                    self.embeddings[""],
+                    seeds[of],
+                    initial_latents(latent_seeds[of], self.latent_shape, self.device),
+                    keep=steps,
+                    keep_velocities=keep_velocities,
+                )
+            )
+        return Trajectories.concatenate(parts)
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        size = self.config.sampling.batch_size
+        return torch.cat([self.model.decode(latents[i : i + size]) for i in range(0, len(latents), size)])
+
+    # -- update -------------------------------------------------------------------------------------------------------
+
+    def _schedule(
+        self, iteration: int, groups: Sequence[Group], steps: Sequence[int], kept: Sequence[bool]
+    ) -> list[list[Transition]]:
+        """The transitions of each optimizer step: every kept sample is in each, at other timesteps each time."""
+        orders = []
+        for group in groups:
+            for sample in range(len(group.seeds)):
+                index = (iteration, group.slot, sample)
+                permuted = self.config.train.timestep_permutation
+                orders.append(
+                    permutation(len(steps), self.config.seed, "timesteps", *index) if permuted else range(len(steps))
+                )
+        updates = self.config.train.optimizer_steps
+        return [
+            [
+                (sample, steps[orders[sample][position]])
+                for position in range(u * len(steps) // updates, (u + 1) * len(steps) // updates)
+                for sample in range(len(orders))
+                if kept[sample]
+            ]
+            for u in range(updates)
+        ]
+
+    def _update(
+        self, batch: _Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch
+    ) -> None:
+        """One optimizer step on `transitions`, accumulated over micro-batches."""
+        total = int(all_reduce(torch.tensor(len(transitions), device=self.device)))
+        if total == 0:
+            metrics.count("update/skipped", 1)
+            return
+        losses = []
+        for start in range(0, len(transitions), self.config.train.batch_size):
+            micro = transitions[start : start + self.config.train.batch_size]
+            loss = self._loss(batch, micro, metrics, 1 / total)
+            # Gradients are averaged over the ranks; `total` counts the transitions of all of them.
+            (loss.total.sum() * (world_size() / total)).backward()
+            losses.append(dataclasses.replace(loss, total=loss.total.detach()))
+        self._record_losses(metrics, losses)
+        kl = torch.stack([loss.kl.sum() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+        value = torch.stack([loss.total.sum() for loss in losses]).sum() if losses else torch.zeros_like(kl)
+        kl, value = (all_reduce(torch.stack([kl, value])) / total).tolist()
+        if not math.isfinite(value):
+            raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
+        with watch("optimizer"):
+            metrics.add("grad_norm", torch.tensor([self.engine.step()]))
+        self.anchor_is_current = False
+        self.kl.update(kl)
+
+    def _loss(self, batch: _Batch, micro: Sequence[Transition], metrics: Metrics, weight: float) -> Loss:
+        samples, steps = zip(*micro)
+        v, scores = self._score(batch, micro)
+        # The gradient that reaches the velocity is what the equalizer levels (Eq. 38); it costs no extra pass.
+        v.register_hook(
+            lambda grad: metrics.add_by_step(steps, grad.flatten(1).float().norm(dim=1) / weight)
+        )
+        return sage_loss(
+            *scores,
+            log_prob_old=torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro]),
+            advantage=batch.advantages[list(samples)],
+            equalizer=self.equalizer[list(steps)],
+            kl_weight=self.kl.value,
+            objective=self.config.objective,
+            kl=self.config.kl,
+        )
+
+    def _score(self, batch: _Batch, micro: Sequence[Transition]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Forward through the policy at stored transitions, and their log-prob and KLs."""
+        rows = batch.trajectories
+        x = torch.stack([rows.states[t][i] for i, t in micro])
+        x_next = torch.stack([rows.states[t + 1][i] for i, t in micro])
+        v = self._velocity(batch, micro, x)
+        closed_form = uses_velocity(self.config.kl) and self.config.kl.velocity_term == "closed_form"
+        return v, transition_score(
+            x,
+            x_next,
+            v,
+            batch.coefs,
+            torch.tensor([t for _, t in micro], device=self.device),
+            torch.stack([batch.anchor_velocities[t][i] for i, t in micro]) if self.anchor is not None else None,
+            torch.stack([rows.velocities[t][i] for i, t in micro]) if closed_form else None,
+        )
+
+    def _velocity(self, batch: _Batch, micro: Sequence[Transition], x: Tensor) -> Tensor:
+        text = collate([batch.texts[i] for i, _ in micro], self.device, self.policy.dtype)
+        negative = (
+            collate([self.embeddings[""]] * len(micro), self.device, self.policy.dtype)
+            if self.policy.uses_guidance
+            else None
+        )
+        sigma = batch.table.sigmas[[t for _, t in micro]].to(self.device, torch.float32)
+        return self.policy.guided_velocity(x, sigma, text, negative)
+
+    @torch.no_grad()
+    def _anchor_velocities(self, batch: _Batch, steps: Sequence[int]) -> dict[int, Tensor]:
+        """step -> the anchor's `[B, ...]` velocities: one forward each, none while the anchor is the rollout policy."""
+        if self.anchor is None:
+            return {}
+        rows = batch.trajectories
+        if self.anchor_is_current:
+            return rows.velocities
+        size = self.config.sampling.batch_size
+        count = len(rows.latents)
+        velocities = {}
+        with self.policy.using(self.anchor):
+            for t in steps:
+                chunks = [range(i, min(i + size, count)) for i in range(0, count, size)]
+                velocities[t] = torch.cat(
+                    [
+                        self._velocity(batch, [(i, t) for i in chunk], rows.states[t][chunk.start : chunk.stop])
+                        for chunk in chunks
+                    ]
+                )
+        return velocities
+
+    def _refresh_anchor(self) -> None:
+        """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
+        moving = self.config.kl.strategy in ("moving", "dual")
+        if moving and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
+            self.anchor = self.policy.snapshot()
+            self.anchor_is_current = True
+            self.anchor_step = self.engine.steps
+
+    # -- checks and records -------------------------------------------------------------------------------------------
+
+    _first_step = 0
+    """Optimizer step at which this process began; not 0 after a resume."""
+
+    def _parity_gate(self, batch: _Batch, steps: Sequence[int]) -> float:
+        """Largest |log-prob difference| when stored transitions are scored as training scores them.
+
+        Raises:
+            ParityError: above a tenth of the clip range, so that the ratio could not be told from noise.
+        """
+        size = self.config.train.batch_size
+        transitions = [(i, t) for t in steps for i in range(min(2, len(batch.texts)))]
+        worst = torch.zeros((), device=self.device)
+        for start in range(0, len(transitions), size):
+            micro = transitions[start : start + size]
+            _, (log_prob, _, _) = self._score(batch, micro)
+            old = torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro])
+            worst = torch.maximum(worst, (log_prob.detach() - old).abs().max())
+        delta = float(all_reduce(worst, "max"))
+        limit = self.config.objective.clip_range / 10
+        if not delta <= limit:
+            raise ParityError(
+                f"scoring stored transitions again changes the log-prob by up to {delta:.3e}, more than a tenth of "
+                f"objective.clip_range ({limit:.1e}): the ratio would measure rounding, not the policy. Use the same "
+                "batch size in sampling and training, model.dtype = float32, or a wider clip range"
+            )
+        return delta
+
+    def _record_rewards(
+        self, metrics: Metrics, rewards: Tensor, parts: dict[str, Tensor], advantages: Tensor, valid: Tensor, equal: Tensor
+    ) -> None:
+        rewards, valid, advantages = (all_gather(t, self.device) for t in (rewards, valid, advantages))
+        equal = all_gather(equal, self.device)
+        counted = rewards[valid]
+        if not counted.numel():
+            raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
+        spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
+        metrics.set("reward/mean", float(counted.mean()))
+        metrics.set("reward/std", float(spread.mean()))
+        for part, value in parts.items():
+            gathered = all_gather(value, self.device)
+            metrics.set(f"reward/{part}", float(gathered[gathered.isfinite()].mean()))
+        metrics.set("reward/zero_std_groups", float(equal.float().mean()))
+        metrics.set("reward/dropped", int((~valid).sum()))
+        metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
+
+    def _record_losses(self, metrics: Metrics, losses: Sequence[Loss]) -> None:
+        for loss in losses:
+            metrics.add("loss", loss.total)
+            metrics.add("loss/policy", loss.policy)
+            metrics.add("kl/anchor", loss.kl_anchor)
+            metrics.add("kl/velocity", loss.kl_velocity)
+            metrics.add("ratio/mean", loss.ratio)
+            metrics.add("ratio/min", loss.ratio, "min")
+            metrics.add("ratio/max", loss.ratio, "max")
+            metrics.add("ratio/clip_fraction", loss.clipped)
+            metrics.add("log_prob/max_delta", loss.ratio.log().abs(), "max")
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, object]:
+        """What a resume needs beside the weights; small, JSON."""
+        return {
+            "optimizer_steps": self.engine.steps,
+            "kl": self.kl.state_dict(),
+            "anchor_step": self.anchor_step,
+            "anchor_is_current": self.anchor_is_current,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self._first_step = state["optimizer_steps"]
+        self.kl.load_state_dict(state["kl"])
+        self.anchor_step = state["anchor_step"]
+        self.anchor_is_current = state["anchor_is_current"]
+
+
+class ParityError(RuntimeError):
+    """Training does not reproduce the log-probs of the rollout."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Batch:
+    """What the updates of one iteration share."""
+
+    table: TransitionTable
+    coefs: Tensor
+    trajectories: Trajectories
+    texts: Sequence[TextEmbedding]
+    advantages: Tensor
+    anchor_velocities: dict[int, Tensor]
