@@ -10,17 +10,16 @@ import importlib.metadata
 import json
 import platform
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from sage_fast import __version__, ops
 from sage_fast.config import Config, dump
 from sage_fast.data.prompts import read_prompts
+from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.engine.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.metrics import MetricsWriter
@@ -30,8 +29,6 @@ from sage_fast.report import format_paired_table, paired_table, write_report
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer
 from sage_fast.videos import contact_sheet, save_mp4
-
-KEPT_CHECKPOINTS = 2
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -183,46 +180,6 @@ def save_videos(videos: list[torch.Tensor], prompts: list[str], folder: Path, fp
     if videos:
         contact_sheet(videos, prompts[: len(videos)]).save(folder.with_suffix(".png"))
     return paths
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def save_checkpoint(trainer: Trainer, run: Path, iteration: int) -> None:
-    """Write `checkpoints/iteration-N`; the folder appears whole or not at all, and the last two are kept."""
-    if rank() == 0:
-        folder = run / "checkpoints" / f"iteration-{iteration:06d}"
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        trainer.engine.save(partial)
-        trainer.policy.save_weights(partial)
-        if trainer.anchor is not None:
-            save_file({k: v.contiguous() for k, v in trainer.anchor.items()}, partial / "anchor.safetensors")
-        state = {"iteration": iteration} | trainer.state_dict()
-        (partial / "state.json").write_text(json.dumps(state, indent=1))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
-        for old in _checkpoints(run)[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(old)
-    barrier()
-
-
-def load_checkpoint(trainer: Trainer, run: Path) -> int:
-    """Restore the newest checkpoint of `run`; returns the iteration to go on with (0 if there is none yet)."""
-    found = _checkpoints(run)
-    if not found:
-        return 0
-    state = json.loads((found[-1] / "state.json").read_text())
-    trainer.engine.load(found[-1], state["optimizer_steps"])
-    if trainer.anchor is not None:
-        trainer.anchor = load_file(found[-1] / "anchor.safetensors", device=str(trainer.device))
-    trainer.load_state_dict(state)
-    return int(state["iteration"])
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    return sorted(path for path in (run / "checkpoints").glob("iteration-*") if path.suffix != ".partial")
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -258,12 +258,13 @@ class Trainer:
         if total == 0:
             metrics.count("update/skipped", 1)
             return
+        # Gradients are averaged over the ranks; `total` counts the transitions of all of them.
+        weight = world_size() / total
         losses = []
         for start in range(0, len(transitions), self.config.train.batch_size):
             micro = transitions[start : start + self.config.train.batch_size]
-            loss = self._loss(batch, micro, metrics, 1 / total)
-            # Gradients are averaged over the ranks; `total` counts the transitions of all of them.
-            (loss.total.sum() * (world_size() / total)).backward()
+            loss = self._loss(batch, micro, metrics, weight)
+            (weight * loss.total.sum()).backward()
             losses.append(dataclasses.replace(loss, total=loss.total.detach()))
         self._record_losses(metrics, losses)
         kl = torch.stack([loss.kl.sum() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)

@@ -1,0 +1,189 @@
+"""Advantages, surrogates, KL and lambda by hand; the gradient of the whole loss by finite differences."""
+
+import math
+
+import pytest
+import torch
+from diffusers.models.normalization import RMSNorm
+from torch import Tensor
+
+from sage_fast.choices import KL_STRATEGIES
+from sage_fast.config import KLConfig, ObjectiveConfig
+from sage_fast.metrics import Metrics
+from sage_fast.objective import KLController, group_advantages, sage_loss, surrogate
+from sage_fast.trainer import Trainer, _Batch
+from tests.tiny import perturb, settings, tiny_trainer
+
+
+def test_advantages_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
+    advantages, equal = group_advantages(rewards, torch.ones(2, 4, dtype=torch.bool), eps=0.0)
+    std = math.sqrt((4 + 1 + 0 + 9) / 4)  # population
+    assert advantages[0].tolist() == pytest.approx([-2 / std, -1 / std, 0, 3 / std])
+    assert advantages[1].tolist() == [0, 0, 0, 0]
+    assert equal.tolist() == [False, True]
+
+
+def test_advantages_leave_failed_samples_out() -> None:
+    rewards = torch.tensor([[1.0, math.nan, 3.0], [math.nan, math.nan, 2.0]])
+    advantages, equal = group_advantages(rewards, rewards.isfinite(), eps=0.0)
+    assert advantages.tolist() == [[-1, 0, 1], [0, 0, 0]]
+    assert equal.tolist() == [False, True]
+
+
+def test_advantages_are_clamped() -> None:
+    rewards = torch.zeros(1, 101)
+    rewards[0, 0] = 1.0
+    advantages, _ = group_advantages(rewards, torch.ones(1, 101, dtype=torch.bool), clamp=5.0)
+    assert float(advantages.max()) == 5.0
+
+
+def test_surrogates_by_hand() -> None:
+    old = torch.zeros(4)
+    new = torch.tensor([math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5)])
+    advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
+    clipped = surrogate(new, old, advantage, "clip", 0.2)
+    assert clipped.tolist() == pytest.approx([1.2 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2])
+    plain = surrogate(new, old, advantage, "log_prob", 0.2)
+    assert plain.tolist() == pytest.approx((new * advantage).tolist())
+
+
+def test_loss_by_hand() -> None:
+    """-S A ratio + lambda (beta_pos KL_anchor + beta_vel (logp_old - logp)), inside the clip range."""
+    terms = {"log_prob_old": torch.tensor([0.1]), "advantage": torch.tensor([2.0]), "equalizer": torch.tensor([3.0])}
+
+    def total(strategy: str, velocity_term: str = "rollout") -> float:
+        kl = KLConfig(strategy=strategy, velocity_term=velocity_term, beta_pos=1.5, beta_vel=0.5)
+        loss = sage_loss(
+            torch.tensor([0.1005]), torch.tensor([0.7]), torch.tensor([0.2]), **terms,
+            kl_weight=0.01, objective=ObjectiveConfig(clip_range=0.1), kl=kl,
+        )  # fmt: skip
+        return float(loss.total)
+
+    policy = -3.0 * 2.0 * math.exp(0.0005)
+    assert total("none") == pytest.approx(policy, rel=1e-6)
+    assert total("fixed") == pytest.approx(policy + 0.01 * 1.5 * 0.7, rel=1e-6)
+    assert total("moving") == pytest.approx(policy + 0.01 * 1.5 * 0.7, rel=1e-6)
+    assert total("stepwise") == pytest.approx(policy + 0.01 * 0.5 * -0.0005, rel=1e-6)
+    assert total("stepwise", "closed_form") == pytest.approx(policy + 0.01 * 0.5 * 0.2, rel=1e-6)
+    assert total("dual", "closed_form") == pytest.approx(policy + 0.01 * (1.5 * 0.7 + 0.5 * 0.2), rel=1e-6)
+
+
+def test_lambda_warm_up_and_feedback() -> None:
+    config = KLConfig(lambda_min=1.0, lambda_max=11.0, warmup_steps=10, target=1.0, history=2, feedback="paper")
+    controller = KLController(config)
+    assert controller.value == 1.0
+    for k in range(1, 11):
+        controller.update(1.0)
+        assert controller.value == pytest.approx(1.0 + k)
+    controller.update(2.5)  # mean of (1, 2.5) = 1.75 > 1.5: Eq. 42 relaxes
+    assert controller.value == pytest.approx(11.0 * 0.9)
+    controller.update(0.4)  # mean 1.45: within the band
+    assert controller.value == pytest.approx(11.0 * 0.9)
+    controller.update(0.2)  # mean 0.3 < 0.5: tightens
+    assert controller.value == pytest.approx(11.0 * 0.9 * 1.1)
+    for _ in range(100):
+        controller.update(0.0)
+    assert controller.value == 11.0  # bounded
+    restored = KLController(config)
+    restored.load_state_dict(controller.state_dict())
+    assert (restored.value, restored.step, restored.history) == (11.0, 113, controller.history)
+
+
+@pytest.mark.parametrize(("feedback", "expected"), [("paper", 0.9), ("ppo", 1.0), ("off", 1.0)])
+def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
+    """Where the KL is too large, `paper` lowers lambda and `ppo` raises it (to its bound here)."""
+    controller = KLController(
+        KLConfig(lambda_min=0.1, lambda_max=1.0, warmup_steps=1, target=1.0, history=1, feedback=feedback)
+    )
+    controller.update(9.0)
+    controller.update(9.0)
+    assert controller.value == pytest.approx(expected)
+
+
+@pytest.fixture
+def float64_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers computes rotary embeddings and RMSNorm in float32 whatever the input; here in the input's type."""
+
+    def rotate(x: Tensor, freqs: tuple[Tensor, Tensor], sequence_dim: int) -> Tensor:
+        assert sequence_dim == 1
+        cos, sin = (f.to(x)[None, :, None, :] for f in freqs)
+        real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return x * cos + torch.stack([-imaginary, real], dim=-1).flatten(-2) * sin
+
+    def rms_norm(self: RMSNorm, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self.dim, self.weight, self.eps)
+
+    monkeypatch.setattr("diffusers.models.embeddings.apply_rotary_emb", rotate)
+    monkeypatch.setattr(RMSNorm, "forward", rms_norm)
+
+
+def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
+    """A batch with stored transitions in the policy's own precision."""
+    table = trainer._table(0)
+    steps = trainer._trained_steps(table, 0)
+    coefs = table.coefficients(1280, trainer.config.objective.log_prob).to(torch.float64)
+    groups = trainer._draw_groups(0)
+    rows = trainer._rollout(groups, table, coefs, steps)
+    samples = len(rows.latents)
+    batch = _Batch(
+        table=table,
+        coefs=coefs,
+        trajectories=rows,
+        texts=[trainer.embeddings[prompt] for prompt in trainer._prompts_of(groups)],
+        advantages=torch.linspace(-1.5, 1.5, samples, dtype=torch.float64),
+        anchor_velocities={},
+    )
+    return batch, [(i, t) for i in range(samples) for t in steps]
+
+
+@pytest.mark.parametrize("velocity_term", ["rollout", "closed_form"])
+@pytest.mark.parametrize("kind", ["clip", "log_prob"])
+@pytest.mark.parametrize("strategy", KL_STRATEGIES)
+def test_gradient_of_the_whole_loss(
+    strategy: str, kind: str, velocity_term: str, float64_transformer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directional derivative of the loss in the weights against central differences, float64 throughout.
+
+    The weights are moved away from rollout and anchor first, so that no term or its gradient is zero.
+    """
+    config = settings(
+        kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
+        objective__surrogate=kind, objective__clip_range=0.05, sampling__steps=3, train__group_size=2,
+    )  # fmt: skip
+    trainer = tiny_trainer(config, dtype=torch.float64)
+    monkeypatch.setattr(
+        "sage_fast.trainer.initial_latents",
+        lambda seeds, shape, device: torch.randn(len(seeds), *shape, dtype=torch.float64),
+    )
+    trainer.equalizer = trainer.equalizer.double()
+    perturb(trainer, 0.02, seed=8)
+    batch, transitions = rolled_out(trainer)
+    if trainer.anchor is not None:
+        trainer.anchor_is_current = False
+        batch.anchor_velocities = trainer._anchor_velocities(batch, trainer._trained_steps(batch.table, 0))
+    perturb(trainer, 0.02, seed=9)
+
+    def loss() -> Tensor:
+        return trainer._loss(batch, transitions, Metrics(), 1.0).total.sum()
+
+    parameters = trainer.engine.parameters
+    gradients = torch.autograd.grad(loss(), parameters)
+    generator = torch.Generator().manual_seed(2)
+    direction = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
+    expected = float(sum((g * d).sum() for g, d in zip(gradients, direction)))
+
+    def shift(by: float) -> None:
+        with torch.no_grad():
+            for p, d in zip(parameters, direction):
+                p.add_(d, alpha=by)
+
+    def moved(by: float) -> float:
+        shift(by)
+        value = float(loss().detach())
+        shift(-by)
+        return value
+
+    step = 1e-6
+    assert (moved(step) - moved(-step)) / (2 * step) == pytest.approx(expected, rel=2e-5)
+    assert abs(expected) > 1e-3

@@ -1,0 +1,110 @@
+"""Rollouts: parity with training, independence of the batch, equality with diffusers' Euler loop."""
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from sage_fast.ops import transition_score
+from sage_fast.ops.philox import philox_normal
+from sage_fast.policy.text import collate
+from sage_fast.rollout import Trajectories, initial_latents, rollout
+from sage_fast.seeding import sample_seeds
+from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.transitions import sigma_schedule, transition_table
+from tests.tiny import embeddings, settings, tiny_model
+
+PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
+CPU = torch.device("cpu")
+
+
+def roll(
+    seeds: torch.Tensor, sampler: str = "sage", guidance: float = 1.0, dtype: torch.dtype = torch.float32, steps: int = 6
+) -> tuple[Trajectories, torch.Tensor, torch.Tensor, object]:
+    config = settings(sampling__guidance_scale=guidance)
+    model = tiny_model(config, dtype)
+    table = transition_table(sigma_schedule(steps, 3.0), sampler, 0.7)
+    coefs = table.coefficients(1280)
+    texts = embeddings(PROMPTS)
+    trajectories = rollout(
+        model.policy,
+        table,
+        coefs,
+        [texts[PROMPTS[i % 2]] for i in range(len(seeds))],
+        texts[""],
+        seeds,
+        initial_latents(seeds, LATENT_SHAPE, CPU),
+        keep=table.stochastic_steps,
+        keep_velocities=True,
+    )
+    return trajectories, table.sigmas.float(), coefs, model.policy
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("sampler", ["sage", "flow", "dance", "cps", "exact"])
+def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None:
+    """To 1e-5 relative in fp32, for every kept step, with gradients on."""
+    seeds = sample_seeds(0, 0, 0, range(4))
+    rows, sigmas, coefs, policy = roll(seeds, sampler, guidance)
+    texts = embeddings(PROMPTS)
+    text = collate([texts[PROMPTS[i % 2]] for i in range(4)], CPU, torch.float32)
+    negative = collate([texts[""]] * 4, CPU, torch.float32)
+    assert rows.log_probs
+    for t, old in rows.log_probs.items():
+        v = policy.guided_velocity(rows.states[t], sigmas[t].expand(4), text, negative)
+        assert v.requires_grad
+        new, kl, _ = transition_score(rows.states[t], rows.states[t + 1], v, coefs, torch.tensor(t), rows.velocities[t])
+        torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
+        assert float(kl.detach().abs().max()) < 1e-9
+
+
+def test_a_sample_does_not_depend_on_its_batch() -> None:
+    """The same seeds alone, in pairs and together: the same noise to the bit, the same latents to rounding."""
+    seeds = sample_seeds(0, 5, 1, range(4))
+    together, *_ = roll(seeds)
+    pairs = Trajectories.concatenate([roll(seeds[:2])[0], roll(seeds[2:])[0]])
+    torch.testing.assert_close(together.latents, pairs.latents, rtol=1e-4, atol=1e-4)
+    assert together.log_probs.keys() == pairs.log_probs.keys()
+    assert torch.equal(initial_latents(seeds, (5, 7), CPU)[2:], initial_latents(seeds[2:], (5, 7), CPU))
+    step = torch.tensor(3)
+    assert torch.equal(philox_normal(seeds, step, (33,))[1], philox_normal(seeds[1:2], step, (33,))[0])
+
+
+def test_ode_is_the_euler_loop_of_diffusers() -> None:
+    """The transformer driven by the published scheduler gives our ODE rollout."""
+    seeds = sample_seeds(0, 0, 0, range(2))
+    rows, _, _, policy = roll(seeds, "ode")
+    assert not rows.log_probs
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 0, 7)[:-1].numpy())
+    texts = embeddings(PROMPTS)
+    text = collate([texts[prompt] for prompt in PROMPTS], CPU, torch.float32)
+    x = initial_latents(seeds, LATENT_SHAPE, CPU)
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            v = policy.velocity(x, (timestep / 1000).expand(2), text)
+            x = scheduler.step(v, timestep, x).prev_sample
+    torch.testing.assert_close(rows.latents, x, rtol=1e-4, atol=1e-5)
+
+
+def test_only_kept_steps_are_stored() -> None:
+    config = settings()
+    model = tiny_model(config)
+    table = transition_table(sigma_schedule(6, 3.0), "sage", 0.7)
+    texts = embeddings(PROMPTS)
+    seeds = sample_seeds(0, 0, 0, range(2))
+    rows = rollout(
+        model.policy, table, table.coefficients(1280), [texts[p] for p in PROMPTS], None, seeds,
+        initial_latents(seeds, LATENT_SHAPE, CPU), keep=[1, 2, 5],
+    )  # fmt: skip
+    assert sorted(rows.states) == [1, 2, 3, 5, 6]
+    assert sorted(rows.log_probs) == [1, 2, 5]
+    assert not rows.velocities
+    assert all(state.dtype == torch.float32 for state in rows.states.values())
+    assert rows.latents is rows.states[6]
+
+
+def test_bfloat16_activations_keep_float32_latents() -> None:
+    rows, *_ = roll(sample_seeds(0, 0, 0, range(2)), dtype=torch.bfloat16)
+    assert rows.latents.dtype == torch.float32
+    assert all(v.dtype == torch.bfloat16 for v in rows.velocities.values())
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in rows.log_probs.values())

@@ -1,0 +1,289 @@
+"""The loop as a whole: on-policy start, determinism, resume, ranks, dropped samples, gates."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.engine.engine import NonFiniteError
+from sage_fast.rewards import RewardError
+from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.trainer import ParityError, Trainer
+from tests.tiny import BrightnessReward, settings, tiny_trainer
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith("time/")}
+
+
+def test_first_update_is_on_policy() -> None:
+    row = tiny_trainer(settings()).iteration(0)
+    assert row["ratio/min"] == pytest.approx(1, abs=2e-6)
+    assert row["ratio/max"] == pytest.approx(1, abs=2e-6)
+    assert row["ratio/clip_fraction"] == 0
+    assert row["log_prob/max_delta"] < 2e-6
+    assert row["log_prob/parity"] < 1e-4 / 10
+    assert row["kl/anchor"] == pytest.approx(0, abs=1e-9)
+    assert row["grad_norm"] > 0
+    assert all(value is not None for value in row["velocity_grad_norm"])
+
+
+def test_second_update_moves() -> None:
+    row = tiny_trainer(settings(train__optimizer_steps=2)).iteration(0)
+    assert row["log_prob/max_delta"] > 1e-6
+    assert row["kl/anchor"] > 0
+    assert row["optimizer_step"] == 2
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_same_seed_same_metrics(tuning: str) -> None:
+    config = settings(train__optimizer_steps=2, model__tuning=tuning, train__ema_decay=0.9)
+    first, second = tiny_trainer(config), tiny_trainer(config)
+    for index in range(2):
+        assert numbers(first.iteration(index)) == numbers(second.iteration(index))
+    other = tiny_trainer(settings(train__optimizer_steps=2, model__tuning=tuning, seed=1)).iteration(0)
+    assert other["reward/mean"] != first.iteration(0)["reward/mean"]
+
+
+def test_checkpointing_of_activations_changes_nothing() -> None:
+    plain = tiny_trainer(settings()).iteration(0)
+    checkpointed = tiny_trainer(settings(model__gradient_checkpointing=True)).iteration(0)
+    assert checkpointed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+
+def test_micro_batches_and_rollout_batches_do_not_matter() -> None:
+    """Gradient accumulation: the same update in micro-batches of 1, 4 and 64, the same rollouts in batches of 2."""
+    rows = [
+        tiny_trainer(settings(train__batch_size=size, sampling__batch_size=chunk)).iteration(0)
+        for size, chunk in ((64, 8), (4, 8), (1, 2))
+    ]
+    for row in rows[1:]:
+        assert row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-3)
+        assert row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-4)  # of advantages of size 1
+        assert row["reward/mean"] == pytest.approx(rows[0]["reward/mean"], rel=1e-5)
+
+
+def test_equalizer_levels_the_gradient_over_steps() -> None:
+    """Figure 4: without it the gradient that reaches the network spreads widely over steps; with it, hardly."""
+    overrides = {"sampling__steps": 10, "sampling__sampler": "flow", "train__group_size": 4}
+
+    def spread(equalizer: bool) -> float:
+        norms = tiny_trainer(settings(objective__equalizer=equalizer, **overrides)).iteration(0)["velocity_grad_norm"]
+        return max(norms) / min(norms)
+
+    assert spread(True) < 1.6
+    assert spread(False) > 2.5
+
+
+def test_anchor_moves_and_is_not_computed_needlessly(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(kl__strategy="moving", kl__anchor_interval=2))
+    forwards = 0
+    original = trainer.policy.velocity
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal forwards
+        forwards += torch.is_grad_enabled() is False
+        return original(*args)
+
+    monkeypatch.setattr(trainer.policy, "velocity", counted)
+    counts = []
+    for index in range(4):
+        forwards = 0
+        row = trainer.iteration(index)
+        counts.append(forwards)
+        assert (row["kl/anchor"] > 1e-12) == (index % 2 == 1)
+    # 5 steps for the rollout; 5 more only where the anchor is not the rollout policy (every second iteration here).
+    assert counts == [5, 10, 5, 10]
+
+
+def test_fixed_anchor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(kl__strategy="fixed", kl__anchor_interval=1))
+    start = trainer.policy.snapshot()
+    trainer.iteration(0)
+    trainer.iteration(1)
+    assert trainer.anchor is not None
+    assert all(torch.equal(trainer.anchor[name], start[name]) for name in start)
+
+
+def test_window_trains_contiguous_steps() -> None:
+    trainer = tiny_trainer(settings(sampling__steps=8, sampling__sde_window=3))
+    starts = set()
+    for index in range(6):
+        steps = trainer._trained_steps(trainer._table(index), index)
+        assert steps == list(range(steps[0], steps[0] + 3))
+        starts.add(steps[0])
+    assert len(starts) > 1
+    norms = trainer.iteration(0)["velocity_grad_norm"]
+    assert sum(value is not None for value in norms) == 3
+
+
+def test_shared_initial_noise() -> None:
+    groups = tiny_trainer(settings(sampling__shared_initial_noise=True))._draw_groups(0)
+    assert all(len(set(group.latent_seeds.tolist())) == 1 for group in groups)
+    assert all(len(set(group.seeds.tolist())) == 3 for group in groups)
+    assert len({int(group.latent_seeds[0]) for group in groups}) == 2
+
+
+def test_every_kept_sample_is_in_every_update() -> None:
+    trainer = tiny_trainer(settings(train__optimizer_steps=2, sampling__steps=6))
+    groups = trainer._draw_groups(0)
+    schedule = trainer._schedule(0, groups, list(range(6)), [True, False, True, True, True, True])
+    assert [len(update) for update in schedule] == [15, 15]
+    assert {i for i, _ in schedule[0]} == {i for i, _ in schedule[1]} == {0, 2, 3, 4, 5}
+    assert sorted(schedule[0] + schedule[1]) == [(i, t) for i in (0, 2, 3, 4, 5) for t in range(6)]
+
+
+class ConstantReward:
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        return {part: torch.ones(len(prompts)) for part in ("vq", "mq", "ta")}
+
+
+def test_equal_groups_are_dropped_and_counted() -> None:
+    trainer = tiny_trainer(settings(), ConstantReward())
+    before = trainer.policy.snapshot()
+    row = trainer.iteration(0)
+    assert row["reward/zero_std_groups"] == 1
+    assert row["update/skipped"] == 1
+    assert trainer.engine.steps == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+
+
+class NanReward(BrightnessReward):
+    """Not finite for the first sample of a batch."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        parts = super().__call__(videos, prompts)
+        parts["mq"] = parts["mq"].clone()
+        parts["mq"][0] = math.nan
+        return parts
+
+
+class RaisingReward(BrightnessReward):
+    """Fails for one prompt's direction."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        if len(prompts) > 1 or float(videos.mean()) > 0.5:
+            raise OSError("scoring server went away")
+        return super().__call__(videos, prompts)
+
+
+def test_failed_rewards_stop_the_run() -> None:
+    with pytest.raises(RewardError, match=r"not finite for prompt 'a .*'mq': nan.*reward.on_failure = 'drop'"):
+        tiny_trainer(settings(), NanReward()).iteration(0)
+    with pytest.raises(RewardError, match=r"raised OSError: scoring server went away on prompts.*'drop'"):
+        tiny_trainer(settings(), RaisingReward()).iteration(0)
+
+
+def test_failed_rewards_can_be_dropped_and_are_counted() -> None:
+    row = tiny_trainer(settings(reward__on_failure="drop"), NanReward()).iteration(0)
+    assert row["reward/dropped"] == 1
+    assert math.isfinite(row["reward/mean"])
+    assert row["grad_norm"] > 0
+    row = tiny_trainer(settings(reward__on_failure="drop"), RaisingReward()).iteration(0)
+    assert row["reward/dropped"] < 6
+
+
+def test_missing_reward_part() -> None:
+    config = settings(**{"reward__weights__aesthetics": 1.0})
+    with pytest.raises(ValueError, match="names 'aesthetics'"):
+        tiny_trainer(config).iteration(0)
+
+
+def test_parity_gate_stops_a_run_that_cannot_reproduce_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings())
+    original = trainer.policy.velocity
+
+    def drifting(*args: Any) -> Tensor:
+        return original(*args) * (1.1 if torch.is_grad_enabled() else 1.0)
+
+    monkeypatch.setattr(trainer.policy, "velocity", drifting)
+    before = trainer.policy.snapshot()
+    with pytest.raises(ParityError, match=r"log-prob by up to \d.*e-0\d.*clip_range"):
+        trainer.iteration(0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+
+
+def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(train__parity_gate=False))
+    trainer.equalizer = trainer.equalizer * math.nan
+    before = trainer.policy.snapshot()
+    with pytest.raises(NonFiniteError, match="nothing was updated"):
+        trainer.iteration(0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+
+
+def test_ode_has_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="no stochastic step"):
+        tiny_trainer(settings(sampling__sampler="ode"))
+    with pytest.raises(ValueError, match="optimizer_steps = 9.*nearest valid value is 5"):
+        tiny_trainer(settings(train__optimizer_steps=9))
+
+
+def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
+    config = settings(train__optimizer_steps=2, train__ema_decay=0.9, kl__anchor_interval=3)
+    whole = tiny_trainer(config)
+    rows = [numbers(whole.iteration(index)) for index in range(3)]
+
+    first = tiny_trainer(config)
+    first.iteration(0)
+    first.iteration(1)
+    save_checkpoint(first, tmp_path, 2)
+    second = tiny_trainer(config)
+    assert load_checkpoint(second, tmp_path) == 2
+    row = numbers(second.iteration(2))
+    row.pop("log_prob/parity")  # measured once in every process
+    assert row == rows[2]
+    for name, tensor in whole.policy.snapshot().items():
+        assert torch.equal(second.policy.snapshot()[name], tensor), name
+    assert whole.engine.ema is not None
+    assert second.engine.ema is not None
+    assert all(torch.equal(second.engine.ema[name], tensor) for name, tensor in whole.engine.ema.items())
+
+
+TWO_RANKS = """
+import json, sys, torch
+torch.set_num_threads(1)
+from sage_fast.engine.distributed import initialize, rank, shutdown
+from tests.tiny import settings, tiny_trainer
+initialize()
+trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))
+rows = [trainer.iteration(i) for i in range(2)]
+if rank() == 0:
+    open(sys.argv[1], "w").write(json.dumps(rows))
+shutdown()
+"""
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """Seeds follow the group, not the rank: two gloo ranks make the rollouts and the update of a single process."""
+    script, result = tmp_path / "ranks.py", tmp_path / "rows.json"
+    script.write_text(TWO_RANKS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    done = subprocess.run(
+        [*command, str(script), str(result)],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    trainer: Trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))
+    for index, row in enumerate(json.loads(result.read_text())):
+        alone = trainer.iteration(index)
+        for key in ("reward/mean", "reward/std", "grad_norm", "kl/lambda", "ratio/mean", "advantage/abs_mean"):
+            assert row[key] == pytest.approx(alone[key], rel=2e-3), (index, key)
+        for ours, theirs in zip(alone["velocity_grad_norm"], row["velocity_grad_norm"]):
+            assert theirs == pytest.approx(ours, rel=1e-2)

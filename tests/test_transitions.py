@@ -1,0 +1,270 @@
+"""The transition table against DESIGN's formulas, diffusers' scheduler, and distributions that are known exactly."""
+
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from sage_fast.choices import SAMPLERS
+from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
+
+STEPS = (1, 2, 3, 10, 37, 68, 100, 1000)
+SHIFTS = (1.0, 3.0, 5.0, 9.0, 17.0)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_finite_everywhere(sampler: str, shift: float) -> None:
+    for steps in STEPS:
+        for eta in (0.0, 0.3, 1.0):
+            table = transition_table(sigma_schedule(steps, shift), sampler, eta)
+            assert len(table) == steps
+            for values in (table.a, table.b, table.c, table.equalizer()):
+                assert values.dtype == torch.float64
+                assert values.isfinite().all(), (sampler, steps, shift, eta)
+            assert (table.c >= 0).all()
+            for reduction in ("mean", "sum", "unscaled"):
+                assert table.coefficients(1000, reduction).isfinite().all()
+
+
+def scalar_row(sampler: str, s: float, n: float, eta: float) -> tuple[float, float, float]:
+    """One row by hand, with math alone."""
+    d = s - n
+    if sampler in ("cps", "exact"):
+        if sampler == "cps":
+            r = n * math.cos(eta * math.pi / 2)
+        else:
+            rho = 0.0 if s == 1 else n * (1 - s) / (s * (1 - n))
+            r = n * rho ** (eta**2 / 2)
+        return (1 - n) + r, -(1 - n) * s + r * (1 - s), math.sqrt(n**2 - r**2)
+    if sampler == "sage":
+        variance = eta**2 * (-d + math.log(max(1 - n, 3e-3) / max(1 - s, 3e-3)))
+    else:
+        variance = {"ode": 0.0, "dance": eta**2 * d, "flow": eta**2 * d * s / (1 - (n if s == 1 else s))}[sampler]
+    return 1 - variance / (2 * s), -d - variance * (1 - s) / (2 * s), math.sqrt(variance)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_rows_by_hand(sampler: str) -> None:
+    sigmas = sigma_schedule(20, 5.0)
+    table = transition_table(sigmas, sampler, 0.7)
+    for t in range(20):
+        expected = scalar_row(sampler, float(sigmas[t]), float(sigmas[t + 1]), 0.7)
+        actual = (float(table.a[t]), float(table.b[t]), float(table.c[t]))
+        assert actual == pytest.approx(expected, rel=1e-12, abs=1e-15), t
+
+
+def test_schedule_and_ode_are_those_of_diffusers() -> None:
+    """Ten Euler steps of the published scheduler, driven as the pipeline drives it."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    steps = 10
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 0, steps + 1)[:-1].numpy())
+    sigmas = sigma_schedule(steps, 5.0)
+    torch.testing.assert_close(scheduler.sigmas.double(), sigmas, rtol=1e-6, atol=1e-7)
+
+    table = transition_table(sigmas, "ode", 0.0)
+    ours = theirs = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+    for t, timestep in enumerate(scheduler.timesteps):
+        theirs = scheduler.step(torch.sin(theirs + t), timestep, theirs).prev_sample
+        a, b, c = (float(x[t]) for x in (table.a, table.b, table.c))
+        ours = a * ours + b * torch.sin(ours + t)
+        assert (a, c) == (1.0, 0.0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_eta_zero_is_euler(sampler: str) -> None:
+    sigmas = sigma_schedule(12, 3.0)
+    table, ode = transition_table(sigmas, sampler, 0.0), transition_table(sigmas, "ode", 0.0)
+    for name in ("a", "b", "c"):
+        torch.testing.assert_close(getattr(table, name), getattr(ode, name), rtol=0, atol=1e-15)
+
+
+def test_cps_with_the_exact_ratio_is_exact() -> None:
+    """At the eta where cps keeps the same share of noise, the two rows are the same."""
+    sigmas = sigma_schedule(15, 5.0)
+    exact = transition_table(sigmas, "exact", 0.8)
+    for t in range(1, 14):
+        s, n = float(sigmas[t]), float(sigmas[t + 1])
+        kept = (n * (1 - s) / (s * (1 - n))) ** (0.8**2 / 2)
+        cps = transition_table(sigmas[t : t + 2], "cps", 2 / math.pi * math.acos(kept))
+        row = (float(cps.a[0]), float(cps.b[0]), float(cps.c[0]))
+        assert row == pytest.approx((float(exact.a[t]), float(exact.b[t]), float(exact.c[t])), rel=1e-9)
+
+
+def test_flow_is_dance_with_its_own_noise_level() -> None:
+    """dance is flow's formula with g = eta in place of eta sqrt(s/(1-s))."""
+    sigmas = sigma_schedule(15, 5.0)
+    flow = transition_table(sigmas, "flow", 0.8)
+    for t in range(1, 15):
+        g = 0.8 * math.sqrt(sigmas[t] / (1 - sigmas[t]))
+        dance = transition_table(sigmas[t : t + 2], "dance", g)
+        for name in ("a", "b", "c"):
+            assert float(getattr(dance, name)[0]) == pytest.approx(float(getattr(flow, name)[t]), rel=1e-12)
+
+
+def test_sage_at_its_clamp() -> None:
+    """DESIGN section 4: noisier than flow at step 0, deterministic where naive code is nan, and it says so."""
+    sage, flow = (transition_table(sigma_schedule(20, 5.0), name, 0.5) for name in ("sage", "flow"))
+    assert float(sage.c[0]) == pytest.approx(0.556, abs=5e-4)
+    assert float(flow.c[0]) == pytest.approx(0.500, abs=5e-4)
+    assert any("clamp" in note for note in sage.notes)
+    assert any("scored latent" in note for note in sage.notes)
+    assert float(transition_table(sigma_schedule(20, 5.0), "exact", 0.5).c[-1]) == 0.0
+    for steps, shift in ((68, 5.0), (38, 9.0)):
+        table = transition_table(sigma_schedule(steps, shift), "sage", 1.0)
+        assert float(table.c[0]) == 0.0
+        assert any("deterministic" in note for note in table.notes)
+        assert 0 not in table.stochastic_steps
+
+
+def test_equalizer_by_hand() -> None:
+    table = transition_table(sigma_schedule(9, 5.0), "flow", 0.7)
+    norms = sorted(float(b.abs() / c) for b, c in zip(table.b, table.c))
+    expected = [norms[4] / float(b.abs() / c) for b, c in zip(table.b, table.c)]
+    assert table.equalizer().tolist() == pytest.approx(expected, rel=1e-6)
+    exact = transition_table(sigma_schedule(9, 5.0), "exact", 0.7)
+    assert exact.equalizer()[-1] == 0
+    assert not transition_table(sigma_schedule(9, 5.0), "ode", 0.7).equalizer().any()
+
+
+def test_window_is_ode_outside() -> None:
+    sigmas = sigma_schedule(10, 5.0)
+    table, ode = transition_table(sigmas, "flow", 0.7), transition_table(sigmas, "ode", 0.0)
+    window = table.window(3, 6)
+    assert window.stochastic_steps == [3, 4, 5]
+    for name in ("a", "b", "c"):
+        assert torch.equal(getattr(window, name)[3:6], getattr(table, name)[3:6])
+        assert torch.equal(getattr(window, name)[6:], getattr(ode, name)[6:])
+
+
+def test_coefficients_by_hand() -> None:
+    table = transition_table(sigma_schedule(4, 3.0), "dance", 0.6)
+    a, b, c, w, k, m = table.coefficients(50)[2].tolist()
+    assert (a, b, c) == pytest.approx((float(table.a[2]), float(table.b[2]), float(table.c[2])), rel=1e-6)
+    assert w == pytest.approx(-1 / (2 * c**2), rel=1e-6)
+    assert k == pytest.approx(-math.log(c) - 0.5 * math.log(2 * math.pi), rel=1e-6)
+    assert m == pytest.approx(b**2 / (2 * c**2), rel=1e-6)
+    assert table.coefficients(50, "sum")[2, 3:].tolist() == pytest.approx([50 * w, 50 * k, 50 * m], rel=1e-6)
+    assert table.coefficients(50, "unscaled")[2, 3:].tolist() == pytest.approx([-1, 0, m], rel=1e-6)
+
+
+# -- distributions ----------------------------------------------------------------------------------------------------
+
+
+def sample(table: TransitionTable, velocity, x: Tensor, generator: torch.Generator) -> Tensor:
+    for t in range(len(table)):
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        x = table.a[t] * x + table.b[t] * velocity(x, float(table.sigmas[t])) + table.c[t] * noise
+    return x
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 50, 1000])
+@pytest.mark.parametrize("sampler", ["exact", "cps", "ode"])
+def test_point_mass_keeps_its_marginal(sampler: str, steps: int) -> None:
+    """With all data at x0, x_s ~ N((1-s) x0, s^2): mean and variance are followed in closed form, step by step.
+
+    v = (x - x0)/s there, so x_next = (a + b/s) x - (b/s) x0 + c noise.
+    """
+    x0 = 0.7
+    table = transition_table(sigma_schedule(steps, 5.0), sampler, 0.9)
+    mean, variance = 0.0, 1.0
+    for t in range(steps):
+        s, n = float(table.sigmas[t]), float(table.sigmas[t + 1])
+        gain = float(table.a[t] + table.b[t] / s)
+        mean = gain * mean - float(table.b[t]) / s * x0
+        variance = gain**2 * variance + float(table.c[t]) ** 2
+        assert mean == pytest.approx((1 - n) * x0, abs=1e-13)
+        assert variance == pytest.approx(n**2, abs=1e-13)
+
+
+class Mixture:
+    """Four equal Gaussian modes in 16 dimensions, with the velocity field in closed form."""
+
+    std = 0.015
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.modes = torch.randn(4, 16, generator=generator, dtype=torch.float64)
+
+    def velocity(self, x: Tensor, s: float) -> Tensor:
+        variance = (1 - s) ** 2 * self.std**2 + s**2
+        offset = x[:, None] - (1 - s) * self.modes
+        weight = torch.softmax(-offset.square().sum(-1) / (2 * variance), dim=1)
+        x0_hat = (weight[..., None] * (self.modes + (1 - s) * self.std**2 / variance * offset)).sum(1)
+        return (x - x0_hat) / s
+
+    def distance(self, x: Tensor) -> Tensor:
+        """Distance of each sample to its nearest mode."""
+        return torch.cdist(x, self.modes).amin(1)
+
+
+def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """`exact` has the ODE's error at every number of steps; the others exceed it, by the factors printed here."""
+    mixture, count = Mixture(), 4000
+    lines = [f"{'steps':>6}" + "".join(f"{name:>16}" for name in ("ode", "exact", "sage", "flow", "dance", "cps"))]
+    for steps in (5, 10, 20, 40):
+        rms: dict[str, tuple[float, float]] = {}
+        shares: dict[str, Tensor] = {}
+        for sampler in ("ode", "exact", "sage", "flow", "dance", "cps"):
+            generator = torch.Generator().manual_seed(steps)
+            x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
+            table = transition_table(sigma_schedule(steps, 5.0), sampler, 1.0)
+            x = sample(table, mixture.velocity, x, generator)
+            squared = mixture.distance(x).square()
+            mean = float(squared.mean())
+            rms[sampler] = (math.sqrt(mean), float(squared.std()) / math.sqrt(count) / (2 * math.sqrt(mean)))
+            shares[sampler] = torch.cdist(x, mixture.modes).argmin(1).bincount(minlength=4) / count
+        lines.append(f"{steps:>6}" + "".join(f"{v:>9.4f} x{v / rms['ode'][0]:<5.2f}" for v, _ in rms.values()))
+        (ode, ode_se), (exact, exact_se) = rms["ode"], rms["exact"]
+        assert abs(exact - ode) < 4 * math.hypot(ode_se, exact_se), (steps, rms)
+        for sampler in ("sage", "flow", "dance"):
+            assert rms[sampler][0] > 1.5 * ode, (steps, sampler, rms)
+        assert (shares["exact"] - 0.25).abs().sum() < 0.1, (steps, shares)
+    with capsys.disabled():
+        print("\nrms distance to the nearest mode, and its ratio to the ODE's (shift 5, eta 1)\n" + "\n".join(lines))
+
+
+def test_printed_score_would_distort_the_modes() -> None:
+    """docs/math.md: the score without its (1-s) factor moves the mode weights; the corrected one does not."""
+    mixture, steps, count = Mixture(), 40, 4000
+    mixture.modes[0] *= 2.0
+
+    def weights(with_factor: bool) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
+        table = transition_table(sigma_schedule(steps, 5.0), "flow", 1.0)
+        for t in range(steps):
+            s, n, variance = float(table.sigmas[t]), float(table.sigmas[t + 1]), float(table.c[t]) ** 2
+            v = mixture.velocity(x, s)
+            x0_hat = x - s * v
+            score = -(x - (1 - s if with_factor else 1) * x0_hat) / s**2
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            x = x - (s - n) * v + variance / 2 * score + math.sqrt(variance) * noise
+        return torch.cdist(x, mixture.modes).argmin(1).bincount(minlength=4) / count
+
+    assert (weights(True) - 0.25).abs().sum() < 0.12
+    assert (weights(False) - 0.25).abs().sum() > 0.3
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sigma_schedule(0, 5.0), "steps = 0.*at least 1"),
+        (lambda: sigma_schedule(5, 0.0), "shift = 0.*above 0"),
+        (lambda: sigma_schedule(5, math.nan), "shift = nan"),
+        (lambda: transition_table(sigma_schedule(5, 5.0), "sagee", 1.0), "'sagee'.*did you mean 'sage'"),
+        (lambda: transition_table(sigma_schedule(5, 5.0), "sage", -0.1), "eta = -0.1.*nearest valid value is 0"),
+        (lambda: transition_table(sigma_schedule(5, 5.0), "cps", 1.5), "eta = 1.5.*at most 1"),
+        (lambda: transition_table(torch.tensor([0.0, 1.0]), "ode", 0.0), "strictly falling"),
+        (lambda: transition_table(sigma_schedule(5, 5.0), "flow", 1.0).coefficients(4, "men"), "did you mean 'mean'"),
+    ],
+)
+def test_messages(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,86 @@
+"""A random tiny instance of the real classes, and a trainer around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import Config, build
+from sage_fast.data.prompts import read_prompts
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
+from sage_fast.policy.load import Model
+from sage_fast.policy.text import TextEmbedding
+from sage_fast.rewards import CompositeReward, Reward
+from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
+from sage_fast.testbed.text import embed
+from sage_fast.trainer import Trainer
+
+BASE_SETTINGS: dict[str, Any] = {
+    "model.path": "testbed",
+    "model.dtype": "float32",
+    "model.lora_rank": 4,
+    "model.lora_alpha": 4,
+    "model.gradient_checkpointing": False,
+    "sampling.eta": 0.7,
+    "sampling.steps": 5,
+    "sampling.shift": 3.0,
+    "sampling.num_frames": 17,
+    "sampling.height": 32,
+    "sampling.width": 32,
+    "sampling.batch_size": 8,
+    "objective.clip_range": 1e-3,
+    "train.prompts_per_iteration": 2,
+    "train.group_size": 3,
+    "train.batch_size": 8,
+    "train.learning_rate": 1e-3,
+    "train.iterations": 2,
+    "eval.steps": 3,
+    "eval.num_prompts": 2,
+}
+
+
+def settings(**overrides: Any) -> Config:
+    """A tiny config; keys as `kl__strategy="fixed"`."""
+    return build(BASE_SETTINGS | {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+class BrightnessReward:
+    """Smooth in the pixels, so that every rollout of a random model gets a reward of its own."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        return {"vq": videos.mean((1, 2, 3, 4)), "mq": videos[:, -1].mean((1, 2, 3)), "ta": videos[:, 0].mean((1, 2, 3))}
+
+
+def tiny_model(config: Config, dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(1)
+    transformer = TestbedTransformer().eval()
+    if config.model.tuning == "lora":
+        model = config.model
+        add_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
+    if config.model.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    policy = HunyuanVideo15Policy(
+        torch.nn.Module.to(transformer, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
+    )
+    return Model(path="tiny", policy=policy, vae=allow_batches(tiny_vae().eval()), fps=8)
+
+
+def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> dict[str, TextEmbedding]:
+    return {p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype)) for p in ["", *prompts]}
+
+
+def tiny_trainer(config: Config, reward: Reward | None = None, dtype: torch.dtype = torch.float32) -> Trainer:
+    prompts = read_prompts("testbed:train")
+    composite = CompositeReward(reward or BrightnessReward(), config.reward)
+    return Trainer(config, tiny_model(config, dtype), composite, prompts, embeddings(prompts, dtype))
+
+
+def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
+    """Move the trainable weights away from where the rollout was made."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in trainer.engine.parameters:
+            p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
