@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
 
     testbed = add("testbed", "the moving-shapes world")
     actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")
-    pretrain = actions.add_parser("pretrain", help="make the base model that ships with the package", allow_abbrev=False)
+    pretrain = actions.add_parser(
+        "pretrain", help="make the base model that ships with the package", allow_abbrev=False
+    )
     pretrain.add_argument("folder", metavar="FOLDER", help="where transformer/ and vae/ go")
     pretrain.add_argument("--seed", type=int, default=0)
     pretrain.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -45,7 +45,9 @@ class ModelConfig:
     """Trained weights to start from, as a run leaves them: LoRA in diffusers format, or a transformer folder."""
     lora_rank: int = 64
     lora_alpha: int = 128
-    lora_targets: str = r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
+    lora_targets: str = (
+        r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
+    )
     """Regular expression over module names."""
     gradient_checkpointing: bool = True
     """Recompute each transformer block in the backward pass."""
@@ -277,15 +279,11 @@ def validate(config: Config) -> None:
     _multiple("sampling.num_frames", s.num_frames, 4, 1)
     _multiple("sampling.height", s.height, 16)
     _multiple("sampling.width", s.width, 16)
-    _require(
-        0 <= s.sde_window <= s.steps, "sampling.sde_window", s.sde_window, f"expected 0 (all steps) to {s.steps}"
-    )
+    _require(0 <= s.sde_window <= s.steps, "sampling.sde_window", s.sde_window, f"expected 0 (all steps) to {s.steps}")
     _one_of("objective.surrogate", objective.surrogate, SURROGATES)
     _one_of("objective.log_prob", objective.log_prob, REDUCTIONS)
     _require(objective.clip_range > 0, "objective.clip_range", objective.clip_range, "expected above 0, such as 1e-4")
-    _require(
-        objective.advantage_clamp > 0, "objective.advantage_clamp", objective.advantage_clamp, "expected above 0"
-    )
+    _require(objective.advantage_clamp > 0, "objective.advantage_clamp", objective.advantage_clamp, "expected above 0")
     _one_of("kl.strategy", kl.strategy, KL_STRATEGIES)
     _one_of("kl.velocity_term", kl.velocity_term, VELOCITY_TERMS)
     _one_of("kl.feedback", kl.feedback, FEEDBACKS)

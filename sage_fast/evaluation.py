@@ -52,7 +52,8 @@ def generate(
     shape = model.latent_shape(config.sampling)
     size = config.sampling.batch_size
     videos: list[Tensor] = []
-    with tqdm(total=len(prompts) * len(table), desc="sample", unit="step", disable=not progress, leave=False) as bar:
+    total = -(-len(prompts) // size) * len(table)
+    with tqdm(total=total, desc="sample", unit="step", disable=not progress, leave=False) as bar:
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
             keys = seeds[start : start + size]
@@ -64,7 +65,7 @@ def generate(
                 embeddings[""],
                 keys,
                 initial_latents(keys, shape, device),
-                on_step=lambda count=len(chunk): bar.update(count),
+                on_step=bar.update,
             )
             videos.extend(model.decode(trajectories.latents).cpu())
     return videos

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -43,25 +43,27 @@ class Metrics:
 
     def reduce(self) -> dict[str, float]:
         """Names to numbers, the same on every rank; ranks need not have collected the same names."""
-        operators = {"mean": sum, "min": min, "max": max}
+        operators: dict[str, Callable[..., float]] = {"mean": sum, "min": min, "max": max}
         merged: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
         local = {}
         for (name, op), chunks in self._values.items():
             values = torch.cat([chunk.flatten().double() for chunk in chunks])
-            reduced = {"mean": values.sum, "min": values.amin, "max": values.amax}[op]()
+            reduced = {"mean": values.sum(), "min": values.amin(), "max": values.amax()}[op]
             local[name, op] = (float(reduced), len(values))
         for part in all_gather_object(local):
             for key, value in part.items():
                 merged[key].append(value)
         row = dict(self._fixed)
-        for (name, op), values in sorted(merged.items()):
-            result = operators[op](value for value, _ in values)
-            row[name] = result / sum(count for _, count in values) if op == "mean" else result
+        for (name, op), reduced_values in sorted(merged.items()):
+            result = operators[op](value for value, _ in reduced_values)
+            row[name] = result / sum(count for _, count in reduced_values) if op == "mean" else result
         return row
 
     def by_step(self, steps: int) -> list[float | None]:
         """Mean of the values collected for each of `steps` transitions; None where there is none."""
-        local = {step: (float(torch.stack(values).double().sum()), len(values)) for step, values in self._by_step.items()}
+        local = {
+            step: (float(torch.stack(values).double().sum()), len(values)) for step, values in self._by_step.items()
+        }
         sums, counts = [0.0] * steps, [0] * steps
         for part in all_gather_object(local):
             for step, (total, count) in part.items():

@@ -1,6 +1,6 @@
 """The objective of SAGE-GRPO as small pure functions on `[B]` tensors; docs/math.md gives the equations.
 
-    loss_i,t = -S_t surrogate(ratio or log-prob, A_i) + lambda_KL (beta_pos KL(theta || anchor) + beta_vel KL_vel)
+loss_i,t = -S_t surrogate(ratio or log-prob, A_i) + lambda_KL (beta_pos KL(theta || anchor) + beta_vel KL_vel)
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from torch import Tensor
 from sage_fast.config import KLConfig, ObjectiveConfig
 
 
-def group_advantages(
-    rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """A_i = (R_i - mean) / (std + eps) within each group, population std (Eq. 10), clamped.
 
     Args:

@@ -54,7 +54,9 @@ class Trajectories:
 
 def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
     """Standard normal latents at sigma = 1, float32 `[B, *shape]`, a function of the seeds alone."""
-    return philox_normal(seeds.to(device), torch.zeros((), dtype=torch.int64, device=device), shape, STREAM_INITIAL_LATENTS)
+    return philox_normal(
+        seeds.to(device), torch.zeros((), dtype=torch.int64, device=device), shape, STREAM_INITIAL_LATENTS
+    )
 
 
 @torch.no_grad()
@@ -69,7 +71,7 @@ def rollout(
     *,
     keep: Sequence[int] = (),
     keep_velocities: bool = False,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[], object] | None = None,
 ) -> Trajectories:
     """Sample from sigma = 1 to 0.
 

@@ -1,6 +1,6 @@
 """One run from configuration to report: checks, model, evaluation before and after, iterations, checkpoints.
 
-    <output>/config.yaml run.json metrics.jsonl tensorboard/ checkpoints/ weights/ eval/ videos/ report.html
+<output>/config.yaml run.json metrics.jsonl tensorboard/ checkpoints/ weights/ eval/ videos/ report.html
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     iterations = range(start, config.train.iterations)
     done = start
     try:
-        for index in tqdm(iterations, desc="iterations", disable=say is _nothing, initial=start, total=len(iterations) + start):
+        for index in tqdm(iterations, "iterations", config.train.iterations, initial=start, disable=say is _nothing):
             row = trainer.iteration(index)
             done = index + 1
             if writer is not None:
@@ -189,11 +189,12 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
     """Print and record what this run is made of."""
     parameters = sum(p.numel() for p in trainer.policy.transformer.parameters())
     trainable = sum(p.numel() for p in trainer.engine.parameters)
+    on_gpu = trainer.device.type == "cuda"
     facts = {
         "sage_fast": __version__,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "diffusers", "peft")},
-        "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "ranks": world_size(),
         "operators": ops.implementation(trainer.device),
         "parameters": parameters,
@@ -214,15 +215,13 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
 
 def format_row(row: dict[str, Any], iterations: int) -> str:
     """One line of numbers for an iteration."""
-    parts = " ".join(
-        f"{key.removeprefix('reward/')} {value:.3f}"
-        for key, value in row.items()
-        if key.startswith("reward/") and key.removeprefix("reward/") not in ("mean", "std", "zero_std_groups", "dropped")
-    )
+    skip = {"mean", "std", "zero_std_groups", "dropped"}
+    rewards = {key.removeprefix("reward/"): value for key, value in row.items() if key.startswith("reward/")}
+    parts = " ".join(f"{part} {value:.3f}" for part, value in rewards.items() if part not in skip)
+    line = f"{row['iteration'] + 1:>5}/{iterations}  reward {rewards['mean']:.4f} ({parts})  std {rewards['std']:.3f}  "
     if "ratio/mean" not in row:
-        return f"{row['iteration'] + 1:>5}/{iterations}  reward {row['reward/mean']:.4f} ({parts})  no update: no group had a spread"
-    return (
-        f"{row['iteration'] + 1:>5}/{iterations}  reward {row['reward/mean']:.4f} ({parts})  std {row['reward/std']:.3f}  "
+        return line + "no update: the rewards of every group are equal"
+    return line + (
         f"kl {row['kl/anchor']:.1e}  ratio 1{row['ratio/min'] - 1:+.1e}/{row['ratio/max'] - 1:+.1e}  "
         f"clip {row['ratio/clip_fraction']:.2f}  |g| {row['grad_norm']:.2e}  {row['time/total']:.1f} s"
     )

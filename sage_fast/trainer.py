@@ -81,13 +81,16 @@ class Trainer:
         trainable = len(self._trained_steps(self._table(0), 0))
         updates = self.config.train.optimizer_steps
         if trainable < updates:
+            s = self.config.sampling
+            rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
+            if trainable == 0:
+                raise ValueError(
+                    f"{rows} has no stochastic step to train, so there is no policy gradient; expected sage, flow, "
+                    "dance, cps or exact with eta above 0"
+                )
             raise ValueError(
-                f"train.optimizer_steps = {updates}: only {trainable} transition(s) a sample can be trained "
-                f"(sampler {self.config.sampling.sampler!r}, eta {self.config.sampling.eta:g}, "
-                f"{self.config.sampling.steps} steps); the nearest valid value is {trainable}"
-                if trainable
-                else f"sampler {self.config.sampling.sampler!r} with eta {self.config.sampling.eta:g} has no stochastic "
-                "step, so there is no policy gradient; expected sage, flow, dance, cps or exact with eta above 0"
+                f"train.optimizer_steps = {updates}: {rows} gives {trainable} trained transitions a sample; "
+                f"the nearest valid value is {trainable}"
             )
         if self.config.train.prompts_per_iteration % world_size():
             raise ValueError(
@@ -121,9 +124,7 @@ class Trainer:
 
         size = (len(groups), self.config.train.group_size)
         valid = rewards.isfinite().view(size)
-        advantages, equal = group_advantages(
-            rewards.view(size), valid, clamp=self.config.objective.advantage_clamp
-        )
+        advantages, equal = group_advantages(rewards.view(size), valid, clamp=self.config.objective.advantage_clamp)
         metrics = Metrics()
         self._record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal)
 
@@ -187,9 +188,7 @@ class Trainer:
             seeds = sample_seeds(seed, iteration, slot, size)
             shared = self.config.sampling.shared_initial_noise
             latent_seeds = seeds[:1].expand(len(seeds)) if shared else seeds
-            groups.append(
-                Group(slot=slot, prompt=self.prompts[chosen[slot]], seeds=seeds, latent_seeds=latent_seeds)
-            )
+            groups.append(Group(slot=slot, prompt=self.prompts[chosen[slot]], seeds=seeds, latent_seeds=latent_seeds))
         return groups
 
     def _prompts_of(self, groups: Sequence[Group]) -> list[str]:
@@ -250,9 +249,7 @@ class Trainer:
             for u in range(updates)
         ]
 
-    def _update(
-        self, batch: _Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch
-    ) -> None:
+    def _update(self, batch: _Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch) -> None:
         """One optimizer step on `transitions`, accumulated over micro-batches."""
         total = int(all_reduce(torch.tensor(len(transitions), device=self.device)))
         if total == 0:
@@ -281,9 +278,7 @@ class Trainer:
         samples, steps = zip(*micro)
         v, scores = self._score(batch, micro)
         # The gradient that reaches the velocity is what the equalizer levels (Eq. 38); it costs no extra pass.
-        v.register_hook(
-            lambda grad: metrics.add_by_step(steps, grad.flatten(1).float().norm(dim=1) / weight)
-        )
+        v.register_hook(lambda grad: metrics.add_by_step(steps, grad.flatten(1).float().norm(dim=1) / weight))
         return sage_loss(
             *scores,
             log_prob_old=torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro]),
@@ -381,7 +376,13 @@ class Trainer:
         return delta
 
     def _record_rewards(
-        self, metrics: Metrics, rewards: Tensor, parts: dict[str, Tensor], advantages: Tensor, valid: Tensor, equal: Tensor
+        self,
+        metrics: Metrics,
+        rewards: Tensor,
+        parts: dict[str, Tensor],
+        advantages: Tensor,
+        valid: Tensor,
+        equal: Tensor,
     ) -> None:
         rewards, valid, advantages = (all_gather(t, self.device) for t in (rewards, valid, advantages))
         equal = all_gather(equal, self.device)

@@ -207,7 +207,7 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
         raise ValueError(f"eta = {eta}: cps keeps n cos(eta pi/2) of the noise, so eta is at most 1")
     sigmas = sigmas.detach().to("cpu", torch.float64)
     s, n = sigmas[:-1], sigmas[1:]
-    if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and 0 <= sigmas[-1] and sigmas[0] <= 1):
+    if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = _SAMPLERS[sampler](s, n, float(eta))
     notes = _sage_notes(s, n, c) if sampler == "sage" and eta > 0 else ()

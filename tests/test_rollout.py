@@ -18,7 +18,11 @@ CPU = torch.device("cpu")
 
 
 def roll(
-    seeds: torch.Tensor, sampler: str = "sage", guidance: float = 1.0, dtype: torch.dtype = torch.float32, steps: int = 6
+    seeds: torch.Tensor,
+    sampler: str = "sage",
+    guidance: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 6,
 ) -> tuple[Trajectories, torch.Tensor, torch.Tensor, object]:
     config = settings(sampling__guidance_scale=guidance)
     model = tiny_model(config, dtype)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.engine.engine import NonFiniteError
 from sage_fast.rewards import RewardError
-from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.trainer import ParityError, Trainer
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
@@ -224,7 +224,7 @@ def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch
 def test_ode_has_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="no stochastic step"):
         tiny_trainer(settings(sampling__sampler="ode"))
-    with pytest.raises(ValueError, match="optimizer_steps = 9.*nearest valid value is 5"):
+    with pytest.raises(ValueError, match=r"optimizer_steps = 9.*nearest valid value is 5"):
         tiny_trainer(settings(train__optimizer_steps=9))
 
 

@@ -51,7 +51,11 @@ class BrightnessReward:
     """Smooth in the pixels, so that every rollout of a random model gets a reward of its own."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        return {"vq": videos.mean((1, 2, 3, 4)), "mq": videos[:, -1].mean((1, 2, 3)), "ta": videos[:, 0].mean((1, 2, 3))}
+        return {
+            "vq": videos.mean((1, 2, 3, 4)),
+            "mq": videos[:, -1].mean((1, 2, 3)),
+            "ta": videos[:, 0].mean((1, 2, 3)),
+        }
 
 
 def tiny_model(config: Config, dtype: torch.dtype = torch.float32) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -54,8 +55,10 @@ class Engine:
         """
         self._reduce_gradients()
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
-        if not torch.isfinite(torch.tensor(norm)):
-            raise NonFiniteError(f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated")
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1

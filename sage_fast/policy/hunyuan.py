@@ -154,9 +154,7 @@ class HunyuanVideo15Policy:
         return hasattr(self.transformer, "peft_config")
 
 
-def add_lora(
-    transformer: HunyuanVideo15Transformer3DModel, *, rank: int, alpha: int, targets: str, seed: int
-) -> None:
+def add_lora(transformer: HunyuanVideo15Transformer3DModel, *, rank: int, alpha: int, targets: str, seed: int) -> None:
     """Freeze the transformer and add a LoRA adapter in float32; its up-projections start at zero.
 
     Raises:
@@ -178,7 +176,9 @@ def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None
     file = path / LORA_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
-    shapes = {name: module.weight.shape for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    shapes = {
+        name: module.weight.shape for name, module in transformer.named_modules() if isinstance(module, nn.Linear)
+    }
     for key, tensor in load_file(file).items():
         module, _, role = key.removeprefix("transformer.").partition(".lora_")
         weight = shapes.get(module)
@@ -186,7 +186,7 @@ def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None
         if role and (weight is None or tensor.shape[axis] != weight[axis]):
             expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
             raise ValueError(
-                f"model.weights = {str(path)!r} was made for another model: {key} has shape {list(tensor.shape)}, {expected}"
+                f"model.weights = {str(path)!r} was made for another model: {key} {list(tensor.shape)}, {expected}"
             )
     transformer.requires_grad_(False)
     transformer.load_lora_adapter(str(file), prefix=None, adapter_name=ADAPTER, use_safetensors=True)

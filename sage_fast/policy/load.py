@@ -121,7 +121,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
         transformer = TRANSFORMERS[class_name].from_pretrained(source, subfolder="transformer", torch_dtype=weights)
         vae = AutoencoderKLHunyuanVideo15.from_pretrained(path, subfolder="vae", torch_dtype=dtype)
     except OSError as error:
-        raise ValueError(f"model.path = {config.path!r}: neither a local folder nor found on the hub: {error}") from error
+        raise ValueError(f"model.path = {config.path!r}: neither a folder nor found on the hub: {error}") from error
     transformer.to(device).eval()
     vae.to(device).eval().requires_grad_(False)
     if class_name == "TestbedTransformer":

@@ -84,7 +84,9 @@ class CompositeReward:
         return torch.where(composite.isfinite(), composite, torch.nan), parts
 
     def _parts(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        parts = {part: torch.as_tensor(value).detach().float().cpu() for part, value in self.reward(videos, prompts).items()}
+        parts = {
+            part: torch.as_tensor(value).detach().float().cpu() for part, value in self.reward(videos, prompts).items()
+        }
         for part, weight in self.config.weights.items():
             if weight != 0 and part not in parts:
                 raise ValueError(f"reward.weights names {part!r}; reward {self.config.name!r} returns {sorted(parts)}")

@@ -1,0 +1,39 @@
+# make demo   install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
+# make test   install, then lint, type check and the whole test suite
+# make check  lint and types alone, in seconds
+# make bench  operator benchmarks
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+
+.PHONY: install demo test check bench clean
+
+install: $(VENV)/installed
+
+# torch comes first and builds are not isolated, so that the C++ operators are built against the torch that runs them.
+$(VENV)/installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt setuptools ninja torch numpy
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+demo: install
+	rm -rf runs/demo
+	$(BIN)/sage-fast train configs/demo.yaml --output runs/demo
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest
+
+bench: install
+	$(BIN)/python -m pytest benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info sage_fast/*.so
