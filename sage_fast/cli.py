@@ -153,11 +153,12 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if not prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
     from sage_fast.evaluation import generate
-    from sage_fast.run import prepare, save_videos
+    from sage_fast.run import load_setup, save_videos
     from sage_fast.seeding import sample_seeds
 
     folder = Path(options.folder)
-    setup = prepare(config, folder / "embeddings", quiet=options.quiet, prompts=prompts)
+    setup = load_setup(config, prompts)
+    setup.encode(folder / "embeddings", quiet=options.quiet)
     seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
     videos = generate(config, setup.model, prompts, setup.embeddings, seeds, progress=not options.quiet)
     for path in save_videos(videos, prompts, folder, setup.model.fps):
@@ -174,10 +175,11 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load(*_of_run(options.config, overrides))
     from sage_fast.evaluation import evaluate
     from sage_fast.report import format_scores
-    from sage_fast.run import prepare
+    from sage_fast.run import load_setup
 
+    setup = load_setup(config)
     with tempfile.TemporaryDirectory() as scratch:
-        setup = prepare(config, Path(scratch), quiet=options.quiet)
+        setup.encode(Path(scratch), quiet=options.quiet)
     result = evaluate(
         config,
         setup.model,

@@ -22,29 +22,38 @@ from sage_fast.data.prompts import read_prompts
 from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.engine.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.evaluation import Evaluation, evaluate
-from sage_fast.metrics import MetricsWriter
+from sage_fast.metrics import MetricsWriter, read_lines
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding, encode_cached
 from sage_fast.report import format_paired_table, paired_table, write_report
 from sage_fast.rewards import CompositeReward, load_reward
-from sage_fast.trainer import Trainer
+from sage_fast.trainer import Trainer, check_trainable
 from sage_fast.videos import contact_sheet, save_mp4
 
 
 @dataclasses.dataclass(kw_only=True)
 class Setup:
-    """Everything a command needs before it samples or trains."""
+    """Everything a command needs before it samples or trains; `embeddings` are filled by `encode`."""
 
     config: Config
     model: Model
     reward: CompositeReward
     prompts: list[str]
     eval_prompts: list[str]
-    embeddings: dict[str, TextEmbedding]
+    embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
+
+    def encode(self, cache: Path, *, quiet: bool) -> None:
+        """Embed all prompts; one rank fills the cache, all read it."""
+        folder = Path(self.config.data.embedding_cache or cache)
+        wanted = list(dict.fromkeys(["", *self.prompts, *self.eval_prompts]))
+        if rank() == 0:
+            encode_cached(wanted, self.model.load_encoder, folder, self.model.path, quiet)
+        barrier()
+        self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, self.model.path, quiet=True)
 
 
-def prepare(config: Config, cache: Path, *, quiet: bool, prompts: list[str] | None = None) -> Setup:
-    """Read prompts, load the reward and the model, and encode the prompts; cheap checks come first.
+def load_setup(config: Config, prompts: list[str] | None = None) -> Setup:
+    """Read prompts, then the reward, then the model: what is cheap to find wrong comes first.
 
     Args:
         prompts: in place of the configured prompt files.
@@ -54,42 +63,38 @@ def prepare(config: Config, cache: Path, *, quiet: bool, prompts: list[str] | No
     check_path(config.model.path)
     reward = CompositeReward(load_reward(config.reward), config.reward)
     model = load_model(config.model, config.sampling, initialize(), config.seed)
-    folder = Path(config.data.embedding_cache) if config.data.embedding_cache else cache
-    wanted = list(dict.fromkeys(["", *train_prompts, *eval_prompts]))
-    if rank() == 0:
-        encode_cached(wanted, model.load_encoder, folder, model.path, quiet)
-    barrier()
-    embeddings = encode_cached(wanted, model.load_encoder, folder, model.path, quiet=True)
-    return Setup(
-        config=config,
-        model=model,
-        reward=reward,
-        prompts=train_prompts,
-        eval_prompts=eval_prompts,
-        embeddings=embeddings,
-    )
+    return Setup(config=config, model=model, reward=reward, prompts=train_prompts, eval_prompts=eval_prompts)
 
 
-def claim_output(config: Config, *, resume: bool) -> Path:
-    """Make the run folder.
+def check_output(config: Config, *, resume: bool) -> None:
+    """Look at the output folder without touching it.
 
     Raises:
-        ValueError: it holds another run (without `resume`), or none (with it).
+        ValueError: it holds another run or other files (without `resume`), or no run (with it).
     """
     run = Path(config.output)
     holds_run = (run / "config.yaml").exists()
     if resume and not holds_run:
         raise ValueError(f"output = {config.output!r}: no run to resume there; leave --resume out to start one")
-    if not resume and run.exists() and any(run.iterdir()):
-        advice = "continue it with --resume" if holds_run else "it is not empty"
-        raise ValueError(f"output = {config.output!r} already holds {'a run' if holds_run else 'files'}: {advice}, or "
-                         "choose another folder with --output; nothing was changed")  # fmt: skip
-    if resume:
-        return run
+    if not resume and run.exists() and (not run.is_dir() or any(run.iterdir())):
+        found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
+        raise ValueError(
+            f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
+            "nothing was changed"
+        )
+
+
+def claim_output(config: Config, *, resume: bool) -> Path:
+    """Make the run folder and write the settings; those of a run that is resumed are kept under another name."""
+    run = Path(config.output)
+    settings = run / "config.yaml"
     barrier()  # all ranks have looked before the first one writes
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
-        (run / "config.yaml").write_text(dump(config), encoding="utf-8")
+        if resume and settings.read_text(encoding="utf-8") != dump(config):
+            settings.rename(run / f"config.until-{len(read_lines(run / 'metrics.jsonl')):06d}.yaml")
+        settings.write_text(dump(config), encoding="utf-8")
+    barrier()
     return run
 
 
@@ -100,10 +105,12 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
         The run folder.
     """
     initialize()
-    read_prompts(config.data.prompts), read_prompts(config.data.eval_prompts), check_path(config.model.path)
+    check_trainable(config)
+    check_output(config, resume=resume)
+    setup = load_setup(config)
     run = claim_output(config, resume=resume)
     say = _say if rank() == 0 and not quiet else _nothing
-    setup = prepare(config, run / "embeddings", quiet=quiet or rank() > 0)
+    setup.encode(run / "embeddings", quiet=quiet or rank() > 0)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     start = load_checkpoint(trainer, run) if resume else 0
     describe(trainer, run, say)

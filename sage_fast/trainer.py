@@ -40,6 +40,59 @@ Transition = tuple[int, int]
 """(sample, step)."""
 
 
+def configured_table(config: Config) -> TransitionTable:
+    """All transitions of the configured sampler."""
+    s = config.sampling
+    return transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
+
+
+def iteration_table(table: TransitionTable, config: Config, iteration: int) -> TransitionTable:
+    """The iteration's transitions: all of them, or ODE outside a random contiguous window."""
+    window, steps = config.sampling.sde_window, config.sampling.steps
+    if window == 0:
+        return table
+    start = derive_seed(config.seed, "window", iteration) % (steps - window + 1)
+    return table.window(start, start + window)
+
+
+def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
+    """The stochastic steps that an iteration trains; a random subset where the fraction is below 1."""
+    steps = table.stochastic_steps
+    count = math.ceil(config.train.timestep_fraction * len(steps))
+    if config.train.timestep_permutation and count < len(steps):
+        order = permutation(len(steps), config.seed, "trained-steps", iteration)
+        steps = sorted(steps[i] for i in order[:count])
+    return steps[:count]
+
+
+def check_trainable(config: Config) -> None:
+    """What settings and ranks make impossible, before a model is loaded.
+
+    Raises:
+        ValueError: no stochastic step, more optimizer steps than trained transitions, or groups that do not divide
+            among the ranks.
+    """
+    s, train = config.sampling, config.train
+    table = configured_table(config)
+    trainable = min(len(trained_steps(iteration_table(table, config, i), config, i)) for i in range(train.iterations))
+    rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
+    if trainable == 0:
+        raise ValueError(
+            f"{rows} has no stochastic step to train, so there is no policy gradient; expected sage, flow, dance, cps "
+            "or exact with eta above 0"
+        )
+    if trainable < train.optimizer_steps:
+        raise ValueError(
+            f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a sample; "
+            f"the nearest valid value is {trainable}"
+        )
+    if train.prompts_per_iteration % world_size():
+        raise ValueError(
+            f"train.prompts_per_iteration = {train.prompts_per_iteration}: expected a multiple of the {world_size()} "
+            f"ranks; the nearest is {max(train.prompts_per_iteration // world_size(), 1) * world_size()}"
+        )
+
+
 class Trainer:
     """Owns the policy, its anchor and the optimizer; `iteration` is the algorithm.
 
@@ -72,31 +125,8 @@ class Trainer:
         self.anchor_is_current = True
         self.anchor_step = 0
         self.latent_shape = model.latent_shape(config.sampling)
-        s = config.sampling
-        self.full_table = transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
+        self.full_table = configured_table(config)
         self.equalizer = self._equalizer()
-        self._check()
-
-    def _check(self) -> None:
-        trainable = len(self._trained_steps(self._table(0), 0))
-        updates = self.config.train.optimizer_steps
-        if trainable < updates:
-            s = self.config.sampling
-            rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
-            if trainable == 0:
-                raise ValueError(
-                    f"{rows} has no stochastic step to train, so there is no policy gradient; expected sage, flow, "
-                    "dance, cps or exact with eta above 0"
-                )
-            raise ValueError(
-                f"train.optimizer_steps = {updates}: {rows} gives {trainable} trained transitions a sample; "
-                f"the nearest valid value is {trainable}"
-            )
-        if self.config.train.prompts_per_iteration % world_size():
-            raise ValueError(
-                f"train.prompts_per_iteration = {self.config.train.prompts_per_iteration}: expected a multiple of "
-                f"the {world_size()} ranks; the nearest is {world_size()}"
-            )
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 
@@ -109,8 +139,8 @@ class Trainer:
             ParityError: in the first iteration of a process, training does not reproduce the rollout's log-probs.
         """
         watch = Stopwatch(self.device)
-        table = self._table(index)
-        steps = self._trained_steps(table, index)
+        table = iteration_table(self.full_table, self.config, index)
+        steps = trained_steps(table, self.config, index)
         coefs = table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
 
         groups = self._draw_groups(index)
@@ -154,22 +184,6 @@ class Trainer:
         return row | watch.seconds()
 
     # -- rollout ------------------------------------------------------------------------------------------------------
-
-    def _table(self, iteration: int) -> TransitionTable:
-        """The iteration's transitions: all of them, or ODE outside a random contiguous window."""
-        window, steps = self.config.sampling.sde_window, self.config.sampling.steps
-        if window == 0:
-            return self.full_table
-        start = derive_seed(self.config.seed, "window", iteration) % (steps - window + 1)
-        return self.full_table.window(start, start + window)
-
-    def _trained_steps(self, table: TransitionTable, iteration: int) -> list[int]:
-        steps = table.stochastic_steps
-        count = math.ceil(self.config.train.timestep_fraction * len(steps))
-        if self.config.train.timestep_permutation and count < len(steps):
-            order = permutation(len(steps), self.config.seed, "trained-steps", iteration)
-            steps = sorted(steps[i] for i in order[:count])
-        return steps[:count]
 
     def _equalizer(self) -> Tensor:
         """S_t by step, float32 `[T]`; ones where it is switched off."""

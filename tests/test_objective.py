@@ -11,7 +11,7 @@ from sage_fast.choices import KL_STRATEGIES
 from sage_fast.config import KLConfig, ObjectiveConfig
 from sage_fast.metrics import Metrics
 from sage_fast.objective import KLController, group_advantages, sage_loss, surrogate
-from sage_fast.trainer import Trainer, _Batch
+from sage_fast.trainer import Trainer, _Batch, trained_steps
 from tests.tiny import perturb, settings, tiny_trainer
 
 
@@ -120,8 +120,8 @@ def float64_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
     """A batch with stored transitions in the policy's own precision."""
-    table = trainer._table(0)
-    steps = trainer._trained_steps(table, 0)
+    table = trainer.full_table
+    steps = trained_steps(table, trainer.config, 0)
     coefs = table.coefficients(1280, trainer.config.objective.log_prob).to(torch.float64)
     groups = trainer._draw_groups(0)
     rows = trainer._rollout(groups, table, coefs, steps)
@@ -161,7 +161,7 @@ def test_gradient_of_the_whole_loss(
     batch, transitions = rolled_out(trainer)
     if trainer.anchor is not None:
         trainer.anchor_is_current = False
-        batch.anchor_velocities = trainer._anchor_velocities(batch, trainer._trained_steps(batch.table, 0))
+        batch.anchor_velocities = trainer._anchor_velocities(batch, trained_steps(batch.table, config, 0))
     perturb(trainer, 0.02, seed=9)
 
     def loss() -> Tensor:

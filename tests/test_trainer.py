@@ -17,7 +17,7 @@ from torch import Tensor
 from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.engine.engine import NonFiniteError
 from sage_fast.rewards import RewardError
-from sage_fast.trainer import ParityError, Trainer
+from sage_fast.trainer import ParityError, Trainer, check_trainable, iteration_table, trained_steps
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
 
@@ -118,7 +118,7 @@ def test_window_trains_contiguous_steps() -> None:
     trainer = tiny_trainer(settings(sampling__steps=8, sampling__sde_window=3))
     starts = set()
     for index in range(6):
-        steps = trainer._trained_steps(trainer._table(index), index)
+        steps = trained_steps(iteration_table(trainer.full_table, trainer.config, index), trainer.config, index)
         assert steps == list(range(steps[0], steps[0] + 3))
         starts.add(steps[0])
     assert len(starts) > 1
@@ -223,9 +223,9 @@ def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch
 
 def test_ode_has_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="no stochastic step"):
-        tiny_trainer(settings(sampling__sampler="ode"))
+        check_trainable(settings(sampling__sampler="ode"))
     with pytest.raises(ValueError, match=r"optimizer_steps = 9.*nearest valid value is 5"):
-        tiny_trainer(settings(train__optimizer_steps=9))
+        check_trainable(settings(train__optimizer_steps=9))
 
 
 def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:

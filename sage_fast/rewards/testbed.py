@@ -1,0 +1,173 @@
+"""Rewards of the moving-shapes world, measured from the pixels.
+
+Three scores, each about 0 (noise, an empty frame) to 1 (a rendered video):
+
+    vq  visual quality: in each frame, how well the lit pixels match one clean shape of one pure colour
+    mq  motion quality: one compact thing, always there, moving in a straight line at a constant speed
+    ta  text alignment: the colour, shape, direction and speed that the prompt names
+
+All are continuous and have no flat region that a sampler would meet, so that rollouts of one prompt are told apart.
+The only thing taken from the prompt is what `ta` compares with; `vq` and `mq` do not see it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, SHAPES, SPEEDS, coverage, parse
+
+COLOR_TOLERANCE = 0.3  # RGB distance at which a colour's score has fallen to exp(-1/2)
+SHAPE_TEMPERATURE = 0.05  # difference in overlap that matters; two clean shapes differ by about 0.15
+REACH = 6.0  # pixels: the width of the window around the centroid within which a compact shape lies
+STILL = 0.12  # pixels per frame: a fit this slow counts as about half moving
+PATH_TOLERANCE = 1.0  # pixels: distance from the fitted path
+SIZE_TOLERANCE = 0.35  # relative change of the lit area from frame to frame
+TINT_TOLERANCE = 0.25  # RGB change of the mean colour from frame to frame
+SPEED_TOLERANCE = 0.25  # pixels per frame
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured in each video, before any prompt is looked at."""
+
+    overlap: Tensor  # [B, F, shapes] in [0, 1]: intersection over union with each shape drawn at the centroid
+    purity: Tensor  # [B, F, colors] in [0, 1]: how close the lit pixels are to each colour
+    presence: Tensor  # [B, F] in [0, 1]: one compact thing of the right size is in the frame
+    center: Tensor  # [B, F, 2] pixels: the centroid (x, y) of the lit pixels
+    area: Tensor  # [B, F] pixels: how much is lit
+    tint: Tensor  # [B, F, 3]: the mean RGB of the lit pixels
+    velocity: Tensor  # [B, 2] pixels per frame: straight-line fit of the centroid
+    residual: Tensor  # [B] pixels: rms distance of the centroid from that line
+
+
+class TestbedReward:
+    """Scores videos float [B, F, 3, H, W] in [0, 1] (F >= 2) against one caption each."""
+
+    __test__ = False  # the name begins with Test: tell pytest that this is none
+
+    @torch.no_grad()
+    def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        """float32 [B] for each of "vq", "mq" and "ta"; finite for any input, NaN pixels count as black."""
+        if videos.ndim != 5 or videos.shape[2] != 3 or videos.shape[1] < 2:
+            raise ValueError(f"expected videos [B, F >= 2, 3, H, W], got {list(videos.shape)}")
+        if len(prompts) != videos.shape[0]:
+            raise ValueError(f"got {videos.shape[0]} videos but {len(prompts)} prompts")
+        seen = measure(videos)
+        return {"vq": visual_quality(seen), "mq": motion_quality(seen), "ta": text_alignment(seen, prompts)}
+
+
+def measure(videos: Tensor) -> Measurement:
+    """All pixel work, once."""
+    pixels = torch.nan_to_num(videos.float(), nan=0.0).clamp(0.0, 1.0) - BACKGROUND
+    # Each colour of the palette peaks at PEAK, so the largest channel is the covered share of a pixel.
+    lit = (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)  # [B, F, H, W]
+    area = lit.sum(dim=(2, 3))
+    center = _centroid(lit)
+    overlap = torch.stack([_overlap(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1)
+
+    nearby = (lit * _window(center, *lit.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
+    size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA  # 1 at the right area, less on both sides
+    presence = nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)
+
+    velocity, residual = _line_fit(center)
+    return Measurement(
+        overlap=overlap,
+        purity=_purity(pixels, lit),
+        presence=presence,
+        center=center,
+        area=area,
+        tint=(pixels * lit[:, :, None]).sum(dim=(3, 4)) / lit.square().sum(dim=(2, 3)).clamp(min=1e-3)[..., None],
+        velocity=velocity,
+        residual=residual,
+    )
+
+
+def visual_quality(seen: Measurement) -> Tensor:
+    """[B]: overlap with the best shape times purity of the best colour, each frame on its own."""
+    return (seen.overlap.amax(dim=-1) * seen.purity.amax(dim=-1)).mean(dim=1)
+
+
+def motion_quality(seen: Measurement) -> Tensor:
+    """[B]: present throughout x moving at all x straight and steady x of constant size and colour.
+
+    A product, so that no part can be traded for another: a perfect still shape scores about 0.
+    """
+    speed2 = seen.velocity.square().sum(dim=-1)
+    moving = speed2 / (speed2 + STILL**2)
+    steady = 1.0 / (1.0 + (seen.residual / PATH_TOLERANCE) ** 2)
+    resized = seen.area.std(dim=1) / seen.area.mean(dim=1).clamp(min=1.0)
+    tinted = seen.tint.var(dim=1).sum(dim=-1).sqrt()
+    constant = 1.0 / (1.0 + (resized / SIZE_TOLERANCE) ** 2 + (tinted / TINT_TOLERANCE) ** 2)
+    return seen.presence.mean(dim=1) * moving * steady * constant
+
+
+def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
+    """[B]: the mean of the four attributes' matches, times how present the shape is."""
+    device = seen.overlap.device
+    scenes = [parse(prompt) for prompt in prompts]
+    row = torch.arange(len(scenes), device=device)
+    color = torch.tensor([list(COLORS).index(scene.color) for scene in scenes], device=device)
+    shape = torch.tensor([SHAPES.index(scene.shape) for scene in scenes], device=device)
+    heading = torch.tensor([DIRECTIONS[scene.direction] for scene in scenes], device=device)
+    wanted_speed = torch.tensor([SPEEDS[scene.speed] for scene in scenes], device=device)
+
+    color_match = seen.purity[row, :, color].mean(dim=1)
+    # Shapes of one area overlap a lot, so it is the contest between the shapes that counts, not the overlap itself.
+    contest = torch.softmax(seen.overlap / SHAPE_TEMPERATURE, dim=-1)
+    shape_match = contest[row, :, shape].mean(dim=1)
+    along = (seen.velocity * heading).sum(dim=-1)
+    speed2 = seen.velocity.square().sum(dim=-1)
+    cosine = along / (speed2 + STILL**2).sqrt()
+    direction_match = ((1.0 + cosine) / 2) ** 2  # 1 ahead, 1/4 sideways or still, 0 backwards
+    speed_error = (speed2.sqrt() - wanted_speed) / SPEED_TOLERANCE
+    speed_match = 1.0 / (1.0 + speed_error**2)
+    return seen.presence.mean(dim=1) * (color_match + shape_match + direction_match + speed_match) / 4
+
+
+def _centroid(lit: Tensor) -> Tensor:
+    """[B, F, 2]: squared weights, so that a faint haze over the frame pulls it little."""
+    weight = lit.square()
+    total = weight.sum(dim=(2, 3))
+    x = torch.arange(lit.shape[3], device=lit.device) + 0.5
+    y = torch.arange(lit.shape[2], device=lit.device) + 0.5
+    # An empty frame has its centroid in the middle rather than in a corner, so that nothing seems to move.
+    prior = 1e-2
+    middle = lit.new_tensor([lit.shape[3] / 2, lit.shape[2] / 2])
+    moment = torch.stack([(weight.sum(dim=2) * x).sum(dim=2), (weight.sum(dim=3) * y).sum(dim=2)], dim=-1)
+    return (moment + prior * middle) / (total + prior)[..., None]
+
+
+def _overlap(lit: Tensor, drawn: Tensor) -> Tensor:
+    """[B, F]: soft intersection over union."""
+    both = torch.minimum(lit, drawn).sum(dim=(2, 3))
+    return both / (lit.sum(dim=(2, 3)) + drawn.sum(dim=(2, 3)) - both).clamp(min=1.0)
+
+
+def _purity(pixels: Tensor, lit: Tensor) -> Tensor:
+    """[B, F, colors]: closeness of each lit pixel to `lit` parts of a colour, averaged over what is lit."""
+    weight = lit / lit.sum(dim=(2, 3), keepdim=True).clamp(min=1.0)
+    scores = []
+    for color in COLORS.values():
+        full = pixels.new_tensor(color) - BACKGROUND
+        distance2 = (pixels - lit[:, :, None] * full[:, None, None]).square().sum(dim=2)
+        scores.append((weight * torch.exp(distance2 / (-2 * COLOR_TOLERANCE**2))).sum(dim=(2, 3)))
+    return torch.stack(scores, dim=-1)
+
+
+def _window(center: Tensor, height: int, width: int) -> Tensor:
+    """[B, F, height, width]: a soft disc of radius about REACH around the centroid."""
+    x = torch.arange(width, device=center.device) + 0.5 - center[..., 0, None]
+    y = torch.arange(height, device=center.device) + 0.5 - center[..., 1, None]
+    distance = torch.sqrt(x.square()[..., None, :] + y.square()[..., :, None])
+    return torch.sigmoid(2.0 * (REACH - distance))
+
+
+def _line_fit(center: Tensor) -> tuple[Tensor, Tensor]:
+    """Least squares of the centroid on the frame number: velocity [B, 2] and rms residual [B]."""
+    time = torch.arange(center.shape[1], device=center.device, dtype=center.dtype)
+    time = time - time.mean()
+    offset = center - center.mean(dim=1, keepdim=True)
+    velocity = (offset * time[:, None]).sum(dim=1) / time.square().sum()
+    error = offset - time[:, None] * velocity[:, None]
+    return velocity, error.square().sum(dim=-1).mean(dim=1).sqrt()

@@ -1,0 +1,118 @@
+"""Tiny instances of the real HunyuanVideo 1.5 classes, small enough to be trained on a laptop core."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+from diffusers.configuration_utils import register_to_config
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
+from torch import Tensor
+
+from sage_fast.testbed.text import TEXT_EMBED_DIM
+
+LATENT_CHANNELS = 16
+LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent frame
+LATENT_HEIGHT = 4
+LATENT_WIDTH = 4
+LATENT_SHAPE = (LATENT_CHANNELS, LATENT_FRAMES, LATENT_HEIGHT, LATENT_WIDTH)
+BASE = Path(__file__).parent / "base"  # the pre-trained weights that ship with the package
+
+
+class TestbedTransformer(HunyuanVideo15Transformer3DModel):
+    """The stock transformer with a second text projection of any width.
+
+    The stock class hard-codes a hidden width of 2048 there (7 M parameters, fifteen times the rest of this model).
+    Nothing else differs, forward included; the arguments are those of the stock class.
+    """
+
+    __test__ = False  # the name begins with Test: tell pytest that this is none
+
+    @register_to_config
+    def __init__(
+        self,
+        in_channels: int = 2 * LATENT_CHANNELS + 1,
+        out_channels: int = LATENT_CHANNELS,
+        num_attention_heads: int = 4,
+        attention_head_dim: int = 16,
+        num_layers: int = 3,
+        num_refiner_layers: int = 1,
+        mlp_ratio: float = 4.0,
+        patch_size: int = 1,
+        patch_size_t: int = 1,
+        qk_norm: str = "rms_norm",
+        text_embed_dim: int = TEXT_EMBED_DIM,
+        text_embed_2_dim: int = 8,
+        image_embed_dim: int = 8,
+        rope_theta: float = 256.0,
+        rope_axes_dim: tuple[int, ...] = (4, 6, 6),
+        target_size: int = 32,
+        task_type: str = "t2v",
+        use_meanflow: bool = False,
+        text_embed_2_hidden_dim: int = 8,
+    ) -> None:
+        super().__init__(
+            in_channels=in_channels,
+            out_channels=out_channels,
+            num_attention_heads=num_attention_heads,
+            attention_head_dim=attention_head_dim,
+            num_layers=num_layers,
+            num_refiner_layers=num_refiner_layers,
+            mlp_ratio=mlp_ratio,
+            patch_size=patch_size,
+            patch_size_t=patch_size_t,
+            qk_norm=qk_norm,
+            text_embed_dim=text_embed_dim,
+            text_embed_2_dim=text_embed_2_dim,
+            image_embed_dim=image_embed_dim,
+            rope_theta=rope_theta,
+            rope_axes_dim=rope_axes_dim,
+            target_size=target_size,
+            task_type=task_type,
+            use_meanflow=use_meanflow,
+        )
+        self.context_embedder_2 = HunyuanVideo15ByT5TextProjection(
+            text_embed_2_dim, text_embed_2_hidden_dim, num_attention_heads * attention_head_dim
+        )
+
+
+def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
+    """A stock video autoencoder with random weights: video [B, 3, 17, 32, 32] in [-1, 1] <-> [B, *LATENT_SHAPE]."""
+    return AutoencoderKLHunyuanVideo15(
+        latent_channels=LATENT_CHANNELS,
+        block_out_channels=(8, 16, 16, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=8,
+        temporal_compression_ratio=4,
+        scaling_factor=scaling_factor,
+    )
+
+
+def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
+    """Lets the stock autoencoder take batches of more than one video; the results are unchanged.
+
+    Its attention mask comes out as [B, S, S], which broadcasts against [B, 1, S, S] for B = 1 alone.  The way around
+    that needs no patch is `enable_slicing()`, one video at a time, which is slower for small videos.
+    """
+    for module in vae.modules():
+        if isinstance(module, HunyuanVideo15AttnBlock):
+            module.prepare_causal_attention_mask = _causal_mask
+    return vae
+
+
+def _causal_mask(
+    n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
+) -> Tensor:
+    """bool [S, S], S = n_frame * n_hw: a position sees its own frame and all earlier ones."""
+    frame = torch.arange(n_frame, device=device).repeat_interleave(n_hw)
+    return frame[:, None] >= frame[None, :]
+
+
+def load_base(folder: Path = BASE) -> tuple[TestbedTransformer, AutoencoderKLHunyuanVideo15]:
+    """The pre-trained transformer and autoencoder, float32 (stored as float16), in evaluation mode.
+
+    Decoding: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32, 32] in [-1, 1].
+    """
+    transformer = TestbedTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
+    vae = AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    return transformer.eval(), allow_batches(vae).eval()

@@ -1,0 +1,174 @@
+"""Pre-trains the testbed's base model: an autoencoder on rendered videos, then a flow-matching transformer on latents.
+
+The base is under-trained on purpose.  It draws recognisable shapes that often are the wrong shape, blurred, or move the
+wrong way, which leaves reinforcement learning something to improve.
+"""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
+from tqdm import tqdm
+
+from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
+from sage_fast.testbed.text import embed
+from sage_fast.testbed.world import BACKGROUND, parse, render, train_prompts
+
+SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real model
+PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
+EMA_DECAY = 0.998
+KL_WEIGHT = 1e-3
+FOREGROUND_WEIGHT = 8.0  # a shape covers a sixteenth of the frame; without this the autoencoder would blur it first
+
+
+def pretrain(
+    output: Path,
+    *,
+    seed: int = 0,
+    vae_steps: int = 1500,
+    steps: int = 2500,
+    vae_batch: int = 4,
+    batch: int = 64,
+    videos_per_prompt: int = 32,
+    quiet: bool = False,
+) -> None:
+    """Trains both models on the training prompts and writes `transformer/`, `vae/` and `testbed.json` to `output`.
+
+    Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for the initial weights; all data comes from generators of its own
+        generator = torch.Generator().manual_seed(seed)
+        vae = train_vae(generator, steps=vae_steps, batch=vae_batch, quiet=quiet)
+        latents = encode_prompts(vae, train_prompts(), videos_per_prompt, generator)
+        scaling_factor = 1.0 / latents.std().item()
+        vae.register_to_config(scaling_factor=scaling_factor)
+        transformer = train_flow(latents * scaling_factor, generator, steps=steps, batch=batch, quiet=quiet)
+
+    output.mkdir(parents=True, exist_ok=True)
+    vae.half().save_pretrained(output / "vae")
+    transformer.half().save_pretrained(output / "transformer")
+    record = {
+        "command": f"sage-fast testbed pretrain --seed {seed} --vae-steps {vae_steps} --steps {steps}",
+        "seed": seed,
+        "vae_steps": vae_steps,
+        "steps": steps,
+        "vae_batch": vae_batch,
+        "batch": batch,
+        "videos_per_prompt": videos_per_prompt,
+        "torch": torch.__version__.split("+")[0],
+    }
+    (output / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def train_vae(generator: torch.Generator, *, steps: int, batch: int, quiet: bool) -> AutoencoderKLHunyuanVideo15:
+    """An autoencoder of rendered videos, with unit scaling factor."""
+    vae = allow_batches(tiny_vae()).train()
+    prompts = train_prompts()
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=1e-4)
+    bar = _steps(steps, "autoencoder", quiet)
+    for step in bar:
+        _set_cosine_lr(optimizer, 2e-3, step, steps)
+        picks = torch.randint(len(prompts), (batch,), generator=generator).tolist()
+        video = _to_vae(torch.stack([render(parse(prompts[i]), generator) for i in picks]))
+        posterior = vae.encode(video).latent_dist
+        noise = torch.randn(posterior.mean.shape, generator=generator)
+        decoded = vae.decode(posterior.mean + posterior.std * noise).sample
+        error = decoded - video
+        weight = 1.0 + FOREGROUND_WEIGHT * (video > 2 * BACKGROUND - 0.9).any(dim=1, keepdim=True)
+        reconstruction = (weight * (error.square() + 0.5 * error.abs())).mean()
+        kl = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).mean()
+        loss = reconstruction + KL_WEIGHT * kl
+        _update(optimizer, loss)
+        bar.set_postfix(rms=f"{error.detach().square().mean().sqrt():.3f}", kl=f"{kl.detach():.2f}", refresh=False)
+    return vae.eval()
+
+
+@torch.no_grad()
+def encode_prompts(
+    vae: AutoencoderKLHunyuanVideo15, prompts: list[str], videos_per_prompt: int, generator: torch.Generator
+) -> Tensor:
+    """float32 [prompts, videos_per_prompt, *LATENT_SHAPE], unscaled: the posterior means of freshly rendered videos."""
+    latents = []
+    for prompt in prompts:
+        videos = torch.stack([render(parse(prompt), generator) for _ in range(videos_per_prompt)])
+        latents.append(vae.encode(_to_vae(videos)).latent_dist.mode())
+    return torch.stack(latents)
+
+
+def train_flow(
+    latents: Tensor, generator: torch.Generator, *, steps: int, batch: int, quiet: bool
+) -> TestbedTransformer:
+    """Flow matching on scaled latents [train prompts, videos, *LATENT_SHAPE]; returns the averaged weights."""
+    model = TestbedTransformer().train()
+    average = copy.deepcopy(model).eval().requires_grad_(False)
+    text = torch.stack([embed(prompt) for prompt in train_prompts()])
+    no_text = embed("")[None]
+    unprompted = round(PROMPT_DROPOUT * batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
+    bar = _steps(steps, "transformer", quiet)
+    for step in bar:
+        _set_cosine_lr(optimizer, 2e-3, step, steps)
+        prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
+        x0 = latents[prompt, torch.randint(latents.shape[1], (batch,), generator=generator)]
+        noise = torch.randn(x0.shape, generator=generator)
+        u = torch.rand(batch, generator=generator)
+        sigma = SHIFT * u / (1.0 + (SHIFT - 1.0) * u)
+        s = sigma[:, None, None, None, None]
+        x, target = (1.0 - s) * x0 + s * noise, noise - x0
+        # Two forwards rather than one with padding: no masks, and prompts of different lengths never meet.
+        rows = ((slice(0, unprompted), no_text.expand(unprompted, -1, -1)), (slice(unprompted, None), text[prompt]))
+        loss = torch.zeros(())
+        for part, words in rows:
+            if x[part].shape[0] > 0:
+                v = velocity(model, x[part], sigma[part], words[-x[part].shape[0] :])
+                loss = loss + (v - target[part]).square().sum() / target.numel()
+        _update(optimizer, loss)
+        decay = min(EMA_DECAY, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0 - decay)
+        bar.set_postfix(loss=f"{loss.detach():.3f}", refresh=False)
+    return average
+
+
+def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+    """The network's v [B, *LATENT_SHAPE] at latents x, noise levels sigma [B] and word vectors text [B, L, D]."""
+    rows = x.shape[0]
+    condition_and_mask = x.new_zeros(rows, model.config.in_channels - x.shape[1], *x.shape[2:])
+    output: Tensor = model(
+        hidden_states=torch.cat([x, condition_and_mask], dim=1),
+        timestep=1000.0 * sigma,
+        encoder_hidden_states=text,
+        encoder_attention_mask=x.new_ones(text.shape[:2]),
+        encoder_hidden_states_2=x.new_zeros(rows, 0, model.config.text_embed_2_dim),
+        encoder_attention_mask_2=x.new_zeros(rows, 0),
+        image_embeds=x.new_zeros(rows, 0, model.config.image_embed_dim),
+        return_dict=False,
+    )[0]
+    return output
+
+
+def _to_vae(videos: Tensor) -> Tensor:
+    """[B, F, 3, H, W] in [0, 1] -> [B, 3, F, H, W] in [-1, 1]."""
+    return 2.0 * videos.transpose(1, 2) - 1.0
+
+
+def _set_cosine_lr(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int, warmup: int = 50) -> None:
+    scale = min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+    for group in optimizer.param_groups:
+        group["lr"] = peak * scale
+
+
+def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+def _steps(steps: int, name: str, quiet: bool) -> "tqdm[int]":
+    return tqdm(range(steps), desc=name, disable=quiet, dynamic_ncols=True)

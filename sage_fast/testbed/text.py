@@ -1,0 +1,38 @@
+"""The testbed's text embedder: one fixed random vector a word, no learned weights.
+
+The transformer sees a set of words (it has no text positions), which is enough: no caption uses a word twice.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES, SPEEDS, nearest_word
+
+TEXT_EMBED_DIM = 32
+BEGIN = "<begin>"  # opens every prompt and is all there is of the empty one
+WORDS = (BEGIN, "a", "moves", *COLORS, *SHAPES, *DIRECTIONS, *SPEEDS)
+_SEED = 1501
+
+
+@lru_cache(maxsize=1)
+def _table() -> Tensor:
+    """float32 [words, TEXT_EMBED_DIM], rows of unit variance."""
+    return torch.randn(len(WORDS), TEXT_EMBED_DIM, generator=torch.Generator().manual_seed(_SEED))
+
+
+def embed(prompt: str) -> Tensor:
+    """float32 [L, TEXT_EMBED_DIM], L = 1 + the number of words: never padded.
+
+    The empty prompt, which stands for "no condition" in classifier-free guidance, is the begin token alone.
+    """
+    rows = [0]
+    for word in prompt.split():
+        if word not in WORDS:
+            raise ValueError(
+                f'the testbed does not know the word "{word}" in prompt "{prompt}". '
+                f'Did you mean "{nearest_word(word, WORDS[1:])}"? It knows: {", ".join(WORDS[1:])}.'
+            )
+        rows.append(WORDS.index(word))
+    return _table()[rows].clone()

@@ -1,0 +1,201 @@
+"""The moving-shapes world: one coloured shape crosses a dark frame at a constant velocity.
+
+A scene is a point of a small grid (shape x colour x direction x speed, 96 captions); a video of it differs only in
+where the shape starts.  Coordinates are in pixels, x to the right and y down, and pixel `i` covers `[i, i + 1)`.
+"""
+
+import difflib
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FRAMES = 17
+HEIGHT = 32
+WIDTH = 32
+FPS = 8
+
+SHAPES = ("circle", "square", "triangle")
+DIRECTIONS: dict[str, tuple[float, float]] = {
+    "left": (-1.0, 0.0),
+    "right": (1.0, 0.0),
+    "up": (0.0, -1.0),
+    "down": (0.0, 1.0),
+}
+SPEEDS: dict[str, float] = {"slowly": 0.45, "quickly": 1.1}  # pixels per frame
+# The largest channel is PEAK in each colour, so that a pixel's largest channel alone tells how much of it is covered.
+PEAK = 0.9
+COLORS: dict[str, tuple[float, float, float]] = {
+    "red": (PEAK, 0.12, 0.12),
+    "green": (0.12, PEAK, 0.2),
+    "blue": (0.15, 0.3, PEAK),
+    "yellow": (PEAK, PEAK, 0.12),
+}
+BACKGROUND = 0.06
+
+# Sizes in pixels; the three shapes have the same area, so that size does not give the shape away.
+AREA = 64.0
+_CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
+_SQUARE_HALF = math.sqrt(AREA) / 2
+_TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
+_TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))  # base below, apex above
+# How far each shape reaches from its centroid: left, right, up, down.
+_EXTENT: dict[str, tuple[float, float, float, float]] = {
+    "circle": (_CIRCLE_RADIUS,) * 4,
+    "square": (_SQUARE_HALF,) * 4,
+    "triangle": (
+        _TRIANGLE_INRADIUS * math.sqrt(3),
+        _TRIANGLE_INRADIUS * math.sqrt(3),
+        _TRIANGLE_INRADIUS * 2,
+        _TRIANGLE_INRADIUS,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a caption says; everything about a video except where its shape starts."""
+
+    shape: str
+    color: str
+    direction: str
+    speed: str
+
+    def __post_init__(self) -> None:
+        _check_word(self.shape, SHAPES, "a shape")
+        _check_word(self.color, COLORS, "a colour")
+        _check_word(self.direction, DIRECTIONS, "a direction")
+        _check_word(self.speed, SPEEDS, "a speed")
+
+    @property
+    def caption(self) -> str:
+        return f"a {self.color} {self.shape} moves {self.direction} {self.speed}"
+
+    @property
+    def velocity(self) -> tuple[float, float]:
+        """(x, y) in pixels per frame."""
+        x, y = DIRECTIONS[self.direction]
+        return x * SPEEDS[self.speed], y * SPEEDS[self.speed]
+
+
+def parse(caption: str) -> Scene:
+    """The inverse of `Scene.caption`; raises ValueError naming the word at fault."""
+    words = caption.split()
+    if len(words) != 6:
+        raise ValueError(
+            f'caption "{caption}" has {len(words)} words; expected 6, such as "a red circle moves left quickly"'
+        )
+    article, color, shape, verb, direction, speed = words
+    _check_word(article, ("a",), "the word", caption)
+    _check_word(color, COLORS, "a colour", caption)
+    _check_word(shape, SHAPES, "a shape", caption)
+    _check_word(verb, ("moves",), "the word", caption)
+    _check_word(direction, DIRECTIONS, "a direction", caption)
+    _check_word(speed, SPEEDS, "a speed", caption)
+    return Scene(shape=shape, color=color, direction=direction, speed=speed)
+
+
+def nearest_word(word: str, choices: Iterable[str]) -> str:
+    """The choice spelled most like `word`."""
+    return difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.0)[0]
+
+
+def _check_word(word: str, choices: Iterable[str], what: str, caption: str = "") -> None:
+    choices = list(choices)
+    if word not in choices:
+        where = f' in caption "{caption}"' if caption else ""
+        raise ValueError(
+            f'unknown word "{word}"{where}; expected {what} out of {", ".join(choices)}. '
+            f'Did you mean "{nearest_word(word, choices)}"?'
+        )
+
+
+def all_scenes() -> list[Scene]:
+    """The 96 scenes, in a fixed order."""
+    grid = itertools.product(SHAPES, COLORS, DIRECTIONS, SPEEDS)
+    return [Scene(shape=a, color=b, direction=c, speed=d) for a, b, c, d in grid]
+
+
+def _is_heldout(scene: Scene) -> bool:
+    # A Latin design: for each shape, direction and speed exactly one colour is held out, and each colour equally
+    # often.  So every single word, and most pairs of words, are seen in training, but not these combinations.
+    position = SHAPES.index(scene.shape) + list(COLORS).index(scene.color)
+    position += list(DIRECTIONS).index(scene.direction) + 2 * list(SPEEDS).index(scene.speed)
+    return position % 4 == 0
+
+
+def train_prompts() -> list[str]:
+    """The 72 captions that the base model and the policy are trained on."""
+    return [scene.caption for scene in all_scenes() if not _is_heldout(scene)]
+
+
+def heldout_prompts() -> list[str]:
+    """The 24 captions kept for evaluation."""
+    return [scene.caption for scene in all_scenes() if _is_heldout(scene)]
+
+
+def coverage(shape: str, center: Tensor, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
+    """How much of each pixel the shape covers (anti-aliased).
+
+    center: [..., 2], the (x, y) of the shape's centroid.  Returns [..., height, width] in [0, 1].
+    """
+    x = torch.arange(width, dtype=center.dtype, device=center.device) + 0.5
+    y = torch.arange(height, dtype=center.dtype, device=center.device) + 0.5
+    dx = x - center[..., 0, None]  # [..., width]
+    dy = y - center[..., 1, None]  # [..., height]
+    dx, dy = dx[..., None, :], dy[..., :, None]
+    if shape == "circle":
+        distance = torch.sqrt(dx * dx + dy * dy) - _CIRCLE_RADIUS
+    elif shape == "square":
+        distance = torch.maximum(dx.abs(), dy.abs()) - _SQUARE_HALF
+    elif shape == "triangle":
+        (bottom, right, left) = (nx * dx + ny * dy for nx, ny in _TRIANGLE_NORMALS)
+        distance = torch.maximum(bottom, torch.maximum(right, left)) - _TRIANGLE_INRADIUS
+    else:
+        raise ValueError(f'unknown shape "{shape}"; expected one of {", ".join(SHAPES)}')
+    return (0.5 - distance).clamp_(0.0, 1.0)
+
+
+def start_range(scene: Scene, frames: int = FRAMES) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The smallest and the largest (x, y) from which the shape stays inside for all frames."""
+    left, right, up, down = _EXTENT[scene.shape]
+    travel_x, travel_y = (v * (frames - 1) for v in scene.velocity)
+    low = (left - min(travel_x, 0.0), up - min(travel_y, 0.0))
+    high = (WIDTH - right - max(travel_x, 0.0), HEIGHT - down - max(travel_y, 0.0))
+    if low[0] > high[0] or low[1] > high[1]:
+        raise ValueError(f'"{scene.caption}" leaves a {WIDTH} x {HEIGHT} frame within {frames} frames')
+    return low, high
+
+
+def random_start(scene: Scene, generator: torch.Generator) -> tuple[float, float]:
+    """A start position, uniform over `start_range`."""
+    low, high = start_range(scene)
+    u, w = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+    return low[0] + u * (high[0] - low[0]), low[1] + w * (high[1] - low[1])
+
+
+def render(
+    scene: Scene,
+    generator: torch.Generator | None = None,
+    *,
+    start: tuple[float, float] | None = None,
+    frames: int = FRAMES,
+) -> Tensor:
+    """The video of a scene: float32 [frames, 3, 32, 32] in [0, 1].
+
+    Give either `generator`, to draw the start position (for the full 17 frames), or `start`, the (x, y) of the shape's
+    centroid in the first frame, which is then taken as it is, even if the shape leaves the frame.
+    """
+    if (generator is None) == (start is None):
+        raise ValueError("render needs either a generator or a start position")
+    if start is None:
+        assert generator is not None
+        start = random_start(scene, generator)
+    time = torch.arange(frames, dtype=torch.float64)[:, None]
+    center = torch.tensor(start, dtype=torch.float64) + time * torch.tensor(scene.velocity, dtype=torch.float64)
+    alpha = coverage(scene.shape, center)[:, None]
+    color = torch.tensor(COLORS[scene.color], dtype=torch.float64)[:, None, None]
+    return (BACKGROUND + alpha * (color - BACKGROUND)).to(torch.float32)
