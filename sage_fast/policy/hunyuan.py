@@ -7,13 +7,16 @@ further models: each is a snapshot of the trainable weights (the adapter under L
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from peft import LoraConfig
+from diffusers.utils import logging
+from peft import LoraConfig, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -119,7 +122,7 @@ class HunyuanVideo15Policy:
         """Copy `state` into the trainable weights, in place.
 
         Raises:
-            ValueError: names or shapes differ.
+            ValueError: names or shapes differ; then nothing was changed.
         """
         parameters = self.parameters()
         if parameters.keys() != state.keys():
@@ -128,6 +131,7 @@ class HunyuanVideo15Policy:
         for name, p in parameters.items():
             if p.shape != state[name].shape:
                 raise ValueError(f"{name}: expected shape {list(p.shape)}, got {list(state[name].shape)}")
+        for name, p in parameters.items():
             p.copy_(state[name])
 
     @contextlib.contextmanager
@@ -145,7 +149,12 @@ class HunyuanVideo15Policy:
     def save_weights(self, folder: Path) -> None:
         """Weights in diffusers format: the LoRA file, or the whole transformer after full fine-tuning."""
         if self.has_adapter:
-            self.transformer.save_lora_adapter(folder, adapter_name=ADAPTER, weight_name=LORA_FILE)
+            verbosity = logging.get_verbosity()
+            logging.set_verbosity_error()  # `save_lora_adapter` warns of a cast that it does not make
+            try:
+                self.transformer.save_lora_adapter(folder, adapter_name=ADAPTER, weight_name=LORA_FILE)
+            finally:
+                logging.set_verbosity(verbosity)
         else:
             self.transformer.save_pretrained(folder / "transformer")
 
@@ -158,13 +167,16 @@ def add_lora(transformer: HunyuanVideo15Transformer3DModel, *, rank: int, alpha:
     """Freeze the transformer and add a LoRA adapter in float32; its up-projections start at zero.
 
     Raises:
-        ValueError: `targets` (a regular expression over whole module names) matches nothing.
+        ValueError: `targets` (a regular expression over whole module names) matches no layer, or not only layers.
     """
     transformer.requires_grad_(False)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=ADAPTER)
-    freeze_dead_ends(transformer)
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+        torch.default_generator.manual_seed(seed)
+        try:
+            transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=ADAPTER)
+        except (ValueError, re.error) as error:
+            raise ValueError(f"model.lora_targets = {targets!r}: {error}") from error
+    _train_adapter(transformer)
 
 
 def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
@@ -176,20 +188,33 @@ def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None
     file = path / LORA_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
-    shapes = {
-        name: module.weight.shape for name, module in transformer.named_modules() if isinstance(module, nn.Linear)
-    }
-    for key, tensor in load_file(file).items():
-        module, _, role = key.removeprefix("transformer.").partition(".lora_")
-        weight = shapes.get(module)
-        axis = 1 if role.startswith("A") else 0
-        if role and (weight is None or tensor.shape[axis] != weight[axis]):
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"model.weights = {str(path)!r}: not a safetensors file: {error}") from error
+    layers = {n: m.weight.shape for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
+    # A transformer writes bare layer names; a pipeline puts "transformer." before each.
+    prefix = "transformer" if any(key.startswith("transformer.") for key in tensors) else None
+    factors = {key: tensor for key, tensor in tensors.items() if ".lora_A." in key or ".lora_B." in key}
+    if not factors:
+        raise ValueError(f"model.weights = {str(path)!r}: holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
+    for key, tensor in factors.items():
+        layer, _, factor = key.removeprefix("transformer.").partition(".lora_")
+        weight, axis = layers.get(layer), 1 if factor.startswith("A") else 0
+        if weight is None or tensor.shape[axis] != weight[axis]:
             expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
             raise ValueError(
-                f"model.weights = {str(path)!r} was made for another model: {key} {list(tensor.shape)}, {expected}"
+                f"model.weights = {str(path)!r} was made for another model: "
+                f"{key} has shape {list(tensor.shape)}, {expected}"
             )
     transformer.requires_grad_(False)
-    transformer.load_lora_adapter(str(file), prefix=None, adapter_name=ADAPTER, use_safetensors=True)
+    transformer.load_lora_adapter(str(file), prefix=prefix, adapter_name=ADAPTER, use_safetensors=True)
+    _train_adapter(transformer)
+    # The line above the last has rounded the adapter to the type of the base: once more, now in float32.
+    set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): t for k, t in factors.items()}, ADAPTER)
+
+
+def _train_adapter(transformer: HunyuanVideo15Transformer3DModel) -> None:
     for name, p in transformer.named_parameters():
         if ".lora_" in name:
             p.data = p.data.float()
@@ -198,7 +223,17 @@ def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None
 
 
 def freeze_dead_ends(transformer: Any) -> None:
-    """The last block's text stream feeds nothing: without a gradient there, optimizers and reducers stay simple."""
+    """Freeze what text-to-video never reads, so that no optimizer or reducer waits for its gradient.
+
+    The last block's text stream feeds nothing, so its queries and all that follows them are idle; its keys and values
+    are not. Without image tokens the image projection is idle too.
+    """
     last = transformer.transformer_blocks[-1]
-    for module in (last.attn.to_add_out, last.ff_context):
+    for module in (
+        last.attn.add_q_proj,
+        last.attn.norm_added_q,
+        last.attn.to_add_out,
+        last.ff_context,
+        transformer.image_embedder,
+    ):
         module.requires_grad_(False)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sage_fast.config import ModelConfig, SamplingConfig
@@ -51,17 +57,24 @@ class Model:
         """Latents `[B, C, T, H, W]` -> videos `[B, F, 3, 8 or 16 H, ... W]`, float32 in [0, 1]."""
         latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
         video = self.vae.decode(latents, return_dict=False)[0]
-        return ((video.float() + 1) / 2).clamp(0, 1).transpose(1, 2)
+        return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
 
     def load_encoder(self) -> Encoder:
-        """Load the text encoders; they are released with the function that is returned."""
+        """Load the text encoders; they are released with the function that is returned.
+
+        Raises:
+            ValueError: they are missing or incomplete.
+        """
         config = self.policy.transformer.config
         if isinstance(self.policy.transformer, TestbedTransformer):
             no_glyphs = torch.zeros(0, config.text_embed_2_dim)
             return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
-        pipeline = HunyuanVideo15Pipeline.from_pretrained(
-            self.path, transformer=None, vae=self.vae, torch_dtype=self.policy.dtype
-        )
+        parts: dict[str, Any] = {"transformer": None, "vae": self.vae, "scheduler": None, "guider": None}
+        try:
+            with _progress_bars_of(self.path):
+                pipeline = HunyuanVideo15Pipeline.from_pretrained(self.path, **parts, dtype=self.policy.dtype)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.path = {self.path!r}: cannot read the text encoders: {error}") from error
         device = self.policy.device
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
             encoder.to(device)
@@ -99,6 +112,37 @@ def check_path(path: str) -> str:
     return path
 
 
+def _layout(setting: str, source: str) -> dict[str, Any]:
+    try:
+        return HunyuanVideo15Transformer3DModel.load_config(source, subfolder="transformer")
+    except OSError as error:
+        raise ValueError(f"{setting} = {source!r}: cannot read the transformer's config.json: {error}") from error
+
+
+def _load(cls: Any, setting: str, source: str, part: str, dtype: torch.dtype) -> Any:
+    """`from_pretrained` that never fills a gap with random weights."""
+    try:
+        with _progress_bars_of(source):
+            module, found = cls.from_pretrained(source, subfolder=part, dtype=dtype, output_loading_info=True)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
+    odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
+    if odd:
+        raise ValueError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
+    return module
+
+
+@contextlib.contextmanager
+def _progress_bars_of(source: str) -> Iterator[None]:
+    """Show the progress of a download; a local folder is read in silence."""
+    with contextlib.ExitStack() as stack:
+        for logging in (diffusers.utils.logging, transformers.utils.logging):
+            if Path(source).is_dir() and logging.is_progress_bar_enabled():
+                logging.disable_progress_bar()
+                stack.callback(logging.enable_progress_bar)
+        yield
+
+
 def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.device, seed: int) -> Model:
     """Load a checkpoint and make it trainable.
 
@@ -107,21 +151,26 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     """
     path = check_path(config.path)
     dtype = getattr(torch, config.dtype)
-    class_name = str((transformer_config(config.path) or {}).get("_class_name", "HunyuanVideo15Transformer3DModel"))
+    layout = _layout("model.path", path)
+    class_name = str(layout.get("_class_name"))
     if class_name not in TRANSFORMERS:
         raise ValueError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
     # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
     weights = torch.float32 if config.tuning == "full" else dtype
-    source = path
+    setting, source = "model.path", path
     if config.tuning == "full" and config.weights is not None:
-        source = config.weights
+        setting, source = "model.weights", config.weights
         if not (Path(source) / "transformer" / "config.json").is_file():
             raise ValueError(f"model.weights = {source!r}: expected a folder that holds transformer/config.json")
-    try:
-        transformer = TRANSFORMERS[class_name].from_pretrained(source, subfolder="transformer", torch_dtype=weights)
-        vae = AutoencoderKLHunyuanVideo15.from_pretrained(path, subfolder="vae", torch_dtype=dtype)
-    except OSError as error:
-        raise ValueError(f"model.path = {config.path!r}: neither a folder nor found on the hub: {error}") from error
+        for key, value in _layout(setting, source).items():
+            # A key that only one of the files spells out has its default in the other.
+            if key not in ("_diffusers_version", "_name_or_path") and layout.get(key, value) != value:
+                raise ValueError(
+                    f"model.weights = {source!r} was made for another model: "
+                    f"{key} is {value!r}, model.path has {layout[key]!r}"
+                )
+    transformer = _load(TRANSFORMERS[class_name], setting, source, "transformer", weights)
+    vae = _load(AutoencoderKLHunyuanVideo15, "model.path", path, "vae", dtype)
     transformer.to(device).eval()
     vae.to(device).eval().requires_grad_(False)
     if class_name == "TestbedTransformer":

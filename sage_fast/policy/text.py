@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -86,12 +88,25 @@ def encode_cached(
     """
     cache.mkdir(parents=True, exist_ok=True)
     files = {prompt: cache / f"{_digest(model, prompt)}.safetensors" for prompt in prompts}
-    missing = [prompt for prompt, file in files.items() if not file.exists()]
+    embeddings = {prompt: _read(file) for prompt, file in files.items()}
+    missing = [prompt for prompt, embedding in embeddings.items() if embedding is None]
     if missing:
         encode = encoder_factory()
         for prompt in tqdm(missing, desc="encode prompts", disable=quiet):
-            embedding = encode(prompt)
-            partial = files[prompt].with_suffix(".partial")  # a killed run leaves no half-written embedding behind
-            save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
-            partial.replace(files[prompt])
-    return {prompt: TextEmbedding(**load_file(file)) for prompt, file in files.items()}
+            embeddings[prompt] = embedding = encode(prompt)
+            # A killed run leaves no half-written embedding behind, and runs that share the cache do not meet.
+            partial = files[prompt].with_suffix(f".{os.getpid()}.partial")
+            try:
+                save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
+                partial.replace(files[prompt])
+            finally:
+                partial.unlink(missing_ok=True)
+    return {prompt: embedding for prompt, embedding in embeddings.items() if embedding is not None}
+
+
+def _read(file: Path) -> TextEmbedding | None:
+    """None where the file is missing or broken."""
+    try:
+        return TextEmbedding(**load_file(file))
+    except (FileNotFoundError, SafetensorError):
+        return None

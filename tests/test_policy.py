@@ -1,0 +1,618 @@
+"""The policy against diffusers' own pipeline, on a tiny checkpoint of the published classes."""
+
+import dataclasses
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
+from torch import Tensor
+
+from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
+from sage_fast.policy.load import Model, load_model
+from sage_fast.policy.text import TextBatch, TextEmbedding, collate, encode_cached
+from sage_fast.rollout import initial_latents, rollout
+from sage_fast.transitions import sigma_schedule, transition_table
+
+CPU = torch.device("cpu")
+SPACE = (32, 2, 3, 4)
+PLAIN = "the cat sings"
+QUOTED = 'a sign that says "the END" and “bye”'
+LONG = "a red bird is flying over the sea, and the sea is blue, and the wind is rising in the evening"
+TARGETS = ModelConfig().lora_targets
+# float32 sums in another order (padded or not): a few ulp of values of size 1
+ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def pipeline(checkpoint: Path) -> HunyuanVideo15Pipeline:
+    pipeline = HunyuanVideo15Pipeline.from_pretrained(checkpoint, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load(checkpoint: Path | str, guidance_scale: float = 1.0, **settings: object) -> Model:
+    settings = {"dtype": "float32", "lora_rank": 4, "lora_alpha": 12, "gradient_checkpointing": False} | settings
+    config = ModelConfig(path=str(checkpoint), **settings)  # type: ignore[arg-type]
+    return load_model(config, SamplingConfig(guidance_scale=guidance_scale), CPU, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Model:
+    """LoRA, float32, as loaded; tests that train or change it load their own."""
+    return load(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def embeddings(model: Model) -> dict[str, TextEmbedding]:
+    encode = model.load_encoder()
+    return {prompt: encode(prompt) for prompt in ("", PLAIN, QUOTED, LONG)}
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def text_of(embeddings: dict[str, TextEmbedding], *prompts: str, dtype: torch.dtype = torch.float32) -> TextBatch:
+    return collate([embeddings[prompt] for prompt in prompts], CPU, dtype)
+
+
+def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
+    """Give the up-projections values: at zero they hide everything below them."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, p in policy.transformer.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(std=0.1, generator=generator)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_load_model_stores_weights_as_the_tuning_needs_them(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding], tuning: str, dtype: str
+) -> None:
+    model = load(checkpoint, tuning=tuning, dtype=dtype)
+    policy, activations = model.policy, getattr(torch, dtype)
+    assert not policy.transformer.training
+    assert not model.vae.training
+    assert {p.dtype for p in policy.parameters().values()} == {torch.float32}
+    frozen = {p.dtype for p in policy.transformer.parameters() if not p.requires_grad}
+    base = torch.float32 if tuning == "full" else activations
+    assert base in frozen
+    assert frozen <= {base, torch.float32}  # float32: adapters of the dead ends
+    assert not any(p.requires_grad for p in model.vae.parameters())
+    text = text_of(embeddings, PLAIN, QUOTED, dtype=activations)
+    v = policy.velocity(noise(2, *SPACE), torch.tensor([0.9, 0.3]), text)
+    assert v.shape == (2, *SPACE)
+    assert v.dtype == activations
+    assert v.isfinite().all()
+
+
+def test_bfloat16_stays_near_float32(checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]) -> None:
+    x, sigma = noise(1, *SPACE), torch.tensor([0.7])
+    exact = model.policy.velocity(x, sigma, text_of(embeddings, QUOTED))
+    for tuning in ("lora", "full"):
+        policy = load(checkpoint, tuning=tuning, dtype="bfloat16").policy
+        v = policy.velocity(x, sigma, text_of(embeddings, QUOTED, dtype=torch.bfloat16)).float()
+        assert 0 < (v - exact).norm() / exact.norm() < 0.03
+
+
+def test_loading_and_saving_say_nothing(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        model = load(checkpoint, dtype="bfloat16")
+        model.load_encoder()(QUOTED)
+        model.policy.save_weights(tmp_path)
+        load(checkpoint, dtype="bfloat16", weights=str(tmp_path))
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+    assert not caplog.records
+
+
+def test_latent_shape_and_decode_equal_the_pipeline(
+    checkpoint: Path, pipeline: HunyuanVideo15Pipeline, model: Model
+) -> None:
+    sampling = SamplingConfig(num_frames=5, height=48, width=64)
+    assert model.latent_shape(sampling) == SPACE
+    latents = noise(2, *SPACE)
+    videos = model.decode(latents)
+    assert videos.shape == (2, 5, 3, 48, 64)
+    assert videos.dtype == torch.float32
+    assert 0 <= videos.min() < 0.4
+    assert 0.6 < videos.max() <= 1
+    for latent, video in zip(latents, videos):  # the stock autoencoder takes one video at a time
+        scaled = latent[None] / pipeline.vae.config.scaling_factor
+        with torch.no_grad():
+            stock = pipeline.vae.decode(scaled, return_dict=False)[0]
+        torch.testing.assert_close(
+            video[None], pipeline.video_processor.postprocess_video(stock, output_type="pt"), rtol=0, atol=0
+        )
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["", PLAIN, QUOTED])
+def test_embeddings_are_the_valid_tokens_of_the_pipeline(
+    pipeline: HunyuanVideo15Pipeline, embeddings: dict[str, TextEmbedding], prompt: str
+) -> None:
+    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompt, device=CPU)
+    assert text.shape[1] == 1000
+    assert glyphs.shape[1] == 256
+    embedding = embeddings[prompt]
+    torch.testing.assert_close(embedding.text, text[0][text_mask[0] == 1], **ROUNDING)
+    torch.testing.assert_close(embedding.glyphs, glyphs[0][glyphs_mask[0] == 1], **ROUNDING)
+    # no token lost to the crop of the system message: the prompt, end of message, start of answer
+    assert len(embedding.text) == len(pipeline.tokenizer(prompt or " ").input_ids) + 2
+    # ByT5 reads `Text "the END". Text "bye". ` byte by byte, then the end of sequence
+    assert len(embedding.glyphs) == (len('Text "the END". Text "bye". ') + 1 if prompt == QUOTED else 0)
+
+
+def test_collate_pads_to_the_longest_and_not_at_all_in_a_group(embeddings: dict[str, TextEmbedding]) -> None:
+    mixed = text_of(embeddings, PLAIN, QUOTED)
+    lengths = [len(embeddings[prompt].text) for prompt in (PLAIN, QUOTED)]
+    assert mixed.text_mask.sum(1).tolist() == lengths
+    assert mixed.text.shape[1] == max(lengths)
+    assert mixed.glyphs_mask.sum(1).tolist() == [0, len(embeddings[QUOTED].glyphs)]
+    group = text_of(embeddings, PLAIN, PLAIN)
+    assert group.text_mask.all()
+    assert group.glyphs.shape == (2, 0, mixed.glyphs.shape[2])
+
+
+def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str, TextEmbedding]) -> None:
+    calls = []
+
+    def factory():
+        calls.append("load")
+        return lambda prompt: calls.append(prompt) or embeddings[prompt]
+
+    def check(found: dict[str, TextEmbedding]) -> None:
+        assert list(found) == [PLAIN, QUOTED]
+        for prompt in found:
+            torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
+            torch.testing.assert_close(found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0)
+
+    check(encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", quiet=True))
+    assert calls == ["load", PLAIN, QUOTED]
+    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", quiet=True))
+    assert calls == ["load", PLAIN, QUOTED]
+    files = sorted(tmp_path.iterdir())
+    assert [file.suffix for file in files] == [".safetensors"] * 2
+    files[0].write_bytes(files[0].read_bytes()[:-7])  # a broken copy of the folder
+    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", quiet=True))
+    assert calls[3] == "load"
+    assert len(calls) == 5
+    encode_cached([PLAIN], factory, tmp_path, "another model", quiet=True)
+    assert calls[5:] == ["load", PLAIN]
+
+
+def test_interrupted_encoding_leaves_whole_files_alone(
+    tmp_path: Path, embeddings: dict[str, TextEmbedding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(tensors: dict[str, Tensor], file: Path) -> None:
+        if len(tensors["glyphs"]):
+            file.write_bytes(b"half")
+            raise OSError("no space left on device")
+        save_file(tensors, file)
+
+    monkeypatch.setattr("sage_fast.policy.text.save_file", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", quiet=True)
+    assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
+
+
+# -- velocity ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def stock_velocity(pipeline: HunyuanVideo15Pipeline, x: Tensor, sigma: Tensor, prompts: list[str]) -> Tensor:
+    """The stock transformer as the stock pipeline calls it: 1000 + 256 + 729 tokens and their masks."""
+    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompts, device=CPU, batch_size=len(prompts))
+    return pipeline.transformer(
+        hidden_states=torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1),
+        timestep=1000 * sigma,
+        encoder_hidden_states=text,
+        encoder_attention_mask=text_mask,
+        encoder_hidden_states_2=glyphs,
+        encoder_attention_mask_2=glyphs_mask,
+        image_embeds=torch.zeros(len(x), 729, IMAGE_DIM),
+        return_dict=False,
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "prompts", [[PLAIN], [QUOTED], [PLAIN, QUOTED, LONG]], ids=["plain", "glyphs", "mixed lengths"]
+)
+def test_velocity_without_padding_equals_the_padded_stock_forward(
+    pipeline: HunyuanVideo15Pipeline, model: Model, embeddings: dict[str, TextEmbedding], prompts: list[str]
+) -> None:
+    x, sigma = noise(len(prompts), *SPACE), torch.tensor([0.9876543, 0.5, 0.01])[: len(prompts)]
+    with torch.no_grad():
+        v = model.policy.velocity(x, sigma, text_of(embeddings, *prompts))
+        other = model.policy.velocity(x, sigma, text_of(embeddings, *[""] * len(prompts)))
+    assert (v - other).abs().max() > 0.01  # the text has a say, so the next line can fail
+    torch.testing.assert_close(v, stock_velocity(pipeline, x, sigma, prompts), **ROUNDING)
+
+
+def test_timestep_stays_float32_in_a_bfloat16_model(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+    policy = load(checkpoint, dtype="bfloat16").policy
+    time_embed = policy.transformer.time_embed
+    sigma = torch.tensor([0.9987654])
+    rounded = (1000 * sigma).bfloat16()
+    assert abs(rounded.float() - 1000 * sigma) > 1  # 998.77 becomes 1000
+    seen: list[tuple[Tensor, Tensor]] = []
+    hook = time_embed.register_forward_hook(
+        lambda module, args, kwargs, out: seen.append((args[0], out)), with_kwargs=True
+    )
+    policy.velocity(noise(1, *SPACE), sigma, text_of(embeddings, PLAIN, dtype=torch.bfloat16))
+    hook.remove()
+    timestep, temb = seen[0]
+    assert timestep.dtype == torch.float32
+    torch.testing.assert_close(timestep, 1000 * sigma, rtol=0, atol=0)
+    assert temb.dtype == torch.bfloat16
+    exact = load(checkpoint).policy.transformer.time_embed(1000 * sigma)
+    error, stock_error = ((t.float() - exact).norm() for t in (temb, time_embed(rounded)))
+    assert error < 0.02 * exact.norm()
+    assert stock_error > 5 * error
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, GUIDANCE_SCALE])
+def test_ode_rollout_reproduces_the_pipeline(
+    checkpoint: Path, pipeline: HunyuanVideo15Pipeline, embeddings: dict[str, TextEmbedding], guidance_scale: float
+) -> None:
+    steps, prompts = 4, [PLAIN, QUOTED]
+    model = load(checkpoint, guidance_scale)
+    latents = initial_latents(torch.tensor([1, 2]), SPACE, CPU)
+    table = transition_table(sigma_schedule(steps, SHIFT), "ode", 0.0)
+    ours = rollout(
+        model.policy,
+        table,
+        table.coefficients(latents[0].numel()),
+        [embeddings[prompt] for prompt in prompts],
+        embeddings[""],
+        torch.tensor([1, 2]),
+        latents,
+    ).latents
+    keys = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+    texts = dict(zip(keys, pipeline.encode_prompt(prompts, device=CPU, batch_size=2)))
+    pipeline.guider.guidance_scale = guidance_scale
+    theirs = pipeline(
+        negative_prompt=["", ""],
+        height=48,
+        width=64,
+        num_frames=5,
+        num_inference_steps=steps,
+        latents=latents,
+        output_type="latent",
+        **texts,
+    ).frames
+    assert (theirs - latents).abs().max() > 0.5
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 if guidance_scale > 1 else 2e-6)
+
+
+# -- trainable weights ------------------------------------------------------------------------------------------------
+
+
+def test_fresh_lora_is_the_base_model_exactly(
+    checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]
+) -> None:
+    base = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer").eval()
+    x, sigma, text = noise(2, *SPACE), torch.tensor([0.8, 0.2]), text_of(embeddings, PLAIN, QUOTED)
+    with torch.no_grad():
+        expected = HunyuanVideo15Policy(base, dtype=torch.float32).velocity(x, sigma, text)
+        torch.testing.assert_close(model.policy.velocity(x, sigma, text), expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_base_policy_is_the_initial_snapshot(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+    policy = load(checkpoint).policy
+    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED)
+    initial, before = policy.snapshot(), policy.velocity(x, sigma, text)
+    perturb_adapter(policy)
+    trained = policy.velocity(x, sigma, text)
+    assert (trained - before).abs().max() > 0.01
+    with policy.using(initial):
+        torch.testing.assert_close(policy.velocity(x, sigma, text), before, rtol=0, atol=0)
+    policy.transformer.disable_adapters()
+    torch.testing.assert_close(policy.velocity(x, sigma, text), before, rtol=0, atol=0)
+    policy.transformer.enable_adapters()
+    torch.testing.assert_close(policy.velocity(x, sigma, text), trained, rtol=0, atol=0)
+
+
+def equal_states(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_states_come_back_bit_for_bit(checkpoint: Path) -> None:
+    policy = load(checkpoint).policy
+    initial = policy.snapshot()
+    perturb_adapter(policy)
+    trained = policy.snapshot()
+    assert not equal_states(initial, trained)
+    with policy.using(initial):
+        assert equal_states(policy.snapshot(), initial)
+    assert equal_states(policy.snapshot(), trained)
+
+    def fail() -> None:
+        with policy.using(initial):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
+    assert equal_states(policy.snapshot(), trained)
+
+    last = list(initial)[-1]
+    for broken in ({**initial, last: initial[last][:1]}, {n: t for n, t in initial.items() if n != last}):
+        with pytest.raises(ValueError, match=last.replace(".", r"\.")), policy.using(broken):
+            pass
+        assert equal_states(policy.snapshot(), trained)  # no half-loaded state
+    policy.load(initial)
+    assert equal_states(policy.snapshot(), initial)
+
+
+def test_seed_decides_the_adapter_and_leaves_the_global_generator_alone(checkpoint: Path, model: Model) -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    again = load(checkpoint).policy.snapshot()
+    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
+    assert equal_states(again, model.policy.snapshot())
+
+
+def gradients(policy: HunyuanVideo15Policy, text: TextBatch) -> tuple[Tensor, dict[str, Tensor | None]]:
+    batch = len(text.text)
+    v = policy.velocity(noise(batch, *SPACE), torch.linspace(0.9, 0.2, batch), text)
+    parameters = policy.parameters()
+    found = torch.autograd.grad(v.float(), list(parameters.values()), noise(*v.shape, seed=9), allow_unused=True)
+    return v.detach(), dict(zip(parameters, found))
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_every_trainable_parameter_gets_a_gradient(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding], tuning: str
+) -> None:
+    policy = load(checkpoint, tuning=tuning).policy
+    perturb_adapter(policy)
+    _, found = gradients(policy, text_of(embeddings, PLAIN, QUOTED))
+    assert [name for name, g in found.items() if g is None or not g.any()] == []
+    _, found = gradients(policy, text_of(embeddings, PLAIN))
+    idle = {".".join(name.split(".")[:1]) for name, g in found.items() if g is None or not g.any()}
+    assert idle == ({"context_embedder_2"} if tuning == "full" else set())  # read where a prompt quotes text
+
+
+def test_frozen_dead_ends_are_dead_and_all_there_are(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
+    policy = load(checkpoint, tuning="full").policy
+    frozen = {name for name, p in policy.transformer.named_parameters() if not p.requires_grad}
+    roots = (
+        *(f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out")),
+        "transformer_blocks.1.ff_context",
+        "image_embedder",
+    )
+    assert {name for name in frozen if not name.startswith(roots)} == set()
+    assert all(any(name.startswith(root) for name in frozen) for root in roots)
+    policy.transformer.requires_grad_(True)
+    _, found = gradients(policy, text_of(embeddings, PLAIN, QUOTED))
+    assert {name for name, g in found.items() if g is None or not g.any()} == frozen
+    freeze_dead_ends(policy.transformer)
+    assert {name for name, p in policy.transformer.named_parameters() if not p.requires_grad} == frozen
+
+
+@pytest.mark.parametrize(("tuning", "dtype"), [("lora", "bfloat16"), ("full", "bfloat16"), ("lora", "float32")])
+def test_gradient_checkpointing_changes_no_bit(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding], tuning: str, dtype: str
+) -> None:
+    text = text_of(embeddings, PLAIN, QUOTED, dtype=getattr(torch, dtype))
+    results = []
+    for gradient_checkpointing in (False, True):
+        policy = load(checkpoint, tuning=tuning, dtype=dtype, gradient_checkpointing=gradient_checkpointing).policy
+        assert policy.transformer.gradient_checkpointing is gradient_checkpointing
+        perturb_adapter(policy)
+        results.append(gradients(policy, text))
+    (v, plain), (v_again, recomputed) = results
+    torch.testing.assert_close(v_again, v, rtol=0, atol=0)
+    for name, g in plain.items():
+        torch.testing.assert_close(recomputed[name], g, rtol=0, atol=0, msg=lambda text, name=name: f"d {name}: {text}")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
+    checkpoint: Path, embeddings: dict[str, TextEmbedding], tmp_path: Path, dtype: str
+) -> None:
+    trained = load(checkpoint, dtype=dtype).policy
+    perturb_adapter(trained)
+    trained.save_weights(tmp_path)
+    assert {t.dtype for t in load_file(tmp_path / LORA_FILE).values()} == {torch.float32}
+    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED, dtype=trained.dtype)
+    expected = trained.velocity(x, sigma, text)
+
+    # rank and alpha come with the file (scaling 12 / 4, not the 64 / 64 asked for here)
+    resumed = load(checkpoint, dtype=dtype, weights=str(tmp_path), lora_rank=64, lora_alpha=64).policy
+    assert equal_states(resumed.snapshot(), trained.snapshot())
+    assert resumed.transformer.peft_config["default"].lora_alpha == 12
+    torch.testing.assert_close(resumed.velocity(x, sigma, text), expected, rtol=0, atol=0)
+
+    stock = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer", dtype=trained.dtype)
+    stock.load_lora_adapter(tmp_path, weight_name=LORA_FILE, prefix=None)
+    v = HunyuanVideo15Policy(stock.eval(), dtype=trained.dtype).velocity(x, sigma, text)
+    rounding = {"rtol": 0, "atol": 0} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}  # stock: bf16 adapter
+    torch.testing.assert_close(v, expected, **rounding)
+
+
+def test_lora_of_a_pipeline_loads_too(checkpoint: Path, model: Model, tmp_path: Path) -> None:
+    """A pipeline writes `transformer.` before each name; the file's own type is bfloat16 here."""
+    model.policy.save_weights(tmp_path)
+    tensors = {f"transformer.{key}": t.bfloat16() for key, t in load_file(tmp_path / LORA_FILE).items()}
+    file = tmp_path / "from_pipeline.safetensors"
+    save_file(tensors, file)
+    policy = load(checkpoint, dtype="bfloat16", weights=str(file)).policy
+    rounded = {name: t.bfloat16().float() for name, t in model.policy.snapshot().items()}
+    assert equal_states(policy.snapshot(), rounded)
+    assert {t.dtype for t in policy.snapshot().values()} == {torch.float32}
+
+
+@torch.no_grad()
+def test_full_weights_come_back(checkpoint: Path, embeddings: dict[str, TextEmbedding], tmp_path: Path) -> None:
+    trained = load(checkpoint, tuning="full", dtype="bfloat16").policy
+    config = tmp_path / "transformer" / "config.json"
+    for p in trained.parameters().values():
+        p.add_(1e-5 * noise(*p.shape))  # below the resolution of bfloat16
+    trained.save_weights(tmp_path)
+    layout = json.loads(config.read_text())
+    assert layout.pop("use_meanflow") is False  # as a diffusers that does not know the setting writes it
+    config.write_text(json.dumps(layout))
+    resumed = load(checkpoint, tuning="full", dtype="bfloat16", weights=str(tmp_path)).policy
+    assert equal_states(resumed.snapshot(), trained.snapshot())
+    x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED)
+    torch.testing.assert_close(resumed.velocity(x, sigma, text), trained.velocity(x, sigma, text), rtol=0, atol=0)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def message(checkpoint: Path | str, **settings: object) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the callers compare the text
+        load(checkpoint, **settings)
+    return str(error.value)
+
+
+def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    assert message("/nowhere/at/all") == (
+        "model.path = '/nowhere/at/all': no such folder; expected 'testbed', a local folder in diffusers format, or a "
+        "hub id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+    )
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
+    (copy / "vae" / "config.json").rename(tmp_path / "vae.json")
+    assert message(copy) == (
+        f"model.path = '{copy}': not a HunyuanVideo 1.5 checkpoint in diffusers format; vae/config.json is missing"
+    )
+    (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
+    with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the text encoders: "):
+        load(copy).load_encoder()
+    weights = copy / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("decoder.conv_in.conv.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert message(copy) == (
+        f"model.path = '{copy}': 1 weights in vae/ do not fit its config.json: decoder.conv_in.conv.weight is missing"
+    )
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert message(copy).startswith(f"model.path = '{copy}': cannot read the weights in vae/: ")
+    weights.unlink()
+    assert message(copy).startswith(f"model.path = '{copy}': cannot read the weights in vae/: ")
+    config = copy / "transformer" / "config.json"
+    config.write_text(config.read_text().replace("HunyuanVideo15Transformer3DModel", "WanTransformer3DModel"))
+    assert message(copy) == (
+        f"model.path = '{copy}' holds a WanTransformer3DModel; "
+        "expected one of ['HunyuanVideo15Transformer3DModel', 'TestbedTransformer']"
+    )
+
+
+def test_hub_model_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert message("nobody/no-such-model").startswith("model.path = 'nobody/no-such-model': cannot read the ")
+
+
+@pytest.mark.parametrize(
+    ("targets", "substance"),
+    [
+        (r"blocks\.\d+\.attn\.to_q", "Target modules blocks\\.\\d+\\.attn\\.to_q not found in the base model"),
+        (r"transformer_blocks\.0\.attn", "is not supported"),
+        (r"transformer_blocks\.(", "unterminated subpattern"),
+    ],
+    ids=["no match", "not a layer", "no regular expression"],
+)
+def test_bad_lora_targets_are_named(checkpoint: Path, targets: str, substance: str) -> None:
+    text = message(checkpoint, lora_targets=targets)
+    assert text.startswith(f"model.lora_targets = {targets!r}: ")
+    assert substance in text
+
+
+def test_lora_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    wide = tiny_transformer(width_of_a_head=24)
+    add_lora(wide, rank=4, alpha=4, targets=TARGETS, seed=0)
+    HunyuanVideo15Policy(wide, dtype=torch.float32).save_weights(tmp_path / "wide")
+    text = message(checkpoint, weights=str(tmp_path / "wide"))
+    assert text.startswith(f"model.weights = '{tmp_path / 'wide'}' was made for another model: transformer_blocks.0.")
+    assert text.endswith("has shape [4, 48], expected width 32")
+
+    narrow = tiny_transformer()
+    add_lora(narrow, rank=4, alpha=4, targets=r"transformer_blocks\.0\.attn\.to_q", seed=0)
+    HunyuanVideo15Policy(narrow, dtype=torch.float32).save_weights(tmp_path / "narrow")
+    for names, key in (("other_blocks", "other_blocks.0.attn.to_q"), ("transformer_blocks.7", None)):
+        tensors = load_file(tmp_path / "narrow" / LORA_FILE)
+        old = "transformer_blocks" if key else "transformer_blocks.0"
+        renamed = {k.replace(old, names): t for k, t in tensors.items()}
+        save_file(renamed, tmp_path / "renamed.safetensors")
+        text = message(checkpoint, weights=str(tmp_path / "renamed.safetensors"))
+        assert f"was made for another model: {names}." in text
+        assert text.endswith("no such layer here")
+
+
+def test_weights_that_are_no_lora_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    assert message(checkpoint, weights=str(missing)) == (
+        f"model.weights = '{missing}': no such file; expected {LORA_FILE} or a folder that holds it"
+    )
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(b"not at all")
+    assert message(checkpoint, weights=str(file)).startswith(f"model.weights = '{file}': not a safetensors file: ")
+    save_file({"a.weight": torch.zeros(2)}, file)
+    assert message(checkpoint, weights=str(file)) == (
+        f"model.weights = '{file}': holds no LoRA in diffusers format (`<layer>.lora_A.weight`)"
+    )
+
+
+def test_full_weights_of_another_model_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    assert message(checkpoint, tuning="full", weights=str(missing)) == (
+        f"model.weights = '{missing}': expected a folder that holds transformer/config.json"
+    )
+    tiny_transformer(width_of_a_head=24).save_pretrained(tmp_path / "transformer")
+    assert message(checkpoint, tuning="full", weights=str(tmp_path)) == (
+        f"model.weights = '{tmp_path}' was made for another model: attention_head_dim is 24, model.path has 16"
+    )
+
+
+def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path: Path) -> None:
+    transformer = tiny_transformer()
+    save_file({"proj_out.lora_A.weight": torch.zeros(2, 5)}, tmp_path / LORA_FILE)
+    with pytest.raises(ValueError, match="expected width 32"):
+        load_lora(transformer, tmp_path)
+    assert not hasattr(transformer, "peft_config")
+    assert all(p.requires_grad for p in transformer.parameters())
+
+
+def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
+    assert {field.name for field in dataclasses.fields(model)} == {"path", "policy", "vae", "fps"}
+    assert model.path == str(checkpoint)
+    assert model.fps == 24
