@@ -83,8 +83,8 @@ def check_trainable(config: Config) -> None:
         )
     if trainable < train.optimizer_steps:
         raise ValueError(
-            f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a sample; "
-            f"the nearest valid value is {trainable}"
+            f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
+            f"sample; the nearest valid value is {trainable}"
         )
     if train.prompts_per_iteration % world_size():
         raise ValueError(

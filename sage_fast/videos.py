@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import imageio.v2 as imageio
+import imageio_ffmpeg
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -17,7 +17,7 @@ _INK, _PAPER = (40, 40, 40), (255, 255, 255)
 
 
 def to_uint8(video: Tensor, smallest_side: int) -> np.ndarray:
-    """`[F, 3, H, W]` in [0, 1] -> uint8 `[F, H', W', 3]`, enlarged by a whole factor up to `smallest_side`, even sized."""
+    """`[F, 3, H, W]` in [0, 1] -> uint8 `[F, H, W, 3]`, even sized, enlarged by a whole factor to `smallest_side`."""
     factor = max(1, -(-smallest_side // min(video.shape[-2:])))
     frames = (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
@@ -26,11 +26,14 @@ def to_uint8(video: Tensor, smallest_side: int) -> np.ndarray:
 
 def save_mp4(path: Path, video: Tensor, fps: int) -> None:
     """Write `video [F, 3, H, W]` in [0, 1] as H.264, yuv420p; tiny videos are enlarged to at least 128 pixels."""
-    with imageio.get_writer(
-        path, fps=fps, codec="libx264", quality=8, pixelformat="yuv420p", macro_block_size=2, ffmpeg_log_level="error"
-    ) as writer:
-        for frame in to_uint8(video, 128):
-            writer.append_data(frame)
+    frames = to_uint8(video, 128)
+    writer = imageio_ffmpeg.write_frames(
+        str(path), (frames.shape[2], frames.shape[1]), fps=fps, quality=8, macro_block_size=2, ffmpeg_log_level="error"
+    )
+    writer.send(None)
+    for frame in frames:
+        writer.send(np.ascontiguousarray(frame))
+    writer.close()
 
 
 def _strip(video: Tensor, frames: int, height: int) -> Image.Image:
