@@ -28,7 +28,7 @@ from sage_fast.policy.text import TextEmbedding, encode_cached
 from sage_fast.report import format_paired_table, paired_table, write_report
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.trainer import Trainer, check_trainable
-from sage_fast.videos import contact_sheet, save_mp4
+from sage_fast.videos import comparison_sheet, contact_sheet, save_mp4
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -114,8 +114,9 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     start = load_checkpoint(trainer, run) if resume else 0
     describe(trainer, run, say)
-    if not resume:
-        _evaluate(trainer, setup, run, "before", 0, say)
+    evaluations = []
+    if not (run / "eval" / "before.json").exists():
+        evaluations.append(_evaluate(trainer, setup, run, "before", 0, say))
     writer = MetricsWriter(run, start) if rank() == 0 else None
     iterations = range(start, config.train.iterations)
     done = start
@@ -127,7 +128,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
                 writer.write(row)
             say(format_row(row, config.train.iterations))
             if config.eval.interval and done % config.eval.interval == 0 and done < config.train.iterations:
-                _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, say)
+                evaluations.append(_evaluate(trainer, setup, run, f"iteration-{done:06d}", done, say))
             if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
                 save_checkpoint(trainer, run, done)
     except KeyboardInterrupt:
@@ -137,19 +138,22 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     finally:
         if writer is not None:
             writer.close()
-    _finish(trainer, setup, run, say)
+    _finish(trainer, setup, run, evaluations, say)
     shutdown()
     return run
 
 
-def _finish(trainer: Trainer, setup: Setup, run: Path, say: Any) -> None:
+def _finish(trainer: Trainer, setup: Setup, run: Path, evaluations: list[Evaluation], say: Any) -> None:
+    """Save the weights, evaluate them, and write the comparison and the report."""
     done = trainer.config.train.iterations
     if trainer.engine.ema is not None:
         trainer.policy.load(trainer.engine.ema)
     if rank() == 0:
         trainer.policy.save_weights(run / "weights")
-    _evaluate(trainer, setup, run, "after", done, say)
+    evaluations.append(_evaluate(trainer, setup, run, "after", done, say))
     if rank() == 0:
+        columns = {f"{e.iteration} iterations": e.videos for e in [*evaluations[:2], evaluations[-1]]}
+        comparison_sheet(columns, evaluations[-1].prompts[: len(evaluations[-1].videos)]).save(run / "comparison.png")
         before, after = (json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
         say(format_paired_table(paired_table(before, after)))
         say(f"report: {write_report(run)}")

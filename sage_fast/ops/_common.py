@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,14 @@ def per_sample(scalar: Tensor, x: Tensor) -> Tensor:
     return scalar.view(-1, *[1] * (x.ndim - 1))
 
 
+def sample_numel(x: Tensor) -> int:
+    """Elements of one sample, at least 1 (the mean over none is 0)."""
+    return max(math.prod(x.shape[1:]), 1)
+
+
 def sample_mean(x: Tensor) -> Tensor:
     """Mean over everything but the batch, `[B]`; 0 for samples without elements."""
-    return x.flatten(1).sum(1) / max(x[0].numel(), 1) if len(x) else x.new_zeros(0)
+    return x.reshape(len(x), math.prod(x.shape[1:])).sum(1) / sample_numel(x)
 
 
 def check(x: Tensor, coefs: Tensor, step: Tensor, **same_shape: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean
+from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean, sample_numel
 
 LIBRARY.define(
     "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step)"
@@ -97,7 +97,7 @@ def transition_score_backward_reference(
     """The gradient in v, in plain PyTorch."""
     dtype = compute_dtype(x)
     a, b, _, w, _, m = row(coefs, step, x)
-    scale = 2 / max(x[0].numel(), 1) if len(x) else 0.0
+    scale = 2 / sample_numel(x)
     v32 = v.to(dtype)
     residual = x_next.to(dtype) - per_sample(a, x) * x.to(dtype) - per_sample(b, x) * v32
     dv = per_sample(-scale * grad_logp * w * b, x) * residual

@@ -53,7 +53,7 @@ def pretrain(
     vae.half().save_pretrained(output / "vae")
     transformer.half().save_pretrained(output / "transformer")
     record = {
-        "command": f"sage-fast testbed pretrain --seed {seed} --vae-steps {vae_steps} --steps {steps}",
+        "command": f"sage-fast testbed pretrain FOLDER --seed {seed}",
         "seed": seed,
         "vae_steps": vae_steps,
         "steps": steps,

@@ -1,0 +1,155 @@
+"""The operators as declared: hand-computed numbers, gradients, schemas, messages."""
+
+import math
+
+import pytest
+import torch
+
+from sage_fast.ops import transition_score, transition_step
+from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox4x32, philox_normal
+from sage_fast.ops.transition_score import transition_score_reference
+from sage_fast.ops.transition_step import transition_step_reference
+from sage_fast.transitions import sigma_schedule, transition_table
+
+TABLE = transition_table(sigma_schedule(6, 3.0), "exact", 0.8)  # its last step has c = 0
+COEFS = TABLE.coefficients(12)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(3, 4, 3, generator=generator, dtype=torch.float64).to(dtype) for _ in range(5))
+
+
+def test_step_by_hand() -> None:
+    x, v, v_uncond, *_ = inputs()
+    step, seed = torch.tensor([0, 3, 5]), torch.tensor([5, 6, 7])
+    x_next, log_prob = transition_step(x, v, COEFS, step, seed, v_uncond, torch.tensor(2.5))
+    noise = philox_normal(seed, step, (4, 3), dtype=torch.float64)
+    for i, t in enumerate(step.tolist()):
+        a, b, c = COEFS[t, :3].double()
+        mean = a * x[i] + b * (v_uncond[i] + 2.5 * (v[i] - v_uncond[i]))
+        torch.testing.assert_close(x_next[i], mean + c * noise[i], rtol=1e-12, atol=1e-12)
+        density = torch.distributions.Normal(mean, c) if c > 0 else None
+        expected = float(density.log_prob(x_next[i]).mean()) if density else 0.0
+        assert float(log_prob[i]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_score_by_hand() -> None:
+    x, x_next, v, v_anchor, v_old = inputs()
+    step = torch.tensor([0, 3, 5])
+    log_prob, kl_anchor, kl_old = transition_score(x, x_next, v, COEFS, step, v_anchor, v_old)
+    for i, t in enumerate(step.tolist()):
+        a, b, c = COEFS[t, :3].double()
+        if c == 0:
+            assert (float(log_prob[i]), float(kl_anchor[i]), float(kl_old[i])) == (0, 0, 0)
+            continue
+        policy = torch.distributions.Normal(a * x[i] + b * v[i], c)
+        assert float(log_prob[i]) == pytest.approx(float(policy.log_prob(x_next[i]).mean()), rel=1e-6)
+        for kl, other in ((kl_anchor, v_anchor), (kl_old, v_old)):
+            expected = torch.distributions.kl_divergence(
+                policy, torch.distributions.Normal(a * x[i] + b * other[i], c)
+            ).mean()
+            assert float(kl[i]) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("anchors", [0, 1, 2])
+def test_score_gradient(anchors: int) -> None:
+    """The operator's own backward against finite differences and against autograd through the reference."""
+    x, x_next, v, v_anchor, v_old = inputs()
+    others = (v_anchor if anchors > 0 else None, v_old if anchors > 1 else None)
+    step = torch.tensor([0, 3, 5])
+    v.requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: transition_score(x, x_next, w, COEFS, step, *others), (v,))
+    upstream = [torch.randn(3, dtype=torch.float64) for _ in range(3)]
+    ours = torch.autograd.grad(transition_score(x, x_next, v, COEFS, step, *others), v, upstream)[0]
+    outputs = transition_score_reference(x, x_next, v, *others, COEFS, step)
+    used = [(out, grad) for out, grad in zip(outputs, upstream) if out.requires_grad]
+    theirs = torch.autograd.grad([out for out, _ in used], v, [grad for _, grad in used])[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_schemas() -> None:
+    x, x_next, v, v_anchor, _ = inputs(torch.float32)
+    step, seed = torch.tensor([0, 3, 5]), torch.arange(3)
+    v.requires_grad_()
+    torch.library.opcheck(torch.ops.sage_fast.transition_score.default, (x, x_next, v, v_anchor, None, COEFS, step))
+    arguments = (x, v.detach(), None, None, COEFS, step, seed)
+    torch.library.opcheck(torch.ops.sage_fast.transition_step.default, arguments)
+    grads = (torch.randn(3), torch.randn(3), torch.randn(3))
+    arguments = (*grads, x, x_next, v.detach(), v_anchor, None, COEFS, step)
+    torch.library.opcheck(torch.ops.sage_fast.transition_score_backward.default, arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0), (2,)])
+def test_odd_shapes(shape: tuple[int, ...]) -> None:
+    x, v = torch.randn(shape), torch.randn(shape)
+    seed = torch.arange(shape[0])
+    x_next, log_prob = transition_step(x, v, COEFS, torch.tensor(1), seed)
+    assert x_next.shape == shape
+    assert log_prob.shape == shape[:1]
+    assert log_prob.isfinite().all()
+    v.requires_grad_()
+    outputs = transition_score(x, x_next, v, COEFS, torch.tensor(1), v.detach())
+    torch.stack(outputs).sum().backward()
+    assert v.grad is not None
+    assert v.grad.shape == shape
+
+
+def test_bfloat16_latents_score_the_stored_value() -> None:
+    """The step's log-prob is that of the value as rounded, so scoring it again agrees."""
+    x, v, *_ = inputs(torch.bfloat16)
+    x_next, log_prob = transition_step(x, v, COEFS, torch.tensor(2), torch.arange(3))
+    assert x_next.dtype == torch.bfloat16
+    again, _, _ = transition_score(x, x_next, v, COEFS, torch.tensor(2))
+    torch.testing.assert_close(log_prob, again, rtol=1e-6, atol=1e-6)
+
+
+def test_philox_known_answers() -> None:
+    """Random123's published vectors for Philox4x32-10."""
+    zero, ones = torch.tensor([0]), torch.tensor([0xFFFFFFFF])
+    assert [int(w) for w in philox4x32([zero] * 4, [zero] * 2)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in philox4x32([ones] * 4, [ones] * 2)] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def test_noise_is_standard_normal_and_independent() -> None:
+    from scipy import stats
+
+    count = 200_000
+    seeds = torch.tensor([1, 2, 1, 2**40 + 1])
+    noise = philox_normal(seeds, torch.tensor([0, 0, 1, 0]), (count,), dtype=torch.float64)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    assert noise.mean(1).abs().max() < 5 / math.sqrt(count)
+    assert (noise.var(1) - 1).abs().max() < 5 * math.sqrt(2 / count)
+    assert (noise.pow(4).mean(1) - 3).abs().max() < 5 * math.sqrt(96 / count)
+    initial = philox_normal(seeds[:1], torch.tensor(0), (count,), STREAM_INITIAL_LATENTS, dtype=torch.float64)
+    correlation = torch.corrcoef(torch.cat([noise, initial])) - torch.eye(5)
+    assert correlation.abs().max() < 5 / math.sqrt(count)
+    for lag in (1, 2, 3, 4):
+        assert abs(float((noise[0, lag:] * noise[0, :-lag]).mean())) < 5 / math.sqrt(count)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, s: transition_step(x, x[:2], COEFS, s, torch.arange(3)), "v: expected the shape of x"),
+        (lambda x, s: transition_step(x, x, COEFS[:, :5], s, torch.arange(3)), r"coefs: expected \[T, 6\]"),
+        (lambda x, s: transition_step(x, x, COEFS, s.int(), torch.arange(3)), "step: expected int64"),
+        (lambda x, s: transition_step(x, x, COEFS, torch.zeros(2, dtype=torch.int64), torch.arange(3)), "step: expec"),
+        (lambda x, s: transition_step(x, x, COEFS, s, torch.arange(2)), r"seed: expected int64 \[3\]"),
+        (lambda x, s: transition_step(x, x, COEFS, s, torch.arange(3), x), "go together"),
+        (lambda x, s: transition_score(x, x, x, COEFS, s, x[:1]), "v_anchor: expected the shape of x"),
+        (lambda x, s: transition_score(x, x, x, COEFS.to("meta"), s), "coefs: is on meta, x is on cpu"),
+    ],
+)
+def test_messages(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(3, 4), torch.tensor(0))
+
+
+def test_reference_is_what_the_operator_runs_in_float64() -> None:
+    x, v, *_ = inputs()
+    step, seed = torch.tensor(2), torch.arange(3)
+    for ours, theirs in zip(
+        transition_step(x, v, COEFS, step, seed), transition_step_reference(x, v, None, None, COEFS, step, seed)
+    ):
+        assert torch.equal(ours, theirs)

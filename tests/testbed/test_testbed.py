@@ -1,0 +1,138 @@
+"""The moving-shapes world: honest rewards, an honest base, and weights that can be made again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config import load
+from sage_fast.data.prompts import read_prompts
+from sage_fast.evaluation import generate
+from sage_fast.policy.load import load_model
+from sage_fast.rewards.testbed import TestbedReward
+from sage_fast.seeding import sample_seeds
+from sage_fast.testbed.model import BASE, TestbedTransformer, load_base
+from sage_fast.testbed.pretrain import pretrain
+from sage_fast.testbed.text import embed
+from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, render, train_prompts
+from tests.tiny import embeddings
+
+REWARD = TestbedReward()
+SCENE = parse("a red circle moves left quickly")
+
+
+def truth(scene: Scene = SCENE, seed: int = 0) -> Tensor:
+    return render(scene, torch.Generator().manual_seed(seed))
+
+
+def score(video: Tensor, prompt: str = SCENE.caption) -> dict[str, float]:
+    return {part: float(value) for part, value in REWARD(video[None], [prompt]).items()}
+
+
+def test_captions_and_splits() -> None:
+    train, heldout = train_prompts(), heldout_prompts()
+    assert not set(train) & set(heldout)
+    for prompt in train + heldout:
+        assert parse(prompt).caption == prompt
+    for attribute in ("shape", "color", "direction", "speed"):
+        values = [getattr(parse(prompt), attribute) for prompt in heldout]
+        counts = [values.count(value) for value in set(values)]
+        assert max(counts) == min(counts), attribute
+
+
+def test_unknown_words_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"(?i)sqare.*square"):
+        parse("a red sqare moves left quickly")
+    with pytest.raises(ValueError, match=r"(?i)gren.*green"):
+        embed("a gren circle")
+
+
+def test_render() -> None:
+    video = truth()
+    assert video.shape == (FRAMES, 3, 32, 32)
+    assert 0 <= float(video.min()) < float(video.max()) <= 1
+    assert torch.equal(video, truth())
+    assert not torch.equal(video, truth(seed=1))
+
+
+@pytest.mark.parametrize("prompt", heldout_prompts()[::5])
+def test_the_truth_scores_high(prompt: str) -> None:
+    assert min(score(truth(parse(prompt)), prompt).values()) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("attribute", "other"), [("color", "green"), ("shape", "square"), ("direction", "right"), ("speed", "slowly")]
+)
+def test_ta_sees_each_attribute(attribute: str, other: str) -> None:
+    wrong = truth(replace(SCENE, **{attribute: other}))
+    assert score(wrong)["ta"] < score(truth())["ta"] - 0.1
+    assert score(wrong)["vq"] > 0.85  # vq and mq do not look at the prompt
+    assert score(wrong)["mq"] > 0.85
+
+
+def test_mq_sees_jitter_stillness_and_teleports() -> None:
+    video = truth()
+    order = torch.randperm(FRAMES, generator=torch.Generator().manual_seed(0))
+    best = score(video)["mq"]
+    assert score(video[order])["mq"] < best - 0.3
+    assert score(video[:1].expand(FRAMES, -1, -1, -1))["mq"] < best - 0.3
+    assert score(torch.cat([video[:8], video[:9].flip(-1)]))["mq"] < best - 0.1
+
+
+def test_vq_sees_blur_noise_and_a_second_shape() -> None:
+    video = truth()
+    best = score(video)["vq"]
+    blurred = torch.nn.functional.avg_pool2d(video, 7, stride=1, padding=3)
+    noisy = (video + 0.3 * torch.randn(video.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    two = torch.maximum(video, truth(replace(SCENE, color="green"), seed=4).flip(-2))
+    for name, worse in {"blur": blurred, "noise": noisy, "two": two}.items():
+        assert score(worse)["vq"] < best - 0.05, name
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, float("nan")])
+def test_empty_videos_score_low(value: float) -> None:
+    scores = score(torch.full((FRAMES, 3, 32, 32), value))
+    assert max(scores.values()) < 0.35
+    noise = torch.rand(FRAMES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert max(score(noise).values()) < 0.4
+
+
+def test_shipped_base() -> None:
+    assert sum(file.stat().st_size for file in Path(BASE).rglob("*") if file.is_file()) <= 3e6
+    transformer, vae = load_base()
+    assert 3e5 < sum(p.numel() for p in transformer.parameters()) < 7e5
+    assert vae.config.scaling_factor != 1
+
+
+def test_transformer_round_trip(tmp_path: Path) -> None:
+    transformer = TestbedTransformer()
+    transformer.save_pretrained(tmp_path)
+    loaded = TestbedTransformer.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(transformer.state_dict().values(), loaded.state_dict().values()))
+
+
+def test_pretraining_is_deterministic(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        pretrain(tmp_path / name, seed=3, vae_steps=2, steps=2, vae_batch=2, batch=4, videos_per_prompt=1, quiet=True)
+    for part in ("transformer", "vae"):
+        files = [tmp_path / name / part / "diffusion_pytorch_model.safetensors" for name in ("a", "b")]
+        assert files[0].read_bytes() == files[1].read_bytes(), part
+
+
+def test_the_base_follows_prompts_but_not_perfectly() -> None:
+    """Clearly better than chance (the prompts of other videos) and clearly worse than the rendered truth."""
+    config = load(Path(__file__).parents[2] / "configs" / "demo.yaml")
+    model = load_model(config.model, config.sampling, torch.device("cpu"), 0)
+    prompts = read_prompts("testbed:heldout") * 2
+    videos = torch.stack(
+        generate(config, model, prompts, embeddings(prompts), sample_seeds(0, 0, 0, range(len(prompts)), "base"))
+    )
+    matched = REWARD(videos, prompts)
+    shuffled = REWARD(videos, prompts[7:] + prompts[:7])
+    difference = matched["ta"] - shuffled["ta"]
+    assert float(difference.mean()) > 5 * float(difference.std()) / len(prompts) ** 0.5
+    composite = (matched["vq"] + matched["mq"] + matched["ta"]) / 3
+    assert 0.4 < float(composite.mean()) < 0.8
+    assert float(composite.std()) > 0.05
