@@ -152,7 +152,8 @@ def _finish(trainer: Trainer, setup: Setup, run: Path, evaluations: list[Evaluat
         trainer.policy.save_weights(run / "weights")
     evaluations.append(_evaluate(trainer, setup, run, "after", done, say))
     if rank() == 0:
-        columns = {f"{e.iteration} iterations": e.videos for e in [*evaluations[:2], evaluations[-1]]}
+        shown = [*evaluations[:2], evaluations[-1]]
+        columns = {f"{e.iteration} iterations" if e.iteration else "base": e.videos for e in shown}
         comparison_sheet(columns, evaluations[-1].prompts[: len(evaluations[-1].videos)]).save(run / "comparison.png")
         before, after = (json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
         say(format_paired_table(paired_table(before, after)))

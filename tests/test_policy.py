@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 from torch import Tensor
 
 from sage_fast.config import ModelConfig, SamplingConfig
@@ -20,6 +19,7 @@ from sage_fast.policy.load import Model, load_model
 from sage_fast.policy.text import TextBatch, TextEmbedding, collate, encode_cached
 from sage_fast.rollout import initial_latents, rollout
 from sage_fast.transitions import sigma_schedule, transition_table
+from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
 SPACE = (32, 2, 3, 4)

@@ -133,8 +133,9 @@ def train_prompts() -> list[str]:
 
 
 def heldout_prompts() -> list[str]:
-    """The 24 captions kept for evaluation."""
-    return [scene.caption for scene in all_scenes() if _is_heldout(scene)]
+    """The 24 captions kept for evaluation, ordered so that the first few differ in every attribute."""
+    captions = [scene.caption for scene in all_scenes() if _is_heldout(scene)]
+    return [captions[7 * i % len(captions)] for i in range(len(captions))]
 
 
 def coverage(shape: str, center: Tensor, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
