@@ -4,15 +4,20 @@
 implementation serves them. The plain PyTorch reference in each file is the specification.
 """
 
-import torch
+from sage_fast.ops._dispatch import implementation, register
+from sage_fast.ops.transition_score import (
+    transition_score,
+    transition_score_backward_reference,
+    transition_score_reference,
+)
+from sage_fast.ops.transition_step import transition_step, transition_step_reference
 
-from sage_fast.ops.transition_score import transition_score
-from sage_fast.ops.transition_step import transition_step
+__all__ = ["implementation", "transition_score", "transition_step"]
 
-__all__ = ["transition_score", "transition_step"]
-
-
-def implementation(device: torch.device) -> str:
-    """What serves the operators on `device`: `reference`."""
-    del device
-    return "reference"
+register(
+    {
+        "transition_step": transition_step_reference,
+        "transition_score": transition_score_reference,
+        "transition_score_backward": transition_score_backward_reference,
+    }
+)

@@ -1,0 +1,184 @@
+"""The C++ operators against the float64 reference, value and gradient.
+
+The criterion is relative to plain PyTorch: the fused error may be at most twice the error of the reference run in the
+same dtype, plus a few units in the last place of the output's type.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.choices import SAMPLERS
+from sage_fast.ops import implementation, transition_score, transition_step
+from sage_fast.ops.philox import philox_normal
+from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
+from sage_fast.ops.transition_step import transition_step_reference
+from sage_fast.transitions import sigma_schedule, transition_table
+
+pytestmark = pytest.mark.skipif(
+    implementation(torch.device("cpu")) != "C++", reason="the C++ extension is not built (or SAGE_FAST_OPS=reference)"
+)
+
+SHAPES = {
+    "one element": (1, 1),
+    "no sample dims": (5,),
+    "odd": (3, 7, 11),
+    "prime": (2, 1021),
+    "across chunks": (2, 33_001),
+    "testbed latents": (4, 16, 5, 4, 4),
+    "no samples": (0, 4, 3),
+    "empty samples": (2, 0),
+}
+DTYPES = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+]
+
+
+@pytest.fixture(autouse=True)
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN while this is on
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_as_good(name: str, fused: Tensor, plain: Tensor, exact: Tensor) -> None:
+    assert fused.dtype == plain.dtype, name
+    assert fused.shape == exact.shape, name
+    if not fused.numel():
+        return
+    assert fused.isfinite().all(), name
+    unit = torch.finfo(fused.dtype).eps * max(float(exact.abs().max()), 1e-30)
+    error, allowed = ((t.double() - exact).abs().max() for t in (fused, plain))
+    assert float(error) <= 2 * float(allowed) + 2 * unit, f"{name}: {float(error):.3e} > 2 x {float(allowed):.3e}"
+
+
+def make(shape: tuple[int, ...], x_dtype: torch.dtype, v_dtype: torch.dtype, sampler: str) -> tuple[Tensor, ...]:
+    """x, x_next, v, v_anchor, v_old, coefs, step, seed; every sample at a step of its own, the last one included."""
+    generator = torch.Generator().manual_seed(len(shape))
+    x, x_next, v, v_anchor, v_old = (torch.randn(shape, generator=generator) for _ in range(5))
+    coefs = transition_table(sigma_schedule(8, 5.0), sampler, 0.7).coefficients(100)
+    step = 7 - 3 * torch.arange(shape[0]) % 8
+    seed = torch.randint(2**62, (shape[0],), generator=generator)
+    return x.to(x_dtype), x_next.to(x_dtype), v.to(v_dtype), v_anchor.to(v_dtype), v_old.to(v_dtype), coefs, step, seed
+
+
+def check_step(x: Tensor, v: Tensor, v_uncond: Tensor | None, coefs: Tensor, step: Tensor, seed: Tensor) -> None:
+    guidance = torch.tensor(3.5) if v_uncond is not None else None
+    fused = transition_step(x, v, coefs, step, seed, v_uncond, guidance)
+    plain = transition_step_reference(x, v, v_uncond, guidance, coefs, step, seed)
+    exact = transition_step_reference(x.double(), v, v_uncond, guidance, coefs, step, seed)
+    assert_as_good("x_next", fused[0], plain[0], exact[0])
+    # The log-prob is that of the value as stored, so the exact one is taken at that value.
+    of_stored = transition_score_reference(
+        x.double(), fused[0].double(), _guided(v, v_uncond), None, None, coefs, step
+    )[0]
+    again = transition_score_reference(x, fused[0], _guided(v, v_uncond).float(), None, None, coefs, step)[0]
+    assert_as_good("log-prob", fused[1], again, of_stored)
+
+
+def _guided(v: Tensor, v_uncond: Tensor | None) -> Tensor:
+    return v.double() if v_uncond is None else v_uncond.double() + 3.5 * (v.double() - v_uncond.double())
+
+
+def check_score(
+    x: Tensor, x_next: Tensor, v: Tensor, v_anchor: Tensor | None, v_old: Tensor | None, coefs: Tensor, step: Tensor
+) -> None:
+    v = v.detach().requires_grad_()
+    outputs = transition_score(x, x_next, v, coefs, step, v_anchor, v_old)
+    plain = transition_score_reference(x, x_next, v.detach(), v_anchor, v_old, coefs, step)
+    exact = transition_score_reference(x.double(), x_next, v.detach(), v_anchor, v_old, coefs, step)
+    for name, *values in zip(("log-prob", "KL to anchor", "KL to rollout"), outputs, plain, exact):
+        assert_as_good(name, *(value.detach() for value in values))
+    upstream = [torch.randn(len(x)) for _ in range(3)]
+    fused = torch.autograd.grad(outputs, v, upstream)[0]
+    arguments = (x_next, v.detach(), v_anchor, v_old, coefs, step)
+    plain_dv = transition_score_backward_reference(*upstream, x, *arguments)
+    exact_dv = transition_score_backward_reference(
+        *(g.double() for g in upstream), x.double(), x_next.double(), v.detach().double(), *arguments[2:]
+    )
+    assert_as_good("dv", fused, plain_dv, exact_dv)
+
+
+@pytest.mark.parametrize(("x_dtype", "v_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_against_float64(shape: tuple[int, ...], x_dtype: torch.dtype, v_dtype: torch.dtype) -> None:
+    x, x_next, v, v_anchor, v_old, coefs, step, seed = make(shape, x_dtype, v_dtype, "flow")
+    for v_uncond in (None, v_anchor):
+        check_step(x, v, v_uncond, coefs, step, seed)
+    for others in ((None, None), (v_anchor, None), (None, v_old), (v_anchor, v_old)):
+        check_score(x, x_next, v, *others, coefs, step)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_with_mixed_steps(sampler: str) -> None:
+    """All rows of every table, those with c = 0 among them."""
+    x, x_next, v, v_anchor, v_old, coefs, _, seed = make((8, 129), torch.float32, torch.bfloat16, sampler)
+    check_step(x, v, v_anchor, coefs, torch.arange(8), seed)
+    check_score(x, x_next, v, v_anchor, v_old, coefs, torch.arange(8))
+    check_score(x, x_next, v, v_anchor, v_old, coefs, torch.tensor(3))
+
+
+def test_non_contiguous_inputs() -> None:
+    def strided(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)[..., ::2]
+
+    x, x_next, v, v_anchor, v_old, coefs, step, seed = make((3, 6, 5, 8), torch.float32, torch.bfloat16, "sage")
+    parts = [strided(t) for t in (x, x_next, v, v_anchor, v_old)]
+    assert not parts[0].is_contiguous()
+    check_step(parts[0], parts[2], parts[3], coefs, step, seed)
+    check_score(*parts, coefs, step)
+
+
+def test_same_noise_as_the_reference() -> None:
+    """With a = b = 0 and c = 1 the step returns its noise."""
+    coefs = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0, 0.0]] * 4)
+    seed = torch.tensor([0, 2**63 - 1, -5, 123456789])
+    step = torch.tensor([0, 1, 2, 3])
+    zeros = torch.zeros(4, 40_003)
+    noise, _ = transition_step(zeros, zeros, coefs, step, seed)
+    torch.testing.assert_close(noise, philox_normal(seed, step, (40_003,)), rtol=1e-5, atol=2e-6)
+
+
+def test_same_bits_with_any_number_of_threads() -> None:
+    x, x_next, v, v_anchor, v_old, coefs, step, seed = make((3, 70_001), torch.float32, torch.bfloat16, "sage")
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2, 3, 1):
+        torch.set_num_threads(count)
+        w = v.detach().requires_grad_()
+        outputs = transition_score(x, x_next, w, coefs, step, v_anchor, v_old)
+        gradient = torch.autograd.grad(outputs, w, [torch.ones(3)] * 3)[0]
+        results.append([*transition_step(x, v, coefs, step, seed), *(o.detach() for o in outputs), gradient])
+    torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_scoring_what_was_stepped(x_dtype: torch.dtype) -> None:
+    x, _, v, _, _, coefs, step, seed = make((4, 32, 3, 6, 7), x_dtype, torch.bfloat16, "sage")
+    x_next, rolled = transition_step(x, v, coefs, step, seed)
+    scored, _, _ = transition_score(x, x_next, v, coefs, step)
+    torch.testing.assert_close(scored, rolled, rtol=1e-6, atol=1e-6)
+
+
+def test_schemas() -> None:
+    x, x_next, v, v_anchor, _, coefs, step, seed = make((3, 10), torch.float32, torch.bfloat16, "sage")
+    torch.use_deterministic_algorithms(False)
+    ops = torch.ops.sage_fast
+    torch.library.opcheck(ops.transition_step.default, (x, v, None, None, coefs, step, seed))
+    torch.library.opcheck(
+        ops.transition_score.default, (x, x_next, v.requires_grad_(), v_anchor, None, coefs, step),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+def test_step_outside_the_table() -> None:
+    x, _, v, _, _, coefs, _, seed = make((1, 10), torch.float32, torch.float32, "sage")
+    with pytest.raises(RuntimeError, match="step 8 is outside the table of 8 rows"):
+        transition_step(x, v, coefs, torch.tensor(8), seed)
