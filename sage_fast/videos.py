@@ -134,7 +134,8 @@ def comparison_sheet(
         draw.line([(margin, margin + header - 9), (size[0] - margin, margin + header - 9)], fill=_RULE)
     for i, caption in enumerate(captions):
         y = margin + header + i * (height + row_gap)
-        draw.multiline_text((margin, y), _wrap(draw, caption, caption_width, height), fill=_MUTED, font=_font(14), spacing=5)
+        text = _wrap(draw, caption, caption_width, height)
+        draw.multiline_text((margin, y), text, fill=_MUTED, font=_font(14), spacing=5)
         x = left
         for group, width in zip(cells, widths):
             offset = x
