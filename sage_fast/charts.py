@@ -122,6 +122,12 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(np.isnan(values), np.nan, means)
 
 
+def spans_decades(values: np.ndarray) -> bool:
+    """Whether the positive values differ by more than a factor of 20, so that a logarithmic axis helps."""
+    positive = values[values > 0]
+    return len(positive) > 0 and bool(positive.max() > 20 * positive.min())
+
+
 def curves(
     rows: Sequence[Row],
     series: Mapping[str, str],
@@ -140,17 +146,16 @@ def curves(
         name: short and unique on the page.
         title: heading.
         ylabel: with the unit.
-        log: logarithmic axis (values that are not positive become gaps); a linear one where none is positive.
+        log: logarithmic axis where the values span decades; those that are not positive become gaps there.
         smoothed: add the running mean.
     """
     data = {label: column(rows, key) for key, label in series.items()}
     data = {label: values for label, values in data.items() if not np.isnan(values).all()}
     if not data:
         return None
+    log = log and spans_decades(np.concatenate(list(data.values())))
     if log:
-        positive = {label: np.where(values > 0, values, np.nan) for label, values in data.items()}
-        log = any(not np.isnan(values).all() for values in positive.values())
-        data = {label: v for label, v in positive.items() if not np.isnan(v).all()} if log else data
+        data = {label: np.where(values > 0, values, np.nan) for label, values in data.items()}
     x = _iterations(rows)
     window = len(rows) // 15 if smoothed and len(rows) >= 30 else 1
     with matplotlib.rc_context(_STYLE):
@@ -285,7 +290,10 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
         figure, axes = _figure()
         axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
         axes.plot(x, mean, color=BLUE, marker="o", markersize=3.5)
-        axes.set_yscale("log")
+        if spans_decades(np.concatenate([low, high])):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)  # level or not shows against zero
         axes.set_title("Gradient at the velocity, mean of the run")
         _finish_axes(axes, "sigma of the step" if by_sigma else "timestep", "norm")
         if by_sigma:

@@ -175,7 +175,7 @@ def test_a_run_that_was_stopped_is_compared_at_its_last_evaluation(run):
     (run / "eval" / "iteration-000005.json").write_text(json.dumps(scores((1.1, 2.2), 5)))
     page = write_report(run).read_text()
     assert "7 of 12 iterations" in page
-    assert "before and iteration 5" in page
+    assert "before and at iteration 5" in page
     assert page.count("no video") == 2
 
 
