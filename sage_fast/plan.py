@@ -236,7 +236,7 @@ def format_plan(plan: Plan) -> str:
         return f"{count:.0f} B"
 
     def line(label: str, *cells: str) -> str:
-        return f"  {label:<44}{''.join(f'{cell:>14}' for cell in cells)}"
+        return f"  {label:<42}{''.join(f'{cell:>14}' for cell in cells)}"
 
     def work(label: str, count: int | None, flops: float) -> str:
         gpus = 1 if label == "one forward of one sample" else plan.ranks
@@ -246,8 +246,8 @@ def format_plan(plan: Plan) -> str:
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     lines = [
         "model",
-        line("parameters", f"{plan.parameters:,}"),
-        line("trained parameters", f"{plan.trainable:,}"),
+        line("parameters", _count(plan.parameters)),
+        line("trained parameters", _count(plan.trainable)),
         line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
         line("tokens of a video", f"{plan.tokens:,}"),
         "",
@@ -269,6 +269,12 @@ def format_plan(plan: Plan) -> str:
         *(line(part, size(count)) for part, count in plan.other_memory.items()),
     ]
     return "\n".join(text.rstrip() for text in lines)
+
+
+def _count(count: int) -> str:
+    """A count with its short form, such as `8.33 B = 8,326,608,160`."""
+    unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6) if count >= 1e6 else ("k", 1e3)
+    return f"{count / scale:.3g} {unit} = {count:,}"
 
 
 def _duration(flops: float) -> str:
