@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,7 +121,8 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         from sage_fast.policy.load import check_path, transformer_config
 
         check_path(config.model.path)
-        print(format_plan(plan(config, transformer_config(config.model.path))))
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        print(format_plan(plan(config, transformer_config(config.model.path), ranks=ranks)))
         return 0
     from sage_fast.run import train
 

@@ -22,6 +22,8 @@ from sage_fast.trainer import configured_table, iteration_table, trained_steps
 
 TEXT_TOKENS = 200
 """Assumed length of a prompt; the published encoder pads to 1000."""
+TESTBED_TEXT_TOKENS = 7
+"""Length of every prompt of the testbed."""
 H200_BF16_FLOPS = 790e12
 """Measured ceiling of a bf16 matrix product on one H200, the unit of the lower bounds."""
 
@@ -48,13 +50,24 @@ def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> 
     return float(blocks + refiner + embed + project)
 
 
-def training_flops(forward: float, *, checkpointing: bool, frozen_base: bool) -> float:
+def attention_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
+    """The part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d a layer."""
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    blocks = architecture["num_layers"] * (tokens + text_tokens) ** 2
+    return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
+
+
+def training_flops(forward: float, attention: float, *, checkpointing: bool, frozen_base: bool) -> float:
     """Forward, its recomputation with checkpointing, and a backward.
 
-    A backward costs two forwards: gradients in the inputs and in the weights. With a frozen base (LoRA) the second
-    half is left out of the linear layers; attention still pays both, so 2 is an upper bound and 1 a lower one there.
+        linear x (1 + checkpointing + (1 if frozen_base else 2))  +  attention x (1 + checkpointing + 2.5)
+
+    A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
+    for that in its weight. Attention's is five products against two, since fused kernels recompute the scores. The
+    adapter's own products are left out: about r / d of the linear part.
     """
-    return forward * (1 + checkpointing + (1 if frozen_base else 2))
+    linear = forward - attention
+    return linear * (1 + checkpointing + (1 if frozen_base else 2)) + attention * (1 + checkpointing + 2.5)
 
 
 def checkpointed_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int) -> int:
@@ -63,18 +76,52 @@ def checkpointed_activation_bytes(architecture: Architecture, joint_tokens: int,
     return architecture["num_layers"] * joint_tokens * d * bytes_per_value
 
 
+SAVED_VALUES = {("lora", 4): 16, ("lora", 2): 30, ("full", 4): 23, ("full", 2): 30}
+"""(tuning, bytes of the activation type) -> values of that type that autograd keeps of one block, in units of d a
+token; counted for mlp ratio 4 and the default LoRA targets. bf16 LoRA keeps more than float32 LoRA because each
+float32 adapter keeps a float32 copy of its input."""
+
+
+def block_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int, tuning: str) -> int:
+    """Saved by one block without checkpointing, and at work in one block with it: SAVED_VALUES S d + S^2 values.
+
+    The square is the additive attention mask that the stock block makes of its padding mask.
+    """
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    return bytes_per_value * (SAVED_VALUES[tuning, bytes_per_value] * joint_tokens * d + joint_tokens**2)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Sections of (label, value) lines, and the numbers behind them."""
+    """The numbers that `format_plan` prints.
+
+    Attributes:
+        parameters: of the model without its adapter.
+        trainable: of them, or of the adapter.
+        latent_shape: (C, T, H, W).
+        tokens: of one video.
+        text_tokens: assumed of a prompt.
+        ranks: GPUs the iteration is spread over.
+        samples: of an iteration, all ranks together.
+        trained_steps: transitions trained of each sample.
+        forwards: part -> forwards of one sample in an iteration, all ranks together; guidance counts twice.
+        flops: part -> FLOPs in an iteration, all ranks together; `forward` is one forward of one sample.
+        memory: part -> bytes on each GPU while it trains.
+        other_memory: what is not held at that time, or would be with the other setting of checkpointing.
+    """
 
     parameters: int
     trainable: int
     latent_shape: tuple[int, int, int, int]
     tokens: int
+    text_tokens: int
+    ranks: int
     samples: int
+    trained_steps: int
     forwards: dict[str, int]
     flops: dict[str, float]
     memory: dict[str, float]
+    other_memory: dict[str, float]
 
 
 def build_meta(config: Config, architecture: Architecture | None) -> HunyuanVideo15Transformer3DModel:
@@ -91,12 +138,13 @@ def build_meta(config: Config, architecture: Architecture | None) -> HunyuanVide
     return transformer
 
 
-def plan(config: Config, architecture: Architecture | None = None) -> Plan:
+def plan(config: Config, architecture: Architecture | None = None, *, ranks: int = 1) -> Plan:
     """Sizes, FLOPs and memory of one iteration.
 
     Args:
         config: validated settings.
         architecture: the transformer's config.json; None for the published architecture.
+        ranks: GPUs; samples are spread over them, weights and optimizer are whole on each.
     """
     transformer = build_meta(config, architecture)
     built = transformer.config
@@ -106,10 +154,11 @@ def plan(config: Config, architecture: Architecture | None = None) -> Plan:
     base = sum(count for count, _ in parameters) - lora
 
     s, train = config.sampling, config.train
-    spatial = 8 if isinstance(transformer, TestbedTransformer) else 16
+    testbed = isinstance(transformer, TestbedTransformer)
+    spatial, text_tokens = (8, TESTBED_TEXT_TOKENS) if testbed else (16, TEXT_TOKENS)
     latent = (built.out_channels, (s.num_frames - 1) // 4 + 1, s.height // spatial, s.width // spatial)
     tokens = math.prod(latent[1:]) // (built.patch_size_t * built.patch_size**2)
-    joint = tokens + TEXT_TOKENS
+    joint = tokens + text_tokens
     samples = train.prompts_per_iteration * train.group_size
     trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
     passes = 2 if s.guidance_scale != 1 else 1
@@ -119,9 +168,12 @@ def plan(config: Config, architecture: Architecture | None = None) -> Plan:
         "training": samples * trained * passes,
         "anchor": samples * trained * passes if uses_anchor(config.kl) else 0,
     }
-    forward = forward_flops(built, tokens, TEXT_TOKENS)
+    forward = forward_flops(built, tokens, text_tokens)
     per_training = training_flops(
-        forward, checkpointing=config.model.gradient_checkpointing, frozen_base=config.model.tuning == "lora"
+        forward,
+        attention_flops(built, tokens, text_tokens),
+        checkpointing=config.model.gradient_checkpointing,
+        frozen_base=config.model.tuning == "lora",
     )
     flops = {
         "forward": forward,
@@ -132,40 +184,50 @@ def plan(config: Config, architecture: Architecture | None = None) -> Plan:
 
     width = 2 if config.model.dtype == "bfloat16" else 4
     frozen_width = 4 if config.model.tuning == "full" else width
-    numel = math.prod(latent)
+    numel, mine = math.prod(latent), -(-samples // ranks)
     snapshots = int(uses_anchor(config.kl)) + int(train.ema_decay > 0)
     closed_form = uses_velocity(config.kl) and config.kl.velocity_term == "closed_form"
     velocities = int(uses_anchor(config.kl)) + int(closed_form)
+    # Untrained steps between trained ones leave up to two states a transition.
+    states = trained + 1 if trained == s.steps else min(2 * trained, s.steps + 1)
     memory = {
         "frozen weights": float((base - (trainable if config.model.tuning == "full" else 0)) * frozen_width),
         "trained weights, gradients, AdamW": 16.0 * trainable,
         "anchor and EMA": 4.0 * trainable * snapshots,
-        "trajectories (fp32 latents)": 4.0 * numel * samples * min(trained + 1, s.steps + 1),
-        "stored velocities": float(width * numel * samples * trained * velocities),
+        "trajectories (fp32 latents)": 4.0 * numel * mine * states,
+        "stored velocities": float((width if passes == 1 else 4) * numel * mine * trained * velocities),
     }
+    if config.model.tuning == "full" and width == 2:
+        memory["bf16 copies of the weights (autocast)"] = 2.0 * base
+    graphs = train.batch_size * passes
+    block = block_activation_bytes(built, joint, width, config.model.tuning)
+    with_checkpointing = float(graphs * checkpointed_activation_bytes(built, joint, width) + train.batch_size * block)
+    without_checkpointing = float(graphs * built.num_layers * block)
+    videos = {"decoded videos (during decode and reward)": 12.0 * mine * s.num_frames * s.height * s.width}
     if config.model.gradient_checkpointing:
-        memory["checkpointed activations"] = float(
-            train.batch_size * passes * checkpointed_activation_bytes(built, joint, width)
-        )
+        memory["activations, checkpointed"] = with_checkpointing
+        other = {"activations without checkpointing": without_checkpointing} | videos
+    else:
+        memory["activations"] = without_checkpointing
+        other = {"activations with checkpointing": with_checkpointing} | videos
     return Plan(
         parameters=base,
         trainable=trainable,
         latent_shape=latent,
         tokens=tokens,
+        text_tokens=text_tokens,
+        ranks=ranks,
         samples=samples,
+        trained_steps=trained,
         forwards=forwards,
         flops=flops,
         memory=memory,
+        other_memory=other,
     )
 
 
 def format_plan(plan: Plan) -> str:
     """The plan for a terminal."""
-
-    def seconds(flops: float) -> str:
-        return (
-            f"{flops / H200_BF16_FLOPS:,.1f} s" if flops >= H200_BF16_FLOPS / 10 else f"{flops / H200_BF16_FLOPS:.1e} s"
-        )
 
     def size(count: float) -> str:
         for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -173,27 +235,52 @@ def format_plan(plan: Plan) -> str:
                 return f"{count / scale:,.2f} {unit}"
         return f"{count:.0f} B"
 
-    total = sum(value for key, value in plan.flops.items() if key != "forward")
+    def line(label: str, *cells: str) -> str:
+        return f"  {label:<42}{''.join(f'{cell:>14}' for cell in cells)}"
+
+    def work(label: str, count: int | None, flops: float) -> str:
+        gpus = 1 if label == "one forward of one sample" else plan.ranks
+        return line(label, "" if count is None else f"{count:,}", f"{flops:.3g}", _duration(flops / gpus))
+
+    parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
+    gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
     lines = [
         "model",
-        f"  {'parameters':<36}{plan.parameters / 1e9:.3f} B ({plan.parameters:,})",
-        f"  {'trained parameters':<36}{plan.trainable / 1e6:,.2f} M ({plan.trainable:,})",
-        f"  {'latents [C, T, H, W]':<36}{list(plan.latent_shape)}",
-        f"  {'video tokens':<36}{plan.tokens:,} (+ {TEXT_TOKENS} text tokens assumed)",
+        line("parameters", _count(plan.parameters)),
+        line("trained parameters", _count(plan.trainable)),
+        line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
+        line("tokens of a video", f"{plan.tokens:,}"),
         "",
-        "one iteration, all ranks together",
-        f"  {'samples':<36}{plan.samples:,}",
-        *(f"  {'forwards: ' + part:<36}{count:,}" for part, count in plan.forwards.items()),
+        f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
+        line("", "forwards", "FLOPs", "at least"),
+        work("one forward of one sample", None, plan.flops["forward"]),
+        *(work(part, plan.forwards[part], flops) for part, flops in parts.items()),
+        work("together", sum(plan.forwards.values()), sum(parts.values())),
+        f"  The time is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an",
+        f"  H200), with {plan.text_tokens} text tokens a prompt. Training holds the backward, and the recomputation",
+        "  where there is one. The anchor is free in the iteration after its refresh. Left out: decode, rewards.",
         "",
-        f"FLOPs, and a lower bound of the time on one H200 ({H200_BF16_FLOPS / 1e12:.0f} TFLOP/s, a measured ceiling)",
-        *(
-            f"  {'one forward' if part == 'forward' else part:<36}{flops:<12.3g}{seconds(flops)}"
-            for part, flops in plan.flops.items()
-        ),
-        f"  {'iteration':<36}{total:<12.3g}{seconds(total)}",
+        "memory on each GPU while it trains",
+        *(line(part, size(count)) for part, count in plan.memory.items()),
+        line("together", size(sum(plan.memory.values()))),
+        "  Left out: autoencoder, text encoders, rewards, fragmentation.",
         "",
-        "memory, samples of all ranks (weights and optimizer on each)",
-        *(f"  {part:<36}{size(count)}" for part, count in plan.memory.items()),
-        "  not counted: the activations of one block, the autoencoder, the text encoders, the rewards",
+        "for comparison",
+        *(line(part, size(count)) for part, count in plan.other_memory.items()),
     ]
-    return "\n".join(lines)
+    return "\n".join(text.rstrip() for text in lines)
+
+
+def _count(count: int) -> str:
+    """A count with its short form, such as `8.33 B = 8,326,608,160`."""
+    unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6) if count >= 1e6 else ("k", 1e3)
+    return f"{count / scale:.3g} {unit} = {count:,}"
+
+
+def _duration(flops: float) -> str:
+    """Time of `flops` at the measured ceiling."""
+    seconds = flops / H200_BF16_FLOPS
+    for unit, scale in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 2 * scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}"
+    raise AssertionError

@@ -1,288 +1,325 @@
-"""`report.html` of a run: one self-contained page with curves, warning signs and videos before and after."""
+"""Turn a run folder into one self-contained page."""
 
 from __future__ import annotations
 
 import base64
-import io
+import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
+import numpy as np
+import yaml
 
-from sage_fast.metrics import read_lines
+from sage_fast import charts
+from sage_fast.charts import Row, column
+from sage_fast.comparison import PairedRow, format_paired_table, format_scores, mean_and_error, paired_table
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+__all__ = ["PairedRow", "checks", "format_paired_table", "format_scores", "paired_table", "read_run", "write_report"]
 
-_COLORS = ("#3b6fb6", "#d1603d", "#3d9970", "#8e5ea2", "#b8860b", "#666666")
-_REWARD_WORDS = {"mean", "std", "zero_std_groups", "dropped"}
-
-
-# -- scores before and after ------------------------------------------------------------------------------------------
+NOT_PARTS = ("mean", "std", "zero_std_groups", "dropped")
+"""`reward/<name>` metrics that are no part of the reward."""
 
 
-def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Composite reward and its parts before and after, with the paired difference and its standard error.
+# -- the run folder ---------------------------------------------------------------------------------------------------
 
-    Args:
-        before, after: evaluations of the same prompts and seeds (`Evaluation.to_json`).
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run folder holds.
+
+    Attributes:
+        folder: where.
+        config: resolved settings, YAML text.
+        facts: `run.json`: versions, device, sampler notes; empty where it is missing.
+        rows: iterations, `metrics.jsonl`.
+        evaluations: file stem (`before`, `iteration-000010`, `after`) -> scores.
+    """
+
+    folder: Path
+    config: str
+    facts: dict[str, Any]
+    rows: list[dict[str, Any]]
+    evaluations: dict[str, dict[str, Any]]
+
+    @property
+    def last(self) -> str | None:
+        """The evaluation to compare `before` with: `after`, else the newest one on the way."""
+        later = sorted(name for name in self.evaluations if name.startswith("iteration-"))
+        return "after" if "after" in self.evaluations else (later[-1] if later else None)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder, finished or not.
 
     Raises:
-        ValueError: they are not paired.
+        ValueError: no such folder, no run in it (names what is missing), or a damaged file (names file and line).
     """
-    for key in ("prompts", "seeds"):
-        if before[key] != after[key]:
-            raise ValueError(f"evaluations are not paired: their {key} differ")
-    names = {"composite": (before["reward"], after["reward"])}
-    names |= {part: (before["parts"][part], after["parts"][part]) for part in before["parts"]}
+    if not folder.is_dir():
+        raise ValueError(f"{str(folder)!r}: no such folder")
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{str(folder)!r} is no run folder: config.yaml is missing")
+    if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
+        raise ValueError(f"{str(folder)!r} holds no run that has begun: run.json and metrics.jsonl are missing")
+    evaluations = {path.stem: _read_json(path) for path in sorted((folder / "eval").glob("*.json"))}
+    for name, scores in evaluations.items():
+        missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
+        if missing:
+            raise ValueError(f"{folder / 'eval' / name}.json: {missing[0]!r} is missing")
+    facts = _read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    return Run(
+        folder=folder,
+        config=(folder / "config.yaml").read_text(encoding="utf-8"),
+        facts=facts,
+        rows=read_metrics(folder / "metrics.jsonl"),
+        evaluations=evaluations,
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a `metrics.jsonl`; none where there is no file. A last line cut off by a kill is left out.
+
+    Raises:
+        ValueError: a line before the last is no JSON object with an `iteration`.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     rows = []
-    for name, (old, new) in names.items():
-        difference = [b - a for a, b in zip(old, new)]
-        mean, error = mean_and_error(difference)
-        rows.append(
-            {
-                "name": name,
-                "before": sum(old) / len(old),
-                "after": sum(new) / len(new),
-                "difference": mean,
-                "standard_error": error,
-                "standard_errors": mean / error if error else math.nan,
-                "count": len(old),
-            }
-        )
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+                raise ValueError("expected an object with an integer 'iteration'")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        rows.append(row)
     return rows
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error of the mean (0 for fewer than two values)."""
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return mean, 0.0
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return content
 
 
-def format_paired_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table for a terminal."""
-    lines = [f"held-out prompts, {rows[0]['count']} videos, same seeds", ""]
-    lines.append(f"{'reward':<12}{'before':>10}{'after':>10}{'change':>10}{'std. error':>12}{'in std. errors':>16}")
-    for row in rows:
-        lines.append(
-            f"{row['name']:<12}{row['before']:>10.4f}{row['after']:>10.4f}{row['difference']:>+10.4f}"
-            f"{row['standard_error']:>12.4f}{row['standard_errors']:>+16.1f}"
-        )
-    return "\n".join(lines)
+# -- warning signs ----------------------------------------------------------------------------------------------------
 
 
-def format_scores(evaluation: Mapping[str, Any]) -> str:
-    """Mean and standard error of one evaluation, for a terminal."""
-    lines = [f"{len(evaluation['reward'])} videos", "", f"{'reward':<12}{'mean':>10}{'std. error':>12}"]
-    for name, values in {"composite": evaluation["reward"], **evaluation["parts"]}.items():
-        mean, error = mean_and_error(values)
-        lines.append(f"{name:<12}{mean:>10.4f}{error:>12.4f}")
-    return "\n".join(lines)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """A sign of reward hacking or of a broken run: what was looked at, what was found, whether it is a warning."""
+
+    name: str
+    found: str
+    warning: bool
+
+
+def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
+    """Signs to look at before a rising reward is believed; those without data are left out.
+
+    Shares are means over the last quarter of the run. A part counts as risen or fallen beyond 2 standard errors.
+    """
+    found: list[Check] = []
+
+    def look(name: str, text: str, warning: bool) -> None:
+        found.append(Check(name=name, found=text, warning=warning))
+
+    quarter = max(1, len(rows) // 4)
+    early, late = (lambda key: _mean(rows[:quarter], key)), (lambda key: _mean(rows[-quarter:], key))
+    long_enough = len(rows) >= 8
+
+    share = late("reward/zero_std_groups")
+    if share is not None:
+        look("Groups whose rewards are all equal", f"{share:.0%} (warns above 25%): they teach nothing", share > 0.25)
+    clipped = late("ratio/clip_fraction")
+    if clipped is not None:
+        look("Clipped ratios", f"{clipped:.0%} (warns above 30%): a high share wastes updates", clipped > 0.3)
+    first, last = early("reward/std"), late("reward/std")
+    if long_enough and first and last is not None:
+        text = f"{last / first:.0%} of its first quarter (warns below 30%): a collapse means samples that look alike"
+        look("Reward spread within a group", text, last < 0.3 * first)
+    if any("reward/dropped" in row for row in rows):
+        dropped = float(np.nansum(column(rows, "reward/dropped")))
+        look("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
+    parts = {row.name: row.standard_errors for row in table[1:] if row.standard_errors is not None}
+    if len(parts) > 1:
+        risen = [name for name, by in parts.items() if by > 2]
+        fallen = [name for name, by in parts.items() if by < -2]
+        text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
+        look("One part bought with another (held-out)", text, bool(risen and fallen))
+    composite = table[0].standard_errors if table else None
+    start, end = early("reward/mean"), late("reward/mean")
+    if long_enough and composite is not None and start is not None and end is not None:
+        text = f"training {end - start:+.3f} from first to last quarter, held-out {table[0].difference:+.3f}"
+        look("Training reward against held-out reward", text, end > start and composite < -2)
+    if rows:
+        gaps = sum(1 for row in rows if any(_is_gap(value) for value in row.values()))
+        look("Iterations with a value that is not finite", str(gaps), gaps > 0)
+    return found
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    values = column(rows, key)
+    return float(np.nanmean(values)) if not np.isnan(values).all() else None
+
+
+def _is_gap(value: object) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
 def write_report(run: Path) -> Path:
-    """Write `report.html` into the run folder, finished or not.
+    """Write `report.html` into the run folder: one page that loads nothing from elsewhere.
+
+    Returns:
+        Its path.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: `run` is no run folder, or a file in it is damaged.
     """
-    missing = [name for name in ("config.yaml", "run.json") if not (run / name).is_file()]
-    if missing:
-        raise ValueError(f"{str(run)!r} is no run folder: {missing[0]} is missing")
-    rows = _read_rows(run / "metrics.jsonl")
-    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    evaluations = {name: _read_json(run / "eval" / f"{name}.json") for name in ("before", "after")}
-    table = paired_table(evaluations["before"], evaluations["after"]) if all(evaluations.values()) else None
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    data = read_run(Path(run))
+    before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
+    table = paired_table(before, last) if before and last else []
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["number"] = _number
     page = environment.get_template("report.html.j2").render(
-        name=run.name,
-        rows=len(rows),
+        name=data.folder.resolve().name,
+        status=_status(data),
+        settings=_settings(data),
         table=table,
-        charts=_charts(rows, facts),
-        warnings=_warnings(rows),
-        videos=_videos(run, evaluations),
-        facts={key: value for key, value in facts.items() if not isinstance(value, list)},
-        notes=facts.get("notes", []),
-        config=(run / "config.yaml").read_text(encoding="utf-8"),
+        only=_only(before) if before and not table else [],
+        last=_label(data, data.last),
+        checks=checks(data.rows, table),
+        charts=_charts(data),
+        videos=_videos(data),
+        facts={key: value for key, value in data.facts.items() if not isinstance(value, list | dict)},
+        notes=data.facts.get("notes") or [],
+        config=data.config,
     )
-    path = run / "report.html"
+    path = data.folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _number(value: float | None, digits: int = 3, sign: bool = False) -> str:
+    """A number for a table cell; a dash where there is none."""
+    if value is None or not math.isfinite(value):
+        return "\N{EN DASH}"
+    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(read_lines(path), 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
-    return rows
+def _setting(data: Run, key: str) -> Any:
+    tree = yaml.safe_load(data.config)
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
 
 
-def _warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Signs of reward hacking or of a broken run, from the last tenth against the first tenth of the iterations."""
-    if len(rows) < 10:
-        return []
-    tenth = len(rows) // 10
-
-    def change(key: str) -> tuple[float, float]:
-        values = [row[key] for row in rows if row.get(key) is not None]
-        if len(values) < 2 * tenth:
-            return math.nan, math.nan
-        return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
-
-    warnings = []
-    start, end = change("reward/mean")
-    if end > start:
-        for part in _parts(rows):
-            first, last = change(f"reward/{part}")
-            if last < first - 0.1 * abs(end - start):
-                warnings.append(f"{part} fell from {first:.3f} to {last:.3f} while the composite rose: reward hacking?")
-    _, zero = change("reward/zero_std_groups")
-    if zero > 0.3:
-        warnings.append(f"{zero:.0%} of the late groups have equal rewards: little is left to learn from these prompts")
-    _, clipped = change("ratio/clip_fraction")
-    if clipped > 0.7:
-        warnings.append(
-            f"{clipped:.0%} of the late ratios are clipped: lower the learning rate or widen the clip range"
-        )
-    first, last = change("reward/std")
-    if last < 0.3 * first:
-        warnings.append(f"the spread within groups fell from {first:.3g} to {last:.3g}: exploration is collapsing")
-    dropped = sum(row.get("reward/dropped") or 0 for row in rows)
-    if dropped:
-        warnings.append(f"{int(dropped)} sample(s) were dropped because their reward failed")
-    return warnings
+def _status(data: Run) -> str:
+    planned, done = _setting(data, "train.iterations"), len(data.rows)
+    if not done:
+        return "No iteration has been completed yet."
+    if isinstance(planned, int) and done < planned:
+        return f"Stopped early, or still running: {done} of {planned} iterations."
+    seconds = float(np.nansum(column(data.rows, "time/total")))
+    return f"{done} iterations" + (f" in {_duration(seconds)} of training." if seconds else ".")
 
 
-def _parts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = {key.removeprefix("reward/") for row in rows for key in row if key.startswith("reward/")}
-    return sorted(names - _REWARD_WORDS)
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _charts(rows: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(title, SVG) of every curve that the metrics hold."""
-    if not rows:
-        return []
+def _settings(data: Run) -> dict[str, str]:
+    """The few settings that tell one run from another."""
+    keys = {"model": "model.path", "tuning": "model.tuning", "sampler": "sampling.sampler", "eta": "sampling.eta",
+            "steps": "sampling.steps", "shift": "sampling.shift", "group": "train.group_size", "KL": "kl.strategy",
+            "learning rate": "train.learning_rate", "seed": "seed"}  # fmt: skip
+    found = {label: _setting(data, key) for label, key in keys.items()}
+    return {label: str(value) for label, value in found.items() if value is not None}
 
-    def lines(keys: Mapping[str, str], ylabel: str, log: bool = False) -> Callable[[Any], None] | None:
-        series = {
-            label: [math.nan if row.get(key) is None else row[key] for row in rows]
-            for key, label in keys.items()
-            if any(row.get(key) is not None for row in rows)
-        }
-        if not series:
-            return None
 
-        def draw(axes: Any) -> None:
-            x = [row["iteration"] + 1 for row in rows]
-            for (label, values), color in zip(series.items(), _COLORS):
-                axes.plot(x, values, color=color, label=label, lw=1.4, marker="." if len(x) < 12 else None)
-            positive = any(value > 0 for values in series.values() for value in values)
-            if log and positive:
-                axes.set_yscale("log")
-            elif not log:
-                axes.ticklabel_format(axis="y", scilimits=(-3, 4))
-            axes.set(xlabel="iteration", ylabel=ylabel)
-            if len(series) > 1:
-                axes.legend(frameon=False, fontsize=8)
+def _only(scores: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+    """Name, mean and standard error of a single evaluation."""
+    named = {"reward": scores["reward"], **scores["parts"]}
+    return [(name, *mean_and_error(scores["prompts"], values)) for name, values in named.items()]
 
-        return draw
 
-    parts = {f"reward/{part}": part for part in _parts(rows)}
-    phases = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
-    charts = {
-        "Composite reward": lines({"reward/mean": "reward"}, "reward"),
-        "Its parts": lines(parts, "reward"),
-        "Spread of the reward within groups": lines({"reward/std": "std"}, "std"),
-        "KL": lines({"kl/anchor": "anchor (position)", "kl/velocity": "rollout policy (velocity)"}, "KL per element"),
-        "KL weight": lines({"kl/lambda": "lambda"}, "lambda"),
-        "Ratio": lines({"ratio/max": "max", "ratio/mean": "mean", "ratio/min": "min"}, "ratio"),
-        "Clip fraction": lines({"ratio/clip_fraction": "clipped"}, "share of transitions"),
-        "Gradient norm": lines({"grad_norm": "before clipping"}, "norm", log=True),
-        "Gradient norm by timestep": _by_timestep(rows, facts),
-        "Time by phase": _stacked(rows, [p for p in phases if any(row.get(f"time/{p}") for row in rows)]),
-        "Groups with equal rewards": lines({"reward/zero_std_groups": "share"}, "share of groups"),
+def _label(data: Run, name: str | None) -> str:
+    return "after" if name in ("after", None) else f"iteration {data.evaluations[str(name)]['iteration']}"
+
+
+def _charts(data: Run) -> list[str]:
+    """SVG elements in reading order; all of them escape what they are given."""
+    rows = data.rows
+    parts = {
+        key: key.removeprefix("reward/")
+        for row in rows
+        for key in row
+        if key.startswith("reward/") and key.removeprefix("reward/") not in NOT_PARTS
     }
-    return [(title, _svg(draw)) for title, draw in charts.items() if draw is not None]
+    points = {}
+    for scores in data.evaluations.values():
+        mean, error = mean_and_error(scores["prompts"], scores["reward"])
+        points[int(scores["iteration"])] = (mean, error or 0.0)
+    drawn = [charts.held_out({i: point for i, point in points.items() if math.isfinite(point[0])})]
+    if rows:
+
+        def lines(name: str, key: str, title: str, ylabel: str, **options: bool) -> str | None:
+            return charts.curves(rows, {key: title}, name=name, title=title, ylabel=ylabel, **options)
+
+        drawn += [
+            lines("reward", "reward/mean", "Training reward", "mean over the batch"),
+            charts.curves(rows, parts, name="parts", title="Its parts", ylabel="mean over the batch"),
+            lines("std", "reward/std", "Reward spread within a group", "standard deviation"),
+            lines("kl-anchor", "kl/anchor", "KL to the anchor", "nats per element"),
+            lines("kl-velocity", "kl/velocity", "KL to the rollout policy", "nats per element"),
+            lines("lambda", "kl/lambda", "KL weight", "lambda", log=True, smoothed=False),
+            charts.ratio(rows),
+            lines("clip", "ratio/clip_fraction", "Clipped ratios", "share of transitions"),
+            lines("delta", "log_prob/max_delta", "Largest log-prob change", "|log ratio|", log=True),
+            lines("grad-norm", "grad_norm", "Gradient norm (before clipping)", "norm", log=True),
+            charts.gradient_map(rows),
+            charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
+            charts.phases(rows),
+        ]
+    return [chart for chart in drawn if chart is not None]
 
 
-def _by_timestep(rows: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> Callable[[Any], None] | None:
-    norms = [row["velocity_grad_norm"] for row in rows if row.get("velocity_grad_norm")]
-    sigmas = facts.get("sigmas", [])
-    if not norms or len(sigmas) <= len(norms[0]):
-        return None
-    columns = [[value for value in column if value is not None] for column in zip(*norms)]
-
-    def draw(axes: Any) -> None:
-        picks = [(sigmas[t], column) for t, column in enumerate(columns) if column]
-        x = [sigma for sigma, _ in picks]
-        axes.plot(x, [sum(column) / len(column) for _, column in picks], color=_COLORS[0], marker="o", ms=3, lw=1.4)
-        axes.fill_between(x, [min(c) for _, c in picks], [max(c) for _, c in picks], color=_COLORS[0], alpha=0.15, lw=0)
-        axes.set(xlabel="sigma", ylabel="norm at the velocity (mean, range)")
-        axes.set_ylim(bottom=0)
-        axes.invert_xaxis()
-
-    return draw
-
-
-def _stacked(rows: Sequence[dict[str, Any]], phases: Sequence[str]) -> Callable[[Any], None] | None:
-    if not phases:
-        return None
-
-    def draw(axes: Any) -> None:
-        x = [row["iteration"] + 1 for row in rows]
-        series = [[row.get(f"time/{phase}") or 0.0 for row in rows] for phase in phases]
-        axes.stackplot(x, series, labels=phases, colors=_COLORS, alpha=0.85)
-        axes.set(xlabel="iteration", ylabel="seconds")
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=8, ncols=2)
-
-    return draw
-
-
-def _svg(draw: Callable[[Any], None]) -> str:
-    """A chart without a background of its own, so that the page's theme shows through."""
-    style = {"svg.hashsalt": "sage-fast", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    gray = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808080")
-    with plt.rc_context(style | gray):
-        figure, axes = plt.subplots(figsize=(4.6, 2.7), layout="constrained")
-        draw(axes)
-        axes.grid(alpha=0.2)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        plt.close(figure)
-    text = buffer.getvalue()
-    return "data:image/svg+xml;base64," + base64.b64encode(text[text.index("<svg") :].encode()).decode()
-
-
-def _videos(run: Path, evaluations: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Prompt, and for before and after the MP4 as a data URI with its reward."""
-    rows = []
-    for path in sorted((run / "videos" / "before").glob("*.mp4")):
-        index = int(path.name[:2])
-        row: dict[str, Any] = {"prompt": evaluations["before"]["prompts"][index], "clips": []}
-        for name in ("before", "after"):
-            clip = run / "videos" / name / path.name
-            if clip.is_file() and evaluations[name]:
-                uri = "data:video/mp4;base64," + base64.b64encode(clip.read_bytes()).decode()
-                row["clips"].append({"label": name, "uri": uri, "reward": evaluations[name]["reward"][index]})
-        rows.append(row)
-    return rows
+def _videos(data: Run) -> list[dict[str, Any]]:
+    """Per prompt: its text and, for each side, label, reward and the MP4 as base64."""
+    sides = [("before", "before")] + ([(data.last, _label(data, data.last))] if data.last else [])
+    files = {side: {p.name: p for p in sorted((data.folder / "videos" / side).glob("*.mp4"))} for side, _ in sides}
+    shown = []
+    for name in sorted(set().union(*files.values())):
+        number = re.match(r"\d+", name)
+        index = int(number.group()) if number else -1
+        cells = []
+        prompt = Path(name).stem
+        for side, label in sides:
+            scores = data.evaluations.get(side)
+            known = scores is not None and 0 <= index < len(scores["prompts"])
+            if scores is not None and known:
+                prompt = scores["prompts"][index]
+            cells.append(
+                {
+                    "label": label,
+                    "reward": scores["reward"][index] if scores is not None and known else None,
+                    "mp4": base64.b64encode(files[side][name].read_bytes()).decode() if name in files[side] else None,
+                }
+            )
+        shown.append({"prompt": prompt, "cells": cells})
+    return shown

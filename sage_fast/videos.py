@@ -1,34 +1,76 @@
-"""Videos as files that one can look at: MP4s and contact sheets."""
+"""Write videos as MP4 and lay their frames out as pictures."""
 
 from __future__ import annotations
 
+import functools
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import imageio_ffmpeg
+import matplotlib
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-SHEET_FRAMES = 6
-_MARGIN = 8
-_INK, _PAPER = (40, 40, 40), (255, 255, 255)
+MIN_SIDE = 128
+"""Pixels; smaller videos are enlarged, or players blur them into a smear."""
+
+_INK = (28, 30, 34)
+_MUTED = (105, 110, 118)
+_RULE = (222, 225, 229)
+_PAPER = (255, 255, 255)
 
 
-def to_uint8(video: Tensor, smallest_side: int) -> np.ndarray:
-    """`[F, 3, H, W]` in [0, 1] -> uint8 `[F, H, W, 3]`, even sized, enlarged by a whole factor to `smallest_side`."""
-    factor = max(1, -(-smallest_side // min(video.shape[-2:])))
-    frames = (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+def _pixels(video: Tensor) -> np.ndarray:
+    """uint8 `[F, H, W, 3]` from float `[F, 3, H, W]` in [0, 1]; values outside are clamped.
+
+    Raises:
+        ValueError: another shape, an integer type, or values that are not finite.
+    """
+    if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
+        raise ValueError(f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}")
+    if not video.is_floating_point():
+        raise ValueError(f"video: expected floating point in [0, 1], got {video.dtype}")
+    video = video.detach().float().cpu()
+    if not video.isfinite().all():
+        raise ValueError("video: holds values that are not finite")
+    return (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+
+
+def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
+    """Write H.264 (yuv420p) that every browser plays.
+
+    Videos with a side below 128 pixels are enlarged by a whole factor with nearest neighbour, and odd sizes, which
+    yuv420p cannot hold, grow by one repeated row or column.
+
+    Args:
+        path: `.mp4`; its folder must exist.
+        video: float `[F, 3, H, W]` in [0, 1].
+        fps: frames per second.
+
+    Raises:
+        ValueError: `video` has another shape, type, or values that are not finite; `fps` is not above 0.
+    """
+    if not fps > 0:
+        raise ValueError(f"fps = {fps}: expected above 0")
+    frames = _pixels(video)
+    factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
-    return frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]
-
-
-def save_mp4(path: Path, video: Tensor, fps: int) -> None:
-    """Write `video [F, 3, H, W]` in [0, 1] as H.264, yuv420p; tiny videos are enlarged to at least 128 pixels."""
-    frames = to_uint8(video, 128)
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     writer = imageio_ffmpeg.write_frames(
-        str(path), (frames.shape[2], frames.shape[1]), fps=fps, quality=8, macro_block_size=2, ffmpeg_log_level="error"
+        str(path),
+        size=(frames.shape[2], frames.shape[1]),
+        fps=fps,
+        codec="libx264",
+        pix_fmt_out="yuv420p",
+        macro_block_size=2,
+        quality=None,
+        # Plays before it is loaded whole; the same video gives the same bytes.
+        output_params=["-crf", "18", "-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact"],
+        ffmpeg_log_level="error",
     )
     writer.send(None)
     for frame in frames:
@@ -36,42 +78,105 @@ def save_mp4(path: Path, video: Tensor, fps: int) -> None:
     writer.close()
 
 
-def _strip(video: Tensor, frames: int, height: int) -> Image.Image:
-    """Evenly spaced frames side by side."""
-    picks = torch.linspace(0, len(video) - 1, min(frames, len(video))).round().long().tolist()
-    images = [Image.fromarray(frame) for frame in to_uint8(video[picks], 1)]
-    width = round(images[0].width * height / images[0].height)
-    strip = Image.new("RGB", (len(images) * (width + 2) - 2, height), _PAPER)
-    for i, image in enumerate(images):
-        strip.paste(image.resize((width, height), Image.Resampling.NEAREST), (i * (width + 2), 0))
-    return strip
+def contact_sheet(
+    videos: Sequence[Tensor], captions: Sequence[str], *, num_frames: int = 6, height: int = 128
+) -> Image.Image:
+    """A row per video: its caption, then evenly spaced frames from the first to the last.
+
+    Args:
+        videos: float `[F, 3, H, W]` in [0, 1] each.
+        captions: one for each video.
+        num_frames: frames shown, fewer where a video has fewer.
+        height: of a frame, in pixels.
+
+    Raises:
+        ValueError: no video, or another number of captions.
+    """
+    return comparison_sheet({"": videos}, captions, num_frames=num_frames, height=height)
 
 
 def comparison_sheet(
-    columns: Mapping[str, Sequence[Tensor]], captions: Sequence[str], frames: int = SHEET_FRAMES, height: int = 72
+    columns: Mapping[str, Sequence[Tensor]], captions: Sequence[str], *, num_frames: int = 3, height: int = 128
 ) -> Image.Image:
-    """A row per prompt with its caption above, a column per label (such as base, iteration 10, final)."""
-    font = ImageFont.load_default(size=14)
-    cells = {label: [_strip(video, frames, height) for video in videos] for label, videos in columns.items()}
-    widths = {label: max(strip.width for strip in strips) for label, strips in cells.items()}
-    row_height = height + 3 * _MARGIN + 14
-    sheet = Image.new(
-        "RGB",
-        (_MARGIN + sum(w + 2 * _MARGIN for w in widths.values()), 3 * _MARGIN + 14 + row_height * len(captions)),
-        _PAPER,
+    """One row per prompt, one group of frames per label (such as base, iteration 10, final).
+
+    Args:
+        columns: label -> the videos of all prompts, float `[F, 3, H, W]` in [0, 1] each.
+        captions: one for each row.
+        num_frames: frames shown of each video, evenly spaced from the first to the last.
+        height: of a frame, in pixels.
+
+    Raises:
+        ValueError: nothing to show, or a column with another number of videos than there are captions.
+    """
+    if not columns or not captions:
+        raise ValueError("nothing to lay out: expected at least one video")
+    for label, videos in columns.items():
+        if len(videos) != len(captions):
+            raise ValueError(f"column {label!r} has {len(videos)} videos for {len(captions)} captions")
+
+    gap, group_gap, margin, row_gap, caption_width = 3, 24, 20, 14, 200
+    cells = [[_cells(video, num_frames, height) for video in videos] for videos in columns.values()]
+    widths = [max(sum(c.width + gap for c in row) - gap for row in group) for group in cells]
+    header = 34 if any(columns) else 0
+    left = margin + caption_width + group_gap
+    size = (
+        left + sum(widths) + group_gap * (len(widths) - 1) + margin,
+        margin + header + len(captions) * (height + row_gap) - row_gap + margin,
     )
+    sheet = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(sheet)
-    left = _MARGIN
-    for label, strips in cells.items():
-        draw.text((left, _MARGIN), label, fill=(0, 0, 0), font=font, stroke_width=0.4)
-        for row, strip in enumerate(strips):
-            sheet.paste(strip, (left, 3 * _MARGIN + 14 + row * row_height + 14 + _MARGIN))
-        left += widths[label] + 2 * _MARGIN
-    for row, caption in enumerate(captions):
-        draw.text((_MARGIN, 3 * _MARGIN + 12 + row * row_height), caption, fill=_INK, font=font)
+    if header:
+        x = left
+        for label, width in zip(columns, widths):
+            draw.text((x, margin), _fit(draw, label, _font(16, bold=True), width), fill=_INK, font=_font(16, bold=True))
+            x += width + group_gap
+        draw.line([(margin, margin + header - 9), (size[0] - margin, margin + header - 9)], fill=_RULE)
+    for i, caption in enumerate(captions):
+        y = margin + header + i * (height + row_gap)
+        text = _wrap(draw, caption, caption_width, height)
+        draw.multiline_text((margin, y), text, fill=_MUTED, font=_font(14), spacing=5)
+        x = left
+        for group, width in zip(cells, widths):
+            offset = x
+            for cell in group[i]:
+                sheet.paste(cell, (offset, y))
+                offset += cell.width + gap
+            x += width + group_gap
     return sheet
 
 
-def contact_sheet(videos: Sequence[Tensor], captions: Sequence[str]) -> Image.Image:
-    """One row of frames per video, captioned."""
-    return comparison_sheet({"": videos}, captions)
+def _cells(video: Tensor, count: int, height: int) -> list[Image.Image]:
+    """Frames at evenly spaced times, `height` pixels high: nearest neighbour upwards, averaged downwards."""
+    frames = _pixels(video)
+    count = min(count, len(frames))
+    chosen = [round(i * (len(frames) - 1) / (count - 1)) if count > 1 else 0 for i in range(count)]
+    width = max(1, round(height * frames.shape[2] / frames.shape[1]))
+    method = Image.Resampling.NEAREST if height >= frames.shape[1] else Image.Resampling.BOX
+    return [Image.fromarray(frames[i]).resize((width, height), method) for i in chosen]
+
+
+@functools.cache
+def _font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib: Latin, Greek, Cyrillic and more, but no Chinese."""
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf" / f"DejaVuSans{'-Bold' * bold}.ttf", size)
+
+
+def _fit(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+    """`text`, shortened with an ellipsis to `width` pixels."""
+    if draw.textlength(text, font=font) <= width:
+        return text
+    while text and draw.textlength(text + "…", font=font) > width:
+        text = text[:-1]
+    return text.rstrip() + "…"
+
+
+def _wrap(draw: ImageDraw.ImageDraw, text: str, width: float, height: float) -> str:
+    """`text` broken into lines of at most `width` pixels, cut with an ellipsis where they exceed `height`."""
+    font = _font(14)
+    per_line = max(1, int(width / draw.textlength("n", font=font)))
+    lines = [_fit(draw, line, font, width) for line in textwrap.wrap(" ".join(text.split()), per_line)]
+    count = max(1, int(height // 20))
+    if len(lines) > count:
+        lines = [*lines[: count - 1], _fit(draw, lines[count - 1], font, width - 20).rstrip("…") + " …"]
+    return "\n".join(lines)

@@ -1,0 +1,316 @@
+"""Charts of a run as inline SVG that follows the page's light or dark theme.
+
+Every function takes the rows of `metrics.jsonl` and returns an `<svg>` element, or None where there is nothing to
+draw. The same rows give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
+
+Row = Mapping[str, Any]
+
+BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
+TEAL, RED, GREY = "#2aa3ad", "#dc5252", "#8a8f98"
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
+# Stand-ins that `_svg` replaces by what the page's style sheet says.
+_TEXT, _LINE = "#010203", "#040506"
+
+_STYLE: Any = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": _LINE,
+    "axes.labelcolor": _TEXT,
+    "axes.titlecolor": _TEXT,
+    "text.color": _TEXT,
+    "xtick.color": _LINE,
+    "ytick.color": _LINE,
+    "xtick.labelcolor": _TEXT,
+    "ytick.labelcolor": _TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _LINE,
+    "grid.linewidth": 0.6,
+    "grid.alpha": 0.45,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.5,
+    "svg.fonttype": "none",
+}
+
+
+def column(rows: Sequence[Row], key: str) -> np.ndarray:
+    """float64 `[rows]`: the value of `key` in every row, NaN where it is missing, null or not finite."""
+    return np.array([_number(row.get(key)) for row in rows], dtype=np.float64)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return math.nan
+    return float(value)
+
+
+def _iterations(rows: Sequence[Row]) -> np.ndarray:
+    """Iterations completed at each row: 1 for the first."""
+    return np.array([row["iteration"] + 1 for row in rows], dtype=np.float64)
+
+
+def _figure(width: float = 4.3, height: float = 2.8) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    return figure, axes
+
+
+def _svg(figure: Figure, name: str, description: str) -> str:
+    """The figure as an `<svg>` element without ids or addresses of its own; `name` keeps clip paths apart."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = text.replace(_TEXT, "var(--ink)").replace(_LINE, "var(--rule)").replace("'DejaVu Sans', ", "")
+    text = re.sub(r'<svg ([^>]*?)width="[^"]*" ', r"<svg \1", text, count=1)
+    text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
+
+
+def _finish_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+    low, high = axes.get_xlim()
+    if high - low < 1:  # a single iteration
+        axes.set_xlim((low + high - 1) / 2, (low + high + 1) / 2)
+    if axes.get_yscale() == "linear":
+        formatter = ScalarFormatter(useMathText=False)
+        formatter.set_powerlimits((-3, 4))
+        axes.yaxis.set_major_formatter(formatter)
+    else:
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter())
+    axes.tick_params(length=3)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred running mean over `window` rows that leaves gaps out; NaN where a value is missing."""
+    if window <= 1:
+        return values
+    half = window // 2
+    padded = np.pad(values, half, constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
+    present = ~np.isnan(windows)
+    sums = np.where(present, windows, 0).sum(1)
+    means = np.divide(sums, present.sum(1), out=np.full(len(values), np.nan), where=present.any(1))
+    return np.where(np.isnan(values), np.nan, means)
+
+
+def spans_decades(values: np.ndarray) -> bool:
+    """Whether the positive values differ by more than a factor of 20, so that a logarithmic axis helps."""
+    positive = values[values > 0]
+    return len(positive) > 0 and bool(positive.max() > 20 * positive.min())
+
+
+def curves(
+    rows: Sequence[Row],
+    series: Mapping[str, str],
+    *,
+    name: str,
+    title: str,
+    ylabel: str,
+    log: bool = False,
+    smoothed: bool = True,
+) -> str | None:
+    """Lines over iterations; noisy ones get a running mean over a fifteenth of the run on top.
+
+    Args:
+        rows: iterations.
+        series: metric key -> label; keys that no row has are left out.
+        name: short and unique on the page.
+        title: heading.
+        ylabel: with the unit.
+        log: logarithmic axis where the values span decades; those that are not positive become gaps there.
+        smoothed: add the running mean.
+    """
+    data = {label: column(rows, key) for key, label in series.items()}
+    data = {label: values for label, values in data.items() if not np.isnan(values).all()}
+    if not data:
+        return None
+    log = log and spans_decades(np.concatenate(list(data.values())))
+    if log:
+        data = {label: np.where(values > 0, values, np.nan) for label, values in data.items()}
+    x = _iterations(rows)
+    window = len(rows) // 15 if smoothed and len(rows) >= 30 else 1
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure()
+        for color, (label, values) in zip(COLORS * 3, data.items()):
+            marker: Any = _marker(rows)
+            if window > 1:
+                axes.plot(x, values, color=color, alpha=0.3, linewidth=0.9)
+                marker = {}
+            axes.plot(x, smooth(values, window), color=color, label=label.replace("$", r"\$"), **marker)
+        if log:
+            axes.set_yscale("log")
+        axes.set_title(title)
+        if len(data) > 1:
+            _legend(axes, len(data))
+        _finish_axes(axes, "iteration", ylabel)
+        return _svg(figure, name, title)
+
+
+def _marker(rows: Sequence[Row]) -> dict[str, Any]:
+    """Dots where there are few iterations: a single one, or one between two gaps, draws no line."""
+    return {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
+
+
+def _legend(axes: Axes, count: int) -> None:
+    assert isinstance(axes.figure, Figure)
+    axes.figure.legend(loc="outside lower left", ncols=min(count, 4), handlelength=1.2, columnspacing=1.4)
+
+
+def ratio(rows: Sequence[Row]) -> str | None:
+    """Distance of the importance ratio from 1, largest and smallest as a band, mean as a line."""
+    low, mean, high = (column(rows, f"ratio/{key}") - 1 for key in ("min", "mean", "max"))
+    if np.isnan(mean).all() and np.isnan(low).all():
+        return None
+    x = _iterations(rows)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure()
+        marker = _marker(rows)
+        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
+        axes.plot(x, high, color=BLUE, linewidth=0.9, alpha=0.7, label="max", **marker)
+        axes.plot(x, mean, color=BLUE, label="mean", **marker)
+        axes.plot(x, low, color=BLUE, linewidth=0.9, alpha=0.7, linestyle="--", label="min", **marker)
+        axes.set_title("Importance ratio")
+        _legend(axes, 3)
+        _finish_axes(axes, "iteration", "ratio - 1")
+        return _svg(figure, "ratio", "Importance ratio")
+
+
+def phases(rows: Sequence[Row]) -> str | None:
+    """Seconds per iteration by phase, stacked; at most 60 bars, each the mean of neighbouring iterations."""
+    names = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
+    keys = [key for key in names if not np.isnan(column(rows, f"time/{key}")).all()]
+    if not keys:
+        return None
+    known = {key: np.nan_to_num(column(rows, f"time/{key}")) for key in keys}
+    rest = np.nan_to_num(column(rows, "time/total") - sum(known.values()))
+    if (rest > 0).any():
+        known["other"] = rest.clip(min=0)
+    bins = np.array_split(np.arange(len(rows)), min(60, len(rows)))
+    x = _iterations(rows)
+    center = np.array([x[i].mean() for i in bins])
+    width = np.array([x[i[-1]] - x[i[0]] + 1 for i in bins])
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure()
+        bottom = np.zeros(len(bins))
+        for color, (key, values) in zip((BLUE, TEAL, GREEN, PURPLE, ORANGE, RED, GREY), known.items()):
+            mean = np.array([values[i].mean() for i in bins])
+            axes.bar(center, mean, 0.9 * width, bottom=bottom, color=color, label=key, linewidth=0)
+            bottom += mean
+        axes.set_title("Time by phase")
+        axes.grid(axis="x", visible=False)
+        _legend(axes, len(known))
+        _finish_axes(axes, "iteration", "seconds per iteration")
+        return _svg(figure, "phases", "Time by phase")
+
+
+def step_gradients(rows: Sequence[Row]) -> np.ndarray | None:
+    """`velocity_grad_norm` as float64 `[rows, T]`, NaN where a step was not trained; None where no row has it."""
+    lists = [row.get("velocity_grad_norm") for row in rows]
+    length = max((len(values) for values in lists if isinstance(values, list)), default=0)
+    if not length:
+        return None
+    grid = np.full((len(rows), length), np.nan)
+    for i, values in enumerate(lists):
+        if isinstance(values, list):
+            grid[i, : len(values)] = [_number(value) for value in values]
+    return None if np.isnan(grid).all() else grid
+
+
+def gradient_map(rows: Sequence[Row]) -> str | None:
+    """Norm of the gradient that reaches the velocity, by iteration and timestep, on a logarithmic colour scale."""
+    grid = step_gradients(rows)
+    if grid is None or not (grid > 0).any():
+        return None
+    x = _iterations(rows)
+    image = np.ma.masked_invalid(np.log10(np.where(grid > 0, grid, np.nan)).T)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure()
+        extent = (x[0] - 0.5, x[-1] + 0.5, grid.shape[1] - 0.5, -0.5)
+        low, high = float(image.min()), float(image.max())
+        shown = axes.imshow(image, aspect="auto", extent=extent, interpolation="none", cmap="viridis")
+        shown.set_clim(low, max(high, low + 1e-3))
+        bar = figure.colorbar(shown, ax=axes, pad=0.02)
+        bar.set_label("log10 of the norm")
+        bar.outline.set_visible(False)
+        axes.grid(visible=False)
+        axes.set_title("Gradient at the velocity, by timestep")
+        _finish_axes(axes, "iteration", "timestep (0 = pure noise)")
+        axes.yaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        return _svg(figure, "gradient-map", "Gradient at the velocity by timestep and iteration")
+
+
+def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> str | None:
+    """Geometric mean over the run of that gradient at each timestep; the shaded band holds the middle 80 %.
+
+    Args:
+        rows: iterations.
+        sigmas: T+1 noise levels of the schedule; the timestep's number is the axis without them.
+    """
+    grid = step_gradients(rows)
+    if grid is None or not (grid > 0).any():
+        return None
+    count = grid.shape[1]
+    logs = np.log10(np.where(grid > 0, grid, np.nan))
+    used = ~np.isnan(logs).all(0)
+    by_sigma = sigmas is not None and len(sigmas) >= count
+    x = np.asarray(sigmas if by_sigma else range(count), dtype=np.float64)[:count][used]
+    mean = 10 ** np.nanmean(logs[:, used], axis=0)
+    low, high = 10 ** np.nanpercentile(logs[:, used], (10, 90), axis=0)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure()
+        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
+        axes.plot(x, mean, color=BLUE, marker="o", markersize=3.5)
+        if spans_decades(np.concatenate([low, high])):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)  # level or not shows against zero
+        axes.set_title("Gradient at the velocity, mean of the run")
+        _finish_axes(axes, "sigma of the step" if by_sigma else "timestep", "norm")
+        if by_sigma:
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+            axes.set_xlim(max(x) + 0.02, 0)  # sampling runs from noise to video
+        return _svg(figure, "gradient-sigma", "Mean gradient at the velocity by noise level")
+
+
+def held_out(points: Mapping[int, tuple[float, float]]) -> str | None:
+    """Mean held-out reward with its standard error at each evaluated iteration; None with fewer than three."""
+    if len(points) < 3:
+        return None
+    x = sorted(points)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure()
+        means, errors = zip(*(points[i] for i in x))
+        axes.errorbar(x, means, yerr=errors, color=BLUE, marker="o", markersize=4, capsize=3)
+        axes.set_title("Held-out reward")
+        _finish_axes(axes, "iteration", "composite reward")
+        return _svg(figure, "held-out", "Held-out reward by iteration")

@@ -1,0 +1,107 @@
+"""MP4 files are read back; pictures are checked where a frame must be."""
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sage_fast.videos import comparison_sheet, contact_sheet, save_mp4
+
+
+def ramp(frames=9, height=32, width=32):
+    """Frame f is a flat grey of f / (frames - 1)."""
+    return torch.linspace(0, 1, frames).view(-1, 1, 1, 1).expand(frames, 3, height, width)
+
+
+@pytest.mark.parametrize(
+    ("size", "written"),
+    [
+        pytest.param((32, 32), (128, 128), id="small: enlarged by a whole factor"),
+        pytest.param((32, 50), (128, 200), id="the shorter side decides"),
+        pytest.param((131, 201), (132, 202), id="odd sizes grow by one"),
+        pytest.param((480, 832), (480, 832), id="480p as it is"),
+    ],
+)
+def test_mp4_keeps_frames_and_size(tmp_path, size, written):
+    path = tmp_path / "a.mp4"
+    save_mp4(path, ramp(5, *size), fps=8)
+    frames = iio.imread(path)
+    assert frames.shape == (5, *written, 3)
+    np.testing.assert_allclose(frames.mean((1, 2, 3)), np.linspace(0, 255, 5), atol=4)
+    meta = iio.immeta(path)
+    assert meta["codec"] == "h264"
+    assert meta["pix_fmt"].startswith("yuv420p")
+    assert meta["fps"] == 8
+
+
+def test_enlarging_is_nearest_neighbour(tmp_path):
+    video = torch.zeros(4, 3, 32, 32)
+    video[:, :, :, 16:] = 1
+    save_mp4(tmp_path / "a.mp4", video, fps=8)
+    row = iio.imread(tmp_path / "a.mp4")[0, 64, :, 1].astype(int)
+    assert row[:60].max() < 20  # the edge stays where it was, and sharp
+    assert row[68:].min() > 235
+
+
+def test_the_same_video_gives_the_same_bytes(tmp_path):
+    video = torch.rand(5, 3, 32, 32)
+    for name in ("a.mp4", "b.mp4"):
+        save_mp4(tmp_path / name, video, fps=8)
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("video", "message"),
+    [
+        (torch.rand(3, 5, 32, 32), r"expected shape \[F, 3, H, W\].*\[3, 5, 32, 32\]"),
+        (torch.rand(0, 3, 32, 32), "without empty sides"),
+        (torch.zeros(5, 3, 32, 32, dtype=torch.uint8), "floating point"),
+        (torch.full((5, 3, 32, 32), float("nan")), "not finite"),
+    ],
+)
+def test_bad_videos_are_refused(tmp_path, video, message):
+    with pytest.raises(ValueError, match=message):
+        save_mp4(tmp_path / "a.mp4", video, fps=8)
+    assert not (tmp_path / "a.mp4").exists()
+
+
+def grey(sheet: Image.Image, x: int, y: int) -> int:
+    pixel = sheet.getpixel((x, y))
+    assert isinstance(pixel, tuple)
+    return pixel[0]
+
+
+def test_contact_sheet_shows_the_first_and_the_last_frame():
+    sheet = contact_sheet([ramp(9), 1 - ramp(9)], ["up", "down"], num_frames=3, height=64)
+    left, step = 20 + 200 + 24, 64 + 3
+    top, bottom = 20 + 32, 20 + 64 + 14 + 32
+    assert [grey(sheet, left + 32 + i * step, top) for i in range(3)] == [0, 128, 255]
+    assert [grey(sheet, left + 32 + i * step, bottom) for i in range(3)] == [255, 128, 0]
+    assert sheet.width == left + 3 * 64 + 2 * 3 + 20
+    caption = np.asarray(sheet.convert("L"))[20:84, 20:220]
+    assert caption.min() < 150  # there is ink
+
+
+def test_contact_sheet_of_videos_with_fewer_frames_than_cells():
+    sheet = contact_sheet([ramp(1), ramp(9)], ["one", "nine"], num_frames=4, height=32)
+    assert sheet.width == 20 + 200 + 24 + 4 * 32 + 3 * 3 + 20
+
+
+def test_comparison_sheet_puts_labels_side_by_side():
+    columns = {"base": [ramp(9)] * 2, "final": [1 - ramp(9)] * 2}
+    sheet = comparison_sheet(columns, ["a red circle", "x" * 500], num_frames=2, height=64)
+    first = 20 + 200 + 24
+    second = first + 2 * 64 + 3 + 24
+    y = 20 + 34 + 32
+    assert grey(sheet, first + 32, y) == 0
+    assert grey(sheet, second + 32, y) == 255
+    # A caption without a place to break stays in its column.
+    assert np.asarray(sheet.convert("L"))[20 + 34 + 64 + 14 : -20, 221:243].min() == 255
+
+
+def test_sheets_refuse_what_they_cannot_lay_out():
+    with pytest.raises(ValueError, match="at least one video"):
+        contact_sheet([], [])
+    with pytest.raises(ValueError, match="'final' has 1 videos for 2 captions"):
+        comparison_sheet({"final": [ramp()]}, ["a", "b"])
