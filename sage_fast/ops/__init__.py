@@ -4,6 +4,7 @@
 implementation serves them. The plain PyTorch reference in each file is the specification.
 """
 
+from sage_fast.ops import _dispatch as _dispatch  # registers the GPU implementations
 from sage_fast.ops.transition_score import transition_score
 from sage_fast.ops.transition_step import transition_step
 
