@@ -82,7 +82,7 @@ def _mean(a, b, x, v):
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Ten rounds of Philox4x32: tl.philox with one 64-bit product where it takes two 32-bit ones (half the multiplies)."""
+    """Ten rounds of Philox4x32: tl.philox, but with one 64-bit product for two of 32 bits (half the multiplies)."""
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
