@@ -1,11 +1,14 @@
 """Which implementation serves the operators on each device; the only place that looks for one.
 
-The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place
-where they are there: the C++ extension on the CPU. `SAGE_FAST_OPS=reference` in the environment leaves them out.
+The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place where
+they are there: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
+`SAGE_FAST_OPS=reference` in the environment leaves the fused ones out.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -15,43 +18,60 @@ from typing import Any
 import torch
 
 from sage_fast.ops._common import LIBRARY
+from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
+from sage_fast.ops.transition_step import transition_step_reference
 
-OPERATORS = ("transition_step", "transition_score", "transition_score_backward")
-
+_OPERATORS = (  # name, kernels module, reference
+    ("transition_step", "transition_step", transition_step_reference),
+    ("transition_score", "transition_score", transition_score_reference),
+    ("transition_score_backward", "transition_score", transition_score_backward_reference),
+)
 _serving: dict[str, str] = {}
 
 
 def implementation(device: torch.device) -> str:
-    """What serves the operators on `device`: `C++` or `PyTorch reference`."""
+    """What serves the operators on `device`: `C++`, `Triton` or `PyTorch reference`."""
     return _serving.get(device.type, "PyTorch reference")
 
 
-def register(references: dict[str, Callable[..., Any]]) -> None:
-    """Register the fused implementations that are there.
+def _serve(fused: Callable[[], Callable[..., Any]], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`fused()`, looked up at the call, for everything but float64."""
 
-    Args:
-        references: operator -> its PyTorch reference, which keeps serving float64 (tests) on the CPU.
-    """
+    def call(*args: Any) -> Any:
+        in_double = any(arg is not None and arg.dtype == torch.float64 for arg in args)
+        return reference(*args) if in_double else fused()(*args)
+
+    return call
+
+
+def _triton(module: str, name: str) -> Callable[[], Callable[..., Any]]:
+    """Imported when first called: CPU users never load Triton."""
+    return lambda: getattr(importlib.import_module(f"sage_fast.kernels.{module}"), name)
+
+
+def _cpp(name: str) -> Callable[[], Callable[..., Any]]:
+    operator = getattr(torch.ops.sage_fast_cpu, name).default
+    return lambda: operator
+
+
+def _register() -> None:
     if os.environ.get("SAGE_FAST_OPS") == "reference":
         return
+    if importlib.util.find_spec("triton") is not None:
+        for name, module, reference in _OPERATORS:
+            LIBRARY.impl(name, _serve(_triton(module, name), reference), "CUDA")
+        _serving["cuda"] = "Triton"
     extension = next(Path(__file__).parents[1].glob("_C.*so"), None)
     if extension is None:
         logging.getLogger("sage_fast").warning(
-            "the C++ operators are not built; the CPU runs the slower PyTorch reference (pip install again where torch "
-            "and a C++ compiler are there)"
+            "the C++ operators are not built; the CPU runs the slower PyTorch reference (install again where torch and "
+            "a C++ compiler are there)"
         )
         return
     torch.ops.load_library(extension)
-    for name in OPERATORS:
-        LIBRARY.impl(name, _single_precision(name, references[name]), "CPU")
+    for name, _, reference in _OPERATORS:
+        LIBRARY.impl(name, _serve(_cpp(name), reference), "CPU")
     _serving["cpu"] = "C++"
 
 
-def _single_precision(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    fused = getattr(torch.ops.sage_fast_cpu, name).default
-
-    def serve(*args: Any) -> Any:
-        in_double = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
-        return reference(*args) if in_double else fused(*args)
-
-    return serve
+_register()

@@ -1,0 +1,221 @@
+"""Score a stored transition on the GPU: log-prob and both KLs in one pass, and their gradient in v in another.
+
+    logp      = w mean((x_next - a x - b v)^2) + k
+    kl_anchor = m mean((v - v_anchor)^2)
+    kl_old    = m mean((v - v_old)^2)
+    dv        = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
+
+x, x_next, v, v_anchor, v_old `[B, ...]` flattened to `[B, numel]`, numel = D; coefs `[T, 6]`; step `[]` or `[B]`;
+results and their gradients `[B]`. Bytes per element with fp32 x and x_next and bf16 velocities: forward 12, backward 14
+(with v_anchor, without v_old). Nothing of latent size is stored but dv. `sage_fast.ops.transition_score` is the
+specification.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_fast.kernels.common import (
+    BLOCK,
+    LAUNCH_OPTIONS,
+    _inside,
+    _load,
+    _mean,
+    _row,
+    _tile,
+    contiguous,
+    reduce,
+    split,
+    vec,
+)
+
+
+@triton.jit
+def _transition_score_fwd_kernel(
+    x_ptr,
+    x_next_ptr,
+    v_ptr,
+    v_anchor_ptr,
+    v_old_ptr,
+    coefs_ptr,
+    step_ptr,
+    partial_ptr,
+    numel,
+    steps,
+    programs,
+    HAS_ANCHOR: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    STEP_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Three sums of squares over this program's tiles. Grid `(B, programs)`."""
+    sample = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1).to(tl.int64)
+    a, b, _, _, _, _, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
+    inner = _tile(BLOCK, VEC)
+    total = tl.zeros([BLOCK // VEC, VEC], tl.float32)
+    total_anchor = tl.zeros([BLOCK // VEC, VEC], tl.float32)
+    total_old = tl.zeros([BLOCK // VEC, VEC], tl.float32)
+    for turn in range(TILES):
+        first = (program + turn * programs) * BLOCK
+        at = sample * numel + first
+        mask = _inside(inner, numel - first, ALIGNED, BLOCK)  # masked elements load as 0 and add 0 to each sum
+        v = _load(v_ptr, at, inner, mask)
+        residual = _load(x_next_ptr, at, inner, mask) - _mean(a, b, _load(x_ptr, at, inner, mask), v)
+        total = tl.fma(residual, residual, total)
+        if HAS_ANCHOR:
+            difference = v - _load(v_anchor_ptr, at, inner, mask)
+            total_anchor = tl.fma(difference, difference, total_anchor)
+        if HAS_OLD:
+            difference = v - _load(v_old_ptr, at, inner, mask)
+            total_old = tl.fma(difference, difference, total_old)
+    out_ptr = partial_ptr + sample * 3 * programs + program
+    tl.store(out_ptr, tl.sum(total))
+    tl.store(out_ptr + programs, tl.sum(total_anchor))
+    tl.store(out_ptr + 2 * programs, tl.sum(total_old))
+
+
+@triton.jit
+def _transition_score_bwd_kernel(
+    grad_logp_ptr,
+    grad_kl_anchor_ptr,
+    grad_kl_old_ptr,
+    x_ptr,
+    x_next_ptr,
+    v_ptr,
+    v_anchor_ptr,
+    v_old_ptr,
+    coefs_ptr,
+    step_ptr,
+    dv_ptr,
+    numel,
+    steps,
+    programs,
+    two_over_numel,
+    HAS_ANCHOR: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    STEP_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """dv of this program's tiles. Grid `(B, programs)`."""
+    sample = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1).to(tl.int64)
+    a, b, _, w, _, m, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
+    of_logp = -two_over_numel * tl.load(grad_logp_ptr + sample).to(tl.float32) * w * b
+    of_anchor = two_over_numel * tl.load(grad_kl_anchor_ptr + sample).to(tl.float32) * m
+    of_old = two_over_numel * tl.load(grad_kl_old_ptr + sample).to(tl.float32) * m
+    inner = _tile(BLOCK, VEC)
+    for turn in range(TILES):
+        first = (program + turn * programs) * BLOCK
+        at = sample * numel + first
+        mask = _inside(inner, numel - first, ALIGNED, BLOCK)
+        v = _load(v_ptr, at, inner, mask)
+        dv = of_logp * (_load(x_next_ptr, at, inner, mask) - _mean(a, b, _load(x_ptr, at, inner, mask), v))
+        if HAS_ANCHOR:
+            dv = tl.fma(of_anchor, v - _load(v_anchor_ptr, at, inner, mask), dv)
+        if HAS_OLD:
+            dv = tl.fma(of_old, v - _load(v_old_ptr, at, inner, mask), dv)
+        tl.store(dv_ptr + at + inner, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+def transition_score(
+    x: Tensor,
+    x_next: Tensor,
+    v: Tensor,
+    v_anchor: Tensor | None,
+    v_old: Tensor | None,
+    coefs: Tensor,
+    step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the forward; arguments as `sage_fast::transition_score`. Inputs that are not contiguous are copied first.
+
+    A step outside the table cannot be reported without synchronising: its sample comes back as nan.
+    """
+    x, x_next, v, v_anchor, v_old, coefs, step = contiguous(x, x_next, v, v_anchor, v_old, coefs, step)
+    batch, numel = len(x), x[:1].numel()
+    if batch == 0:
+        logp, kl_anchor, kl_old = (x.new_empty(0, dtype=torch.float32) for _ in range(3))
+        return logp, kl_anchor, kl_old
+    count, tiles = split(numel)
+    partial = torch.empty(batch, 3, count, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        if numel > 0:
+            _transition_score_fwd_kernel[(batch, count)](
+                x,
+                x_next,
+                v,
+                v_anchor,
+                v_old,
+                coefs,
+                step,
+                partial,
+                numel,
+                len(coefs),
+                count,
+                HAS_ANCHOR=v_anchor is not None,
+                HAS_OLD=v_old is not None,
+                STEP_STRIDE=step.ndim,
+                ALIGNED=numel % 16 == 0,
+                TILES=tiles,
+                BLOCK=BLOCK,
+                VEC=vec(x, x_next, v, v_anchor, v_old),
+                **LAUNCH_OPTIONS,
+            )
+        logp, kl_anchor, kl_old = reduce(partial, coefs, step, numel)
+    return logp, kl_anchor, kl_old
+
+
+def transition_score_backward(
+    grad_logp: Tensor,
+    grad_kl_anchor: Tensor,
+    grad_kl_old: Tensor,
+    x: Tensor,
+    x_next: Tensor,
+    v: Tensor,
+    v_anchor: Tensor | None,
+    v_old: Tensor | None,
+    coefs: Tensor,
+    step: Tensor,
+) -> Tensor:
+    """Launch the backward; arguments as `sage_fast::transition_score_backward`."""
+    grads = contiguous(grad_logp, grad_kl_anchor, grad_kl_old)
+    x, x_next, v, v_anchor, v_old, coefs, step = contiguous(x, x_next, v, v_anchor, v_old, coefs, step)
+    batch, numel = len(x), x[:1].numel()
+    dv = torch.empty_like(v)
+    if batch == 0 or numel == 0:
+        return dv
+    count, tiles = split(numel)
+    with torch.cuda.device_of(x):
+        _transition_score_bwd_kernel[(batch, count)](
+            *grads,
+            x,
+            x_next,
+            v,
+            v_anchor,
+            v_old,
+            coefs,
+            step,
+            dv,
+            numel,
+            len(coefs),
+            count,
+            2 / numel,
+            HAS_ANCHOR=v_anchor is not None,
+            HAS_OLD=v_old is not None,
+            STEP_STRIDE=step.ndim,
+            ALIGNED=numel % 16 == 0,
+            TILES=tiles,
+            BLOCK=BLOCK,
+            VEC=vec(x, x_next, v, v_anchor, v_old),
+            **LAUNCH_OPTIONS,
+        )
+    return dv

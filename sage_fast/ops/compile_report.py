@@ -1,0 +1,203 @@
+"""What the compiler makes of the Triton kernels, on any machine: registers, spills and access widths, no GPU needed.
+
+rows = compile_report()
+print(format_table(rows))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Specialisation:
+    """One compilation of one kernel.
+
+    Attributes:
+        kernel: name of the kernel.
+        x, v: Triton element types of the latents and of the velocities.
+        guidance, anchor, old: which optional inputs are present.
+        aligned: whether numel is a multiple of 16, as it is for every latent with 16 or 32 channels.
+        numel: `i32`, `i64` (samples of 2^31 elements or more) or `1` (Triton turns an argument of 1 into a constant).
+        outputs: results of the second reduction stage, 1 for the step and 3 for the score.
+    """
+
+    kernel: str
+    x: str = "fp32"
+    v: str = "bf16"
+    guidance: bool = False
+    anchor: bool = False
+    old: bool = False
+    aligned: bool = True
+    numel: str = "i32"
+    outputs: int = 0
+
+    def __str__(self) -> str:
+        if self.outputs:
+            return f"{self.outputs} output{'s' * (self.outputs > 1)}"
+        parts = [f"{self.x} x", f"{self.v} v"]
+        parts += [name for name in ("guidance", "anchor", "old") if getattr(self, name)]
+        parts += ["unaligned"] * (not self.aligned) + [f"{self.numel} numel"] * (self.numel != "i32")
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one compilation used.
+
+    Attributes:
+        kernel, specialisation: what was compiled.
+        arch: compute capability times 10.
+        registers: 32-bit registers a thread.
+        spilled_bytes: stack a thread; these kernels have no local arrays and no calls, so all of it is spills.
+        shared_bytes: shared memory a program.
+        load_bytes, store_bytes: the widest global load and store of one thread.
+    """
+
+    kernel: str
+    specialisation: str
+    arch: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    load_bytes: int
+    store_bytes: int
+
+
+_STEP, _FWD, _BWD = "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
+_SCORE_INPUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"anchor": True},
+    {"anchor": True, "old": True},
+    {"x": "bf16", "anchor": True, "old": True},
+    {"anchor": True, "old": True, "aligned": False},
+    {"x": "bf16", "anchor": True, "old": True, "aligned": False},
+)
+
+SPECIALISATIONS: tuple[Specialisation, ...] = (
+    Specialisation(kernel=_STEP),
+    Specialisation(kernel=_STEP, guidance=True),
+    Specialisation(kernel=_STEP, x="bf16"),
+    Specialisation(kernel=_STEP, x="bf16", guidance=True),
+    Specialisation(kernel=_STEP, guidance=True, aligned=False),
+    Specialisation(kernel=_STEP, x="bf16", guidance=True, aligned=False),
+    *(Specialisation(kernel=kernel, **inputs) for kernel in (_FWD, _BWD) for inputs in _SCORE_INPUTS),
+    Specialisation(kernel="_reduce_kernel", outputs=1),
+    Specialisation(kernel="_reduce_kernel", outputs=3),
+)
+"""The compilations that matter; all others differ from one of these in an element type."""
+
+_TYPES = {"step_ptr": "*i64", "seed_ptr": "*i64", "steps": "i32", "programs": "i32"}
+
+
+def _compile(specialisation: Specialisation, arch: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sage_fast.kernels import common, transition_score, transition_step
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
+    kernel = next(
+        getattr(module, specialisation.kernel)
+        for module in (common, transition_step, transition_score)
+        if hasattr(module, specialisation.kernel)
+    )
+    s = specialisation
+    flags = {
+        "HAS_GUIDANCE": s.guidance,
+        "HAS_ANCHOR": s.anchor,
+        "HAS_OLD": s.old,
+        "STEP_STRIDE": 1,
+        "ALIGNED": s.aligned and s.numel != "1",
+        "TILES": 2,  # a 480p latent
+        "BLOCK": common.BLOCK,
+        "VEC": 4 if "fp32" in (s.x, s.v) else 8,
+        "OUTPUTS": s.outputs,
+        "PARTIALS": common.MAX_PROGRAMS,
+    }
+    absent = ["v_uncond_ptr", "guidance_ptr"] * (not s.guidance)
+    absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old)
+    absent += ["kl_anchor_ptr", "kl_old_ptr"] * (s.outputs != 3)
+    constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
+    constants |= {name: None for name in kernel.arg_names if name in absent}
+    if s.numel == "1":
+        constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
+    types = _TYPES | dict.fromkeys(("x_ptr", "x_next_ptr"), f"*{s.x}") | {"numel": s.numel}
+    types |= dict.fromkeys(("v_ptr", "v_uncond_ptr", "v_anchor_ptr", "v_old_ptr", "dv_ptr"), f"*{s.v}")
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*fp32" if name.endswith("_ptr") else "fp32")
+        for name in kernel.arg_names
+    }
+    divisible = [["tt.divisibility", 16]]
+    attributes = {
+        (index,): divisible
+        for index, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (name == "numel" and s.aligned and kind != "constexpr")
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=common.LAUNCH_OPTIONS)
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, SHARED, ... as the cuobjdump that Triton ships reads them from the binary."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", output)}
+
+
+def _widest(ptx: str, access: str) -> int:
+    found = re.findall(rf"\b{access}\.global(?:\.\w+)*?(?:\.v(\d))?\.[busf](\d+)\b", ptx)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+
+
+def compile_report(
+    specialisations: Iterable[Specialisation] = SPECIALISATIONS, architectures: Sequence[int] = ARCHITECTURES
+) -> list[Row]:
+    """Compile the kernels for each architecture. About 0.5 s each; Triton caches the binaries on disk.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+        RuntimeError: the kernels are interpreted in this process (TRITON_INTERPRET).
+    """
+    rows = []
+    for specialisation, arch in itertools.product(specialisations, architectures):
+        compiled = _compile(specialisation, arch)
+        usage = _resource_usage(compiled.asm["cubin"])
+        rows.append(
+            Row(
+                kernel=specialisation.kernel,
+                specialisation=str(specialisation),
+                arch=arch,
+                registers=usage["REG"],
+                spilled_bytes=usage["STACK"],
+                shared_bytes=compiled.metadata.shared,
+                load_bytes=_widest(compiled.asm["ptx"], "ld"),
+                store_bytes=_widest(compiled.asm["ptx"], "st"),
+            )
+        )
+    return rows
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    header = ("kernel", "specialisation", "arch", "registers", "spilled B", "shared B", "widest load B", "store B")
+    cells = [header, *(tuple(str(value) for value in dataclasses.astuple(row)) for row in rows)]
+    cells = [(*row[:2], row[2] if row is header else f"sm_{row[2]}", *row[3:]) for row in cells]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
