@@ -16,8 +16,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from sage_fast.kernels.common import (
     BLOCK,
     LAUNCH_OPTIONS,
@@ -31,6 +29,7 @@ from sage_fast.kernels.common import (
     split,
     vec,
 )
+from torch import Tensor
 
 
 @triton.jit

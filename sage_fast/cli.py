@@ -60,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", "write report.html of a run, again or while it is running")
     report.add_argument("run", metavar="RUN", help="run folder")
 
+    bench = add("bench", "time the operators against eager PyTorch, torch.compile and a copy")
+    bench.add_argument("--json", metavar="FILE", help="write every number there")
+    bench.add_argument("--size", action="append", help="a size such as '480p batch 4' (several times for several)")
+    bench.add_argument("--repetitions", type=int, default=15)
+    bench.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
+
     testbed = add("testbed", "the moving-shapes world")
     actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")
     pretrain = actions.add_parser(
@@ -204,6 +210,22 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    if options.compile:
+        from sage_fast.ops.compile_report import compile_report, format_table
+
+        print(format_table(compile_report()))
+        return 0
+    from sage_fast.bench import SIZES, main
+    from sage_fast.choices import nearest
+
+    for size in options.size or []:
+        if size not in SIZES:
+            raise UserError(f"--size {size!r}: {nearest(size, SIZES)}")
+    main(Path(options.json) if options.json else None, options.size, options.repetitions)
+    return 0
+
+
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.testbed.pretrain import pretrain
 
@@ -211,7 +233,7 @@ def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "sample": _sample, "eval": _eval, "report": _report, "testbed": _testbed}
+_COMMANDS = {"train": _train, "sample": _sample, "eval": _eval, "report": _report, "bench": _bench, "testbed": _testbed}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -36,8 +36,14 @@ def sample_mean(x: Tensor) -> Tensor:
     return x.reshape(len(x), math.prod(x.shape[1:])).sum(1) / sample_numel(x)
 
 
-def check(x: Tensor, coefs: Tensor, step: Tensor, **same_shape: Tensor | None) -> None:
-    """Shapes, dtypes and devices, from metadata alone (no synchronisation).
+def check(
+    x: Tensor, coefs: Tensor, step: Tensor, same_shape: dict[str, Tensor | None], others: dict[str, Tensor | None]
+) -> None:
+    """Shapes and devices, from metadata alone (no synchronisation).
+
+    Args:
+        same_shape: tensors that must have the shape of x, by name.
+        others: further tensors that must be on the device of x.
 
     Raises:
         ValueError: naming the tensor that does not fit.
@@ -51,6 +57,6 @@ def check(x: Tensor, coefs: Tensor, step: Tensor, **same_shape: Tensor | None) -
     for name, tensor in same_shape.items():
         if tensor is not None and tensor.shape != x.shape:
             raise ValueError(f"{name}: expected the shape of x {list(x.shape)}, got {list(tensor.shape)}")
-    for name, tensor in {"coefs": coefs, "step": step, **same_shape}.items():
+    for name, tensor in {"coefs": coefs, "step": step, **same_shape, **others}.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, x is on {x.device}")

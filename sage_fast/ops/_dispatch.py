@@ -1,7 +1,7 @@
 """Which implementation serves the operators on each device; the only place that looks for one.
 
-The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place where
-they are there: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
+The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place
+where they are there: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
 `SAGE_FAST_OPS=reference` in the environment leaves the fused ones out.
 """
 

@@ -6,7 +6,7 @@ seed gives the same noise on every device, for every batch composition, and agai
     key      (seed & 0xffffffff, seed >> 32)                 one 64-bit seed per sample
     counter  (block & 0xffffffff, block >> 32, step, stream) block = i // 4 for element i of the sample, C order
     output   four 32-bit words w0..w3
-    uniform  u_j = (w_j >> 8) 2^-24 + 2^-25                  in (0, 1), exact products in float32
+    uniform  u_j = (w_j >> 8) 2^-24 + 2^-25                  in (0, 1], products exact and the sum rounded in float32
     normal   element 4 block + 0: sqrt(-2 ln u0) cos(2 pi u1)     + 1: sqrt(-2 ln u0) sin(2 pi u1)
              element 4 block + 2: sqrt(-2 ln u2) cos(2 pi u3)     + 3: sqrt(-2 ln u2) sin(2 pi u3)
 
@@ -71,7 +71,8 @@ def philox_normal(
     step = step.expand(seed.shape)[:, None]
     counter = (block & _MASK, block >> 32, (step & _MASK) * ones, stream * ones)
     words = philox4x32(counter, ((seed & _MASK)[:, None], ((seed >> 32) & _MASK)[:, None]))
-    u0, u1, u2, u3 = ((word >> 8).to(dtype) * 2.0**-24 + 2.0**-25 for word in words)
+    # The uniforms are float32 numbers in every implementation; float64 begins after them.
+    u0, u1, u2, u3 = (((word >> 8).float() * 2.0**-24 + 2.0**-25).to(dtype) for word in words)
     radius_01, radius_23 = torch.sqrt(-2 * torch.log(u0)), torch.sqrt(-2 * torch.log(u2))
     angle_01, angle_23 = (2 * math.pi) * u1, (2 * math.pi) * u3
     normal = torch.stack(

@@ -55,7 +55,9 @@ def transition_score(
     Raises:
         ValueError: a tensor whose shape, dtype or device does not fit.
     """
-    check(x, coefs, step, x_next=x_next, v=v, v_anchor=v_anchor, v_old=v_old)
+    check(x, coefs, step, {"x_next": x_next, "v": v, "v_anchor": v_anchor, "v_old": v_old}, {})
+    if x_next.dtype != x.dtype:
+        raise ValueError(f"x_next: expected the dtype of x {x.dtype}, got {x_next.dtype}")
     logp, kl_anchor, kl_old = torch.ops.sage_fast.transition_score(x, x_next, v, v_anchor, v_old, coefs, step)
     return logp, kl_anchor, kl_old
 

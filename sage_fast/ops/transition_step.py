@@ -48,11 +48,13 @@ def transition_step(
     Raises:
         ValueError: a tensor whose shape, dtype or device does not fit.
     """
-    check(x, coefs, step, v=v, v_uncond=v_uncond)
+    check(x, coefs, step, {"v": v, "v_uncond": v_uncond}, {"seed": seed, "guidance": guidance})
     if seed.dtype != torch.int64 or seed.shape != x.shape[:1]:
         raise ValueError(f"seed: expected int64 [{len(x)}], got {seed.dtype} {list(seed.shape)}")
     if (v_uncond is None) != (guidance is None):
         raise ValueError("v_uncond and guidance go together: give both or neither")
+    if guidance is not None and (guidance.dtype != torch.float32 or guidance.ndim != 0):
+        raise ValueError(f"guidance: expected float32 [], got {guidance.dtype} {list(guidance.shape)}")
     x_next, logp = torch.ops.sage_fast.transition_step(x, v, v_uncond, guidance, coefs, step, seed)
     return x_next, logp
 

@@ -23,6 +23,7 @@ from sage_fast.kernels import common  # noqa: E402
 from sage_fast.kernels.common import _noise  # noqa: E402
 from sage_fast.kernels.transition_score import transition_score, transition_score_backward  # noqa: E402
 from sage_fast.kernels.transition_step import transition_step  # noqa: E402
+
 from sage_fast.ops import _dispatch  # noqa: E402
 from sage_fast.ops.philox import philox4x32, philox_normal  # noqa: E402
 from sage_fast.ops.transition_score import (  # noqa: E402
@@ -395,7 +396,7 @@ def test_the_gpu_implementations_are_registered():
 
 def test_the_registered_function_launches_the_kernel_and_leaves_float64_to_the_reference():
     case = make((2, 59), (FP32, BF16, BF16, BF16))
-    registered = _dispatch._triton("transition_step", "transition_step", transition_step_reference)
+    registered = _dispatch._serve(_dispatch._triton("transition_step", "transition_step"), transition_step_reference)
     for ours, kernels in zip(registered(*case.step_args()), transition_step(*case.step_args())):
         assert torch.equal(ours, kernels)
     wide = [case.x.double(), *case.step_args()[1:]]

@@ -1,0 +1,20 @@
+"""`pytest benchmarks/`: transition_score against eager PyTorch, torch.compile and a copy of the same bytes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.bench import Case, contenders
+
+
+@pytest.mark.parametrize("name", ["fused", "eager", "compiled", "copy"])
+def test_transition_score(benchmark: Any, case: Case, name: str) -> None:
+    function = contenders("transition_score", compiled=name == "compiled")[name]
+
+    def run() -> None:
+        function(case)
+        if case.x.is_cuda:
+            torch.cuda.synchronize()
+
+    benchmark.pedantic(run, rounds=10, warmup_rounds=2)

@@ -1,0 +1,42 @@
+"""The benchmark runs end to end at a tiny size, refuses to time wrong results, and says what it has no rows for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_fast import bench
+from sage_fast.cli import main
+
+
+def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--size", "tiny", "--repetitions", "2", "--json", str(tmp_path / "out" / "b.json")]) == 0
+    out = capsys.readouterr().out
+    assert "transition_step" in out
+    assert "transition_score" in out
+    assert torch.cuda.is_available() or "There is no GPU row yet" in out
+    result = json.loads((tmp_path / "out" / "b.json").read_text())
+    assert {"commit", "date", "device", "threads", "operators", "torch"} <= result["environment"].keys()
+    for row in result["rows"]:
+        assert set(row["seconds"]) == {"fused", "eager", "compiled", "copy"}
+        assert all(times["p20"] <= times["p50"] <= times["p80"] for times in row["seconds"].values())
+
+
+def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench.transition_step
+    monkeypatch.setattr(bench, "transition_step", lambda *a: (right(*a)[0], right(*a)[1] + 0.01))
+    with pytest.raises(AssertionError):
+        bench.measure("transition_step", bench.SIZES["tiny"], torch.device("cpu"), 1)
+
+
+def test_unknown_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--size", "480p batch 3"]) == 2
+    assert "did you mean '480p batch 1'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
+    case = bench.Case.make(bench.SIZES["tiny"], torch.device("cpu"))
+    copies = bench.contenders(operator, compiled=False)["copy"](case)
+    assert sum(2 * t.numel() * t.element_size() for t in copies) == bench.bytes_moved(operator, case.x.numel())
