@@ -137,19 +137,32 @@ def contenders(operator: str, compiled: bool) -> dict[str, Callable[[Case], Any]
             return case.x.clone(), half_v
         return case.x.clone(), case.x_next.clone(), case.v.clone(), case.v_anchor.clone(), half_v
 
-    if operator == "transition_step":
-        fused = lambda case: transition_step(case.x, case.v, case.coefs, case.step, case.seed)  # noqa: E731
-        eager = lambda case, f=eager_step: f(case.x, case.v, *_sigmas(case), ETA)  # noqa: E731
-        source = eager_step
-    else:
-        fused = lambda case: _forward_backward(
-            lambda *a: transition_score(*a[:3], case.coefs, case.step, case.v_anchor), case
-        )
-        eager = lambda case, f=eager_score: _forward_backward(f, case, case.v_anchor, *_sigmas(case), ETA)  # noqa: E731
-        source = eager_score
-    result: dict[str, Callable[[Case], Any]] = {"fused": fused, "eager": eager, "copy": copied}
+    def fused_step(case: Case) -> Any:
+        return transition_step(case.x, case.v, case.coefs, case.step, case.seed)
+
+    def fused_score(case: Case) -> Any:
+        def score(x: Tensor, x_next: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            return transition_score(x, x_next, v, case.coefs, case.step, case.v_anchor)
+
+        return _forward_backward(score, case)
+
+    def plain_step(function: Callable[..., Any], case: Case) -> Any:
+        return function(case.x, case.v, *_sigmas(case), ETA)
+
+    def plain_score(function: Callable[..., Any], case: Case) -> Any:
+        return _forward_backward(function, case, case.v_anchor, *_sigmas(case), ETA)
+
+    fused, plain, source = {
+        "transition_step": (fused_step, plain_step, eager_step),
+        "transition_score": (fused_score, plain_score, eager_score),
+    }[operator]
+    result: dict[str, Callable[[Case], Any]] = {
+        "fused": fused,
+        "eager": functools.partial(plain, source),
+        "copy": copied,
+    }
     if compiled:
-        result["compiled"] = functools.partial(eager, f=torch.compile(source, dynamic=False))
+        result["compiled"] = functools.partial(plain, torch.compile(source, dynamic=False))
     return result
 
 
