@@ -152,12 +152,11 @@ def contenders(operator: str, compiled: bool) -> dict[str, Callable[[Case], Any]
     def plain_score(function: Callable[..., Any], case: Case) -> Any:
         return _forward_backward(function, case, case.v_anchor, *_sigmas(case), ETA)
 
-    fused, plain, source = {
-        "transition_step": (fused_step, plain_step, eager_step),
-        "transition_score": (fused_score, plain_score, eager_score),
-    }[operator]
+    step = operator == "transition_step"
+    source: Callable[..., Any] = eager_step if step else eager_score
+    plain = plain_step if step else plain_score
     result: dict[str, Callable[[Case], Any]] = {
-        "fused": fused,
+        "fused": fused_step if step else fused_score,
         "eager": functools.partial(plain, source),
         "copy": copied,
     }

@@ -290,9 +290,8 @@ class Trainer:
 
     def _loss(self, batch: _Batch, micro: Sequence[Transition], metrics: Metrics, weight: float) -> Loss:
         samples, steps = zip(*micro)
-        v, scores = self._score(batch, micro)
-        # The gradient that reaches the velocity is what the equalizer levels (Eq. 38); it costs no extra pass.
-        v.register_hook(lambda grad: metrics.add_by_step(steps, grad.flatten(1).float().norm(dim=1) / weight))
+        scores = self._score(batch, micro)
+        self._record_velocity_gradient(batch, steps, scores[0], metrics, weight)
         return sage_loss(
             *scores,
             log_prob_old=torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro]),
@@ -303,17 +302,29 @@ class Trainer:
             kl=self.config.kl,
         )
 
-    def _score(self, batch: _Batch, micro: Sequence[Transition]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def _record_velocity_gradient(
+        self, batch: _Batch, steps: Sequence[int], log_prob: Tensor, metrics: Metrics, weight: float
+    ) -> None:
+        """Norm of the gradient that reaches the velocity through the log-prob, which the equalizer levels (Eq. 38).
+
+        |d loss / d log_prob| 2 |w b| sqrt(mean(residual^2) / D), with mean(residual^2) = (log_prob - k) / w: numbers of
+        shape `[B]` alone, no pass over the latents.
+        """
+        _, b, _, w, k, _ = batch.coefs[list(steps)].unbind(1)
+        residual = ((log_prob.detach() - k) / w).clamp(min=0)
+        scale = 2 * (w * b).abs() * (residual / math.prod(self.latent_shape)).sqrt() / weight
+        log_prob.register_hook(lambda grad: metrics.add_by_step(steps, grad.abs() * scale))
+
+    def _score(self, batch: _Batch, micro: Sequence[Transition]) -> tuple[Tensor, Tensor, Tensor]:
         """Forward through the policy at stored transitions, and their log-prob and KLs."""
         rows = batch.trajectories
         x = torch.stack([rows.states[t][i] for i, t in micro])
         x_next = torch.stack([rows.states[t + 1][i] for i, t in micro])
-        v = self._velocity(batch, micro, x)
         closed_form = uses_velocity(self.config.kl) and self.config.kl.velocity_term == "closed_form"
-        return v, transition_score(
+        return transition_score(
             x,
             x_next,
-            v,
+            self._velocity(batch, micro, x),
             batch.coefs,
             torch.tensor([t for _, t in micro], device=self.device),
             torch.stack([batch.anchor_velocities[t][i] for i, t in micro]) if self.anchor is not None else None,
@@ -376,7 +387,7 @@ class Trainer:
         worst = torch.zeros((), device=self.device)
         for start in range(0, len(transitions), size):
             micro = transitions[start : start + size]
-            _, (log_prob, _, _) = self._score(batch, micro)
+            log_prob, _, _ = self._score(batch, micro)
             old = torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro])
             worst = torch.maximum(worst, (log_prob.detach() - old).abs().max())
         delta = float(all_reduce(worst, "max"))

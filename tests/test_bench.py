@@ -31,8 +31,8 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--size", "480p batch 3"]) == 2
-    assert "did you mean '480p batch 1'" in capsys.readouterr().err
+    assert main(["bench", "--size", "480p batch 40"]) == 2
+    assert "did you mean '480p batch 4'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])

@@ -287,3 +287,22 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
             assert row[key] == pytest.approx(alone[key], rel=2e-3), (index, key)
         for ours, theirs in zip(alone["velocity_grad_norm"], row["velocity_grad_norm"]):
             assert theirs == pytest.approx(ours, rel=1e-2)
+
+
+def test_recorded_gradient_norm_is_that_at_the_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm in closed form against the gradient that autograd delivers, transition by transition."""
+    trainer = tiny_trainer(settings(train__batch_size=1, train__parity_gate=False))
+    original = trainer.policy.guided_velocity
+    norms: list[float] = []
+
+    def watched(*args: Any) -> Tensor:
+        v = original(*args)
+        if v.requires_grad:
+            v.register_hook(lambda grad: norms.append(float(grad.norm())))
+        return v
+
+    monkeypatch.setattr(trainer.policy, "guided_velocity", watched)
+    recorded = [value for value in trainer.iteration(0)["velocity_grad_norm"] if value is not None]
+    transitions = 2 * 3 * 5
+    assert len(norms) == transitions
+    assert sum(recorded) / len(recorded) == pytest.approx(sum(norms) / transitions * transitions, rel=1e-4)

@@ -1,0 +1,76 @@
+"""What an installation promises: names, imports, optional parts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def python(code: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
+    )  # fmt: skip
+
+
+def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> None:
+    """`import kernels` in the repository root finds an installed package; diffusers and ours work beside it."""
+    installed = tmp_path / "kernels"
+    installed.mkdir()
+    (installed / "__init__.py").write_text("WHO = 'the installed one'\n")
+    code = (
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "import kernels; print(kernels.WHO)\n"
+        "import diffusers\n"
+        "from diffusers import HunyuanVideo15Transformer3DModel\n"
+        "import sage_fast.kernels.transition_step as ours; print(ours.__name__)\n"
+    )
+    done = python(code, REPOSITORY)
+    assert done.stdout.splitlines() == ["the installed one", "sage_fast.kernels.transition_step"], done.stderr[-2000:]
+
+
+def test_without_the_extension_the_reference_serves_and_says_so(tmp_path: Path) -> None:
+    """A copy of the package without its compiled part."""
+    import shutil
+
+    shutil.copytree(REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("*.so", "base"))
+    code = (
+        "import torch\nfrom sage_fast.ops import implementation, transition_step\n"
+        "print(implementation(torch.device('cpu')))\n"
+        "x = torch.zeros(2, 5); c = torch.ones(3, 6); s = torch.tensor(1)\n"
+        "print(transition_step(x, x, c, s, torch.arange(2))[0].shape)\n"
+    )
+    done = python(code, tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.stdout.splitlines() == ["PyTorch reference", "torch.Size([2, 5])"], done.stderr[-2000:]
+    assert done.stderr.count("C++ operators are not built") == 1
+
+
+@pytest.mark.parametrize("setting", ["reference", ""])
+def test_the_reference_can_be_forced(setting: str, tmp_path: Path) -> None:
+    code = "import torch; from sage_fast.ops import implementation; print(implementation(torch.device('cpu')))"
+    done = python(code, tmp_path, SAGE_FAST_OPS=setting)
+    assert done.stdout.strip() == ("PyTorch reference" if setting else "C++")
+
+
+def test_the_demo_trains_the_same_with_fused_operators(tmp_path: Path) -> None:
+    """Three iterations of the tiny trainer through the C++ operators and through the reference."""
+    code = (
+        "import json, torch; torch.set_num_threads(1)\n"
+        "from tests.tiny import settings, tiny_trainer\n"
+        "trainer = tiny_trainer(settings(train__optimizer_steps=2))\n"
+        "print(json.dumps([trainer.iteration(i) for i in range(3)]))\n"
+    )
+    import json
+
+    fused, reference = (
+        json.loads(python(code, REPOSITORY, SAGE_FAST_OPS=setting).stdout.splitlines()[-1])
+        for setting in ("", "reference")
+    )
+    for ours, theirs in zip(fused, reference):
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
+        assert ours["kl/lambda"] == theirs["kl/lambda"]
