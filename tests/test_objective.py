@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from sage_fast.choices import KL_STRATEGIES
@@ -101,23 +100,6 @@ def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
     assert controller.value == pytest.approx(expected)
 
 
-@pytest.fixture
-def float64_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers computes rotary embeddings and RMSNorm in float32 whatever the input; here in the input's type."""
-
-    def rotate(x: Tensor, freqs: tuple[Tensor, Tensor], sequence_dim: int) -> Tensor:
-        assert sequence_dim == 1
-        cos, sin = (f.to(x)[None, :, None, :] for f in freqs)
-        real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return x * cos + torch.stack([-imaginary, real], dim=-1).flatten(-2) * sin
-
-    def rms_norm(self: RMSNorm, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, self.dim, self.weight, self.eps)
-
-    monkeypatch.setattr("diffusers.models.embeddings.apply_rotary_emb", rotate)
-    monkeypatch.setattr(RMSNorm, "forward", rms_norm)
-
-
 def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
     """A batch with stored transitions in the policy's own precision."""
     table = trainer.full_table
@@ -141,7 +123,7 @@ def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
 @pytest.mark.parametrize("kind", ["clip", "log_prob"])
 @pytest.mark.parametrize("strategy", KL_STRATEGIES)
 def test_gradient_of_the_whole_loss(
-    strategy: str, kind: str, velocity_term: str, float64_transformer: None, monkeypatch: pytest.MonkeyPatch
+    strategy: str, kind: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Directional derivative of the loss in the weights against central differences, float64 throughout.
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sage_fast.ops.transition_step import guided
+from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.text import TextBatch
 
 State = dict[str, Tensor]
@@ -49,6 +50,7 @@ class HunyuanVideo15Policy:
         self.transformer = transformer
         self.dtype = dtype
         self.guidance_scale = guidance_scale
+        self.forward = TextToVideoForward(transformer)
         self.latent_channels: int = transformer.config.out_channels
         # The timestep stays fp32 up to the sinusoid (a bf16 timestep is off by up to 2 units of 1000).
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
@@ -74,23 +76,9 @@ class HunyuanVideo15Policy:
         Returns:
             `[B, C, T, H, W]` in the activation type.
         """
-        config = self.transformer.config
-        batch, channels, *space = x.shape
-        x = x.to(self.dtype)
-        # Text-to-video: no conditioning frames, mask 0, no image tokens.
-        condition = x.new_zeros(batch, config.in_channels - channels, *space)
         weights = next(self.transformer.parameters()).dtype
         with torch.autocast(x.device.type, dtype=self.dtype, enabled=weights != self.dtype):
-            return self.transformer(
-                hidden_states=torch.cat([x, condition], dim=1),
-                timestep=1000 * sigma,
-                encoder_hidden_states=text.text,
-                encoder_attention_mask=text.text_mask,
-                encoder_hidden_states_2=text.glyphs,
-                encoder_attention_mask_2=text.glyphs_mask,
-                image_embeds=x.new_zeros(batch, 0, config.image_embed_dim),
-                return_dict=False,
-            )[0]
+            return self.forward(x.to(self.dtype), 1000 * sigma, text)
 
     def velocities(
         self, x: Tensor, sigma: Tensor, text: TextBatch, negative: TextBatch | None

@@ -38,19 +38,23 @@ class TextEmbedding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextBatch:
-    """A batch of prompts: `text [B, L, D]`, `text_mask [B, L]`, `glyphs [B, L2, D2]`, `glyphs_mask [B, L2]`."""
+    """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and int64 masks `[B, L]`, `[B, L2]`.
+
+    A mask is None where all lengths are equal: nothing is padded, nothing needs masking.
+    """
 
     text: Tensor
-    text_mask: Tensor
+    text_mask: Tensor | None
     glyphs: Tensor
-    glyphs_mask: Tensor
+    glyphs_mask: Tensor | None
 
 
-def _pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    lengths = torch.tensor([len(row) for row in rows])
-    longest = int(lengths.max())
+def _pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    lengths = [len(row) for row in rows]
+    if min(lengths) == max(lengths):
+        return torch.stack(list(rows)), None
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-    mask = torch.arange(longest)[None, :] < lengths[:, None]
+    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
     return padded, mask.to(device=padded.device, dtype=torch.int64)
 
 
