@@ -8,7 +8,6 @@ tree is written into the run folder with `dump`.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +41,8 @@ class ModelConfig:
     tuning: str = "lora"
     """`lora` or `full`."""
     weights: str | None = None
-    """Trained weights to start from, as a run leaves them: LoRA in diffusers format, or a transformer folder."""
+    """Trained weights to start from, as a run leaves them: LoRA in diffusers format (its rank and alpha
+    then come from the file), or a transformer folder."""
     lora_rank: int = 64
     lora_alpha: int = 128
     lora_targets: str = (
@@ -302,6 +302,7 @@ def validate(config: Config) -> None:
         ("model.lora_rank", model.lora_rank),
         ("eval.steps", config.eval.steps),
         ("eval.num_prompts", config.eval.num_prompts),
+        ("eval.num_videos", config.eval.num_videos),
         ("eval.seeds_per_prompt", config.eval.seeds_per_prompt),
     ):
         _require(value >= 1, name, value, "expected at least 1; the nearest is 1")
@@ -323,10 +324,3 @@ def validate(config: Config) -> None:
         weights,
         "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1",
     )
-    if config.reward.name != "testbed":
-        module, _, attribute = config.reward.name.partition(":")
-        if not attribute or importlib.util.find_spec(module.split(".")[0]) is None:
-            raise ValueError(
-                f"reward.name = {config.reward.name!r}: expected 'testbed' or 'package.module:name' "
-                f"of something importable; no package {module.split('.')[0]!r} is installed"
-            )

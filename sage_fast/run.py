@@ -46,10 +46,11 @@ class Setup:
         """Embed all prompts; one rank fills the cache, all read it."""
         folder = Path(self.config.data.embedding_cache or cache)
         wanted = list(dict.fromkeys(["", *self.prompts, *self.eval_prompts]))
+        source = f"{self.model.path} {self.config.model.dtype}"
         if rank() == 0:
-            encode_cached(wanted, self.model.load_encoder, folder, self.model.path, quiet)
+            encode_cached(wanted, self.model.load_encoder, folder, source, quiet)
         barrier()
-        self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, self.model.path, quiet=True)
+        self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, source, quiet=True)
 
 
 def load_setup(config: Config, prompts: list[str] | None = None) -> Setup:

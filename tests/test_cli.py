@@ -127,7 +127,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:
 
 def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = DEMO.parent / "hunyuanvideo15-480p.yaml"
-    arguments = ["--reward.name", "testbed", "--output", str(tmp_path / "none")]
+    arguments = ["--output", str(tmp_path / "none")]
     assert main(["train", str(config), "--dry-run", *arguments]) == 0
     plan = capsys.readouterr().out
     assert "8.3" in plan
@@ -145,6 +145,8 @@ def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--model.weights", "no/such/file"], "model.weights = 'no/such/file': no such file"),
         (["--data.prompts", "missing.txt"], "missing.txt': no such file"),
         (["--reward.name", "json:nothing"], "json has no 'nothing'"),
+        (["--reward.name", "no_such_module:Reward"], "no package 'no_such_module' is installed"),
+        (["--reward.name", "videoalign"], "expected 'testbed' or 'package.module:name'"),
         (["--sampling.sampler", "ode"], "no stochastic step"),
     ],
 )

@@ -6,6 +6,7 @@ A reward is a callable `(videos, prompts) -> {part: Tensor [B]}` with videos flo
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -29,10 +30,16 @@ def load_reward(config: RewardConfig) -> Reward:
     """The reward named by `config.name`; a class is instantiated without arguments.
 
     Raises:
-        ValueError: the module has no such name.
+        ValueError: the name is not of that form, no such module is installed, or the module has no such name.
     """
     name = "sage_fast.rewards.testbed:TestbedReward" if config.name == "testbed" else config.name
     module_name, _, attribute = name.partition(":")
+    package = module_name.split(".")[0]
+    if not attribute or importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"reward.name = {config.name!r}: expected 'testbed' or 'package.module:name' of something importable"
+            + (f"; no package {package!r} is installed" if attribute else "")
+        )
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ValueError(f"reward.name = {config.name!r}: module {module_name} has no {attribute!r}")
