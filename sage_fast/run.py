@@ -26,7 +26,7 @@ from sage_fast.metrics import MetricsWriter, read_lines
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding, encode_cached
 from sage_fast.report import format_paired_table, paired_table, write_report
-from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.rewards import CompositeReward, RewardError, load_reward
 from sage_fast.trainer import Trainer, check_trainable
 from sage_fast.videos import comparison_sheet, contact_sheet, save_mp4
 
@@ -132,9 +132,11 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
                 evaluations.append(_evaluate(trainer, setup, run, f"iteration-{done:06d}", done, say))
             if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
                 save_checkpoint(trainer, run, done)
-    except KeyboardInterrupt:
-        save_checkpoint(trainer, run, done)
-        say(f"interrupted after {done} iterations; continue with --resume")
+    except (KeyboardInterrupt, RewardError) as reason:
+        # A reward fails on one rank alone, where waiting for the others would never end.
+        if isinstance(reason, KeyboardInterrupt) or world_size() == 1:
+            save_checkpoint(trainer, run, done)
+            say(f"stopped after {done} iterations; continue with --resume")
         raise
     finally:
         if writer is not None:

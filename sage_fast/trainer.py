@@ -74,7 +74,9 @@ def check_trainable(config: Config) -> None:
     """
     s, train = config.sampling, config.train
     table = configured_table(config)
-    trainable = min(len(trained_steps(iteration_table(table, config, i), config, i)) for i in range(train.iterations))
+    starts = range(s.steps - s.sde_window + 1) if s.sde_window else [0]
+    windows = [table.window(start, start + s.sde_window) if s.sde_window else table for start in starts]
+    trainable = min(len(trained_steps(window, config, 0)) for window in windows)
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
         raise ValueError(

@@ -172,3 +172,4 @@ def test_failing_reward_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     error = capsys.readouterr().err
     assert "raised OSError: scoring server went away" in error
     assert "Traceback" not in error
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["iteration-000000"]

@@ -133,6 +133,22 @@ def test_shared_initial_noise() -> None:
     assert len({int(group.latent_seeds[0]) for group in groups}) == 2
 
 
+def test_no_seed_is_used_twice_and_ranks_split_the_same_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(train__prompts_per_iteration=4))
+    seeds = [int(s) for index in range(50) for group in trainer._draw_groups(index) for s in group.seeds]
+    assert len(set(seeds)) == len(seeds) == 50 * 4 * 3
+    whole = trainer._draw_groups(7)
+    monkeypatch.setattr("sage_fast.trainer.world_size", lambda: 2)
+    parts = []
+    for number in (0, 1):
+        monkeypatch.setattr("sage_fast.trainer.rank", lambda number=number: number)
+        parts.append(trainer._draw_groups(7))
+    assert [len(part) for part in parts] == [2, 2]
+    for ours, expected in zip(parts[0] + parts[1], whole):
+        actual, wanted = ((g.slot, g.prompt, g.seeds.tolist()) for g in (ours, expected))
+        assert actual == wanted
+
+
 def test_every_kept_sample_is_in_every_update() -> None:
     trainer = tiny_trainer(settings(train__optimizer_steps=2, sampling__steps=6))
     groups = trainer._draw_groups(0)
