@@ -172,4 +172,11 @@ def test_failing_reward_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     error = capsys.readouterr().err
     assert "raised OSError: scoring server went away" in error
     assert "Traceback" not in error
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["iteration-000000"]
+
+
+def test_reward_that_fails_later_leaves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert train(run, "--reward.name", "tests.test_trainer:LateFailure") == 1
+    assert "went away later" in capsys.readouterr().err
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000001"]
+    assert train(run, "--resume") == 0

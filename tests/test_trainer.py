@@ -192,6 +192,19 @@ class RaisingReward(BrightnessReward):
         return super().__call__(videos, prompts)
 
 
+class LateFailure(BrightnessReward):
+    """Scores one evaluation and one iteration, then fails."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.calls > 2:
+            raise OSError("scoring server went away later")
+        return super().__call__(videos, prompts)
+
+
 def test_failed_rewards_stop_the_run() -> None:
     with pytest.raises(RewardError, match=r"not finite for prompt 'a .*'mq': nan.*reward.on_failure = 'drop'"):
         tiny_trainer(settings(), NanReward()).iteration(0)
