@@ -1,6 +1,9 @@
 """The benchmark runs end to end at a tiny size, refuses to time wrong results, and says what it has no rows for."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,20 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for row in result["rows"]:
         assert set(row["seconds"]) == {"fused", "eager", "compiled", "copy"}
         assert all(times["p20"] <= times["p50"] <= times["p80"] for times in row["seconds"].values())
+
+
+def test_bench_runs_the_triton_kernels_in_the_interpreter() -> None:
+    """Gate and timing of the GPU path, end to end, without a GPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sage_fast", "bench", "--size", "tiny", "--repetitions", "1"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "SAGE_FAST_OPS": "triton"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Triton interpreter" in done.stdout
+    assert "There is no GPU row yet" in done.stdout
 
 
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place
 where they are there: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
-`SAGE_FAST_OPS=reference` in the environment leaves the fused ones out.
+`SAGE_FAST_OPS=reference` in the environment leaves the fused ones out; `SAGE_FAST_OPS=triton` with `TRITON_INTERPRET=1`
+serves the CPU by Triton's interpreter, which is slow and for checks alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from sage_fast.choices import nearest
 from sage_fast.ops._common import LIBRARY
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
@@ -30,7 +32,7 @@ _serving: dict[str, str] = {}
 
 
 def implementation(device: torch.device) -> str:
-    """What serves the operators on `device`: `C++`, `Triton` or `PyTorch reference`."""
+    """What serves the operators on `device`: `C++`, `Triton`, `Triton interpreter` or `PyTorch reference`."""
     return _serving.get(device.type, "PyTorch reference")
 
 
@@ -55,12 +57,20 @@ def _cpp(name: str) -> Callable[[], Callable[..., Any]]:
 
 
 def _register() -> None:
-    if os.environ.get("SAGE_FAST_OPS") == "reference":
+    choice = os.environ.get("SAGE_FAST_OPS", "")
+    if choice not in ("", "reference", "triton"):
+        raise ValueError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
+    if choice == "reference":
         return
     if importlib.util.find_spec("triton") is not None:
         for name, module, reference in _OPERATORS:
             LIBRARY.impl(name, _serve(_triton(module, name), reference), "CUDA")
         _serving["cuda"] = "Triton"
+    if choice == "triton":
+        for name, module, reference in _OPERATORS:
+            LIBRARY.impl(name, _serve(_triton(module, name), reference), "CPU")
+        _serving["cpu"] = "Triton interpreter"
+        return
     extension = next(Path(__file__).parents[1].glob("_C.*so"), None)
     if extension is None:
         logging.getLogger("sage_fast").warning(
