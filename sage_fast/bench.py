@@ -39,6 +39,8 @@ SIZES = {
 CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4")
 GUIDED_STEP_SECONDS = 2 * 6.6e14 / 790e12
 """Two forwards at 480p, 81 frames, at an H200's measured matmul ceiling: what an operator is small beside."""
+H200_BYTES_PER_SECOND = 4.3e12
+"""An H200's measured copy bandwidth."""
 
 STEP, STEPS, ETA = 7, 20, 0.7
 ROTATION_BYTES = 512 * 2**20
@@ -297,11 +299,13 @@ def format_result(result: dict[str, Any]) -> str:
             f"{p50['eager'] / fused:>6.1f}x{p50['compiled'] * 1e3:>8.2f} ms{p50['compiled'] / fused:>6.2f}x"
             f"{p50['copy'] * 1e3:>8.2f} ms{p50['copy'] / fused:>9.0%}"
         )
+    share = 12 * math.prod(SIZES["480p batch 1"]) / H200_BYTES_PER_SECOND / GUIDED_STEP_SECONDS
     lines += [
         "",
         "medians of one interleaved run on inputs that rotate past the cache; copy = the same bytes, copied",
         "In proportion: a guided 480p denoising step of the 8.3 B transformer takes at least "
-        f"{GUIDED_STEP_SECONDS:.2f} s on one H200; there the fused step is about 6e-5 of it at the bandwidth limit.",
+        f"{GUIDED_STEP_SECONDS:.2f} s on one H200; the fused step at its "
+        f"{H200_BYTES_PER_SECOND / 1e12:.1f} TB/s is {share:.0e} of that (both measured ceilings, not runs of ours).",
     ]
     if env["operators"] != "Triton":
         lines.append("There is no GPU row yet.")
