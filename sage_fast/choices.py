@@ -13,6 +13,7 @@ VELOCITY_TERMS = ("rollout", "closed_form")
 FEEDBACKS = ("paper", "ppo", "off")
 DTYPES = ("float32", "bfloat16")
 TUNINGS = ("lora", "full")
+ATTENTION_BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash3", "xformers")
 ON_FAILURE = ("stop", "drop")
 
 

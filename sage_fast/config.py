@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sage_fast.choices import (
+    ATTENTION_BACKENDS,
     DTYPES,
     FEEDBACKS,
     KL_STRATEGIES,
@@ -49,6 +50,8 @@ class ModelConfig:
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
     )
     """Regular expression over module names."""
+    attention: str = "auto"
+    """`sdpa`, `cudnn`, `flash` (flash-attn 2), `flash3`, `xformers`, or `auto`: the fastest that is there, measured."""
     gradient_checkpointing: bool = True
     """Recompute each transformer block in the backward pass."""
 
@@ -82,6 +85,10 @@ class SamplingConfig:
     """Give all samples of a group the same initial latents."""
     batch_size: int = 4
     """Samples that are denoised together."""
+    cuda_graphs: bool = True
+    """Replay denoising steps from CUDA graphs where they are small enough to gain; the same bits."""
+    offload_trajectories: bool = False
+    """Hold the trained steps in pinned host memory instead of the GPU's."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -269,6 +276,7 @@ def validate(config: Config) -> None:
     """
     model, s, objective, kl, train = config.model, config.sampling, config.objective, config.kl, config.train
     _one_of("model.dtype", model.dtype, DTYPES)
+    _one_of("model.attention", model.attention, ATTENTION_BACKENDS)
     _one_of("model.tuning", model.tuning, TUNINGS)
     _one_of("sampling.sampler", s.sampler, SAMPLERS)
     _require(math.isfinite(s.eta) and s.eta >= 0, "sampling.eta", s.eta, "expected at least 0; the nearest is 0")

@@ -12,10 +12,11 @@ from tqdm import tqdm
 
 from sage_fast.config import Config
 from sage_fast.engine.distributed import all_gather_object, rank, world_size
+from sage_fast.graphs import step_graphs
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
-from sage_fast.rollout import initial_latents, rollout
+from sage_fast.rollout import equal_runs, initial_latents, rollout
 from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
 
@@ -50,25 +51,27 @@ def generate(
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
     shape = model.latent_shape(config.sampling)
-    size = config.sampling.batch_size
-    videos: list[Tensor] = []
-    total = -(-len(prompts) // size) * len(table)
-    with tqdm(total=total, desc="sample", unit="step", disable=not progress, leave=False) as bar:
-        for start in range(0, len(prompts), size):
-            chunk = prompts[start : start + size]
-            keys = seeds[start : start + size]
-            trajectories = rollout(
+    # Prompts of one length together, so that none is padded; the videos come back in the order of the prompts.
+    order = sorted(range(len(prompts)), key=lambda i: embeddings[prompts[i]].tokens)
+    runs = equal_runs([embeddings[prompts[i]].tokens for i in order], config.sampling.batch_size)
+    graphs = step_graphs(model.policy, tqdm.write) if config.sampling.cuda_graphs else None
+    videos: dict[int, Tensor] = {}
+    with tqdm(total=len(runs) * len(table), desc="sample", unit="step", disable=not progress, leave=False) as bar:
+        for run in runs:
+            chosen = order[run]
+            latents = rollout(
                 model.policy,
                 table,
                 coefs,
-                [embeddings[prompt] for prompt in chunk],
-                embeddings[""],
-                keys,
-                initial_latents(keys, shape, device),
+                model.policy.conditioning_table(table.sigmas[:-1], embeddings),
+                [prompts[i] for i in chosen],
+                seeds[chosen],
+                initial_latents(seeds[chosen], shape, device),
                 on_step=bar.update,
+                graphs=graphs,
             )
-            videos.extend(model.decode(trajectories.latents).cpu())
-    return videos
+            videos.update(zip(chosen, model.decode(latents).cpu()))
+    return [videos[i] for i in range(len(prompts))]
 
 
 def evaluate(

@@ -7,49 +7,92 @@ so a sample comes out the same in any batch and on any rank.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from sage_fast.ops import transition_step
+from sage_fast.graphs import StepGraphs, denoise
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
-from sage_fast.ops.transition_step import guided
+from sage_fast.policy.conditioning import ConditioningTable
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
-from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.transitions import TransitionTable
 
+Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""(step, x, x_next, log_prob, guided velocity) of a step; the next step may overwrite the tensors."""
 
-@dataclasses.dataclass(kw_only=True)
+
 class Trajectories:
-    """B rollouts.
+    """The trained steps of N rollouts, allocated once.
+
+    Args:
+        count: N.
+        shape: (C, T, H, W) of a sample's latents.
+        steps: the trained steps.
+        device: of the policy.
+        velocities: type of the rollout policy's velocities to keep; None keeps none.
+        offload: hold states and velocities in pinned host memory.
 
     Attributes:
-        latents: float32 `[B, C, T, H, W]`, the final samples (VAE-scaled).
-        states: step -> float32 `[B, C, T, H, W]` latents before that step; the kept steps and their successors alone.
-        log_probs: step -> float32 `[B]`, for the kept steps.
-        velocities: step -> `[B, C, T, H, W]` guided velocity of the rollout policy, where it was asked for.
+        latents: float32 `[N, C, T, H, W]`, the final samples (VAE-scaled), on the device.
+        states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
+        log_probs: step -> float32 `[N]`, on the device.
+        velocities: step -> `[N, C, T, H, W]`, guidance included.
     """
 
-    latents: Tensor
-    states: dict[int, Tensor]
-    log_probs: dict[int, Tensor]
-    velocities: dict[int, Tensor]
+    def __init__(
+        self,
+        count: int,
+        shape: Sequence[int],
+        steps: Sequence[int],
+        device: torch.device,
+        *,
+        velocities: torch.dtype | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.device = device
+        self.count, self.shape = count, tuple(shape)
+        self.steps = frozenset(steps)
+        self.offload = offload
+        self.latents = torch.empty(count, *shape, device=device)
+        self.states = {t: self.empty(torch.float32) for t in sorted({*steps, *(t + 1 for t in steps)})}
+        self.log_probs = {t: torch.empty(count, device=device) for t in steps}
+        self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in steps}
 
-    @staticmethod
-    def concatenate(parts: Sequence[Trajectories]) -> Trajectories:
-        """Join batches of rollouts along B."""
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """`[N, C, T, H, W]` where the states are held."""
+        if not self.offload:
+            return torch.empty(self.count, *self.shape, dtype=dtype, device=self.device)
+        return torch.empty(self.count, *self.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-        def join(rows: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
-            return {step: torch.cat([row[step] for row in rows]) for step in rows[0]}
+    def record(self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor) -> None:
+        """Keep a step of samples `rows`; a step that is not trained leaves nothing."""
+        if step not in self.steps:
+            return
+        if step - 1 not in self.steps:
+            self.states[step][rows].copy_(x, non_blocking=True)
+        self.states[step + 1][rows].copy_(x_next, non_blocking=True)
+        self.log_probs[step][rows].copy_(log_prob)
+        if self.velocities:
+            self.velocities[step][rows].copy_(velocity, non_blocking=True)
 
-        return Trajectories(
-            latents=torch.cat([part.latents for part in parts]),
-            states=join([part.states for part in parts]),
-            log_probs=join([part.log_probs for part in parts]),
-            velocities=join([part.velocities for part in parts]),
-        )
+    def gather(self, rows: dict[int, Tensor], transitions: Sequence[tuple[int, int]], after: int = 0) -> Tensor:
+        """`[M, C, T, H, W]` on the device: for each of M (sample, step), its entry of `rows`, or that `after` steps on.
+
+        Offloaded entries are copied one by one in stream order: the host never reads what the device still writes.
+        """
+        return torch.stack([rows[t + after][i].to(self.device, non_blocking=True) for i, t in transitions])
+
+
+def equal_runs(lengths: Sequence[int], size: int) -> list[slice]:
+    """Consecutive slices of at most `size` samples whose prompts have one length, so that none needs a mask."""
+    runs: list[slice] = []
+    start = 0
+    for i in range(1, len(lengths) + 1):
+        if i == len(lengths) or lengths[i] != lengths[start] or i - start == size:
+            runs.append(slice(start, i))
+            start = i
+    return runs
 
 
 def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -64,48 +107,45 @@ def rollout(
     policy: HunyuanVideo15Policy,
     table: TransitionTable,
     coefs: Tensor,
-    texts: Sequence[TextEmbedding],
-    negative: TextEmbedding | None,
+    conditioning: ConditioningTable,
+    prompts: Sequence[str],
     seeds: Tensor,
     latents: Tensor,
     *,
-    keep: Sequence[int] = (),
-    keep_velocities: bool = False,
+    record: Record | None = None,
     on_step: Callable[[], object] | None = None,
-) -> Trajectories:
+    graphs: StepGraphs | None = None,
+) -> Tensor:
     """Sample from sigma = 1 to 0.
 
     Args:
         policy: gives the velocity.
         table: the transitions, host side.
         coefs: `table.coefficients(...)` on the policy's device.
-        texts: B prompts.
-        negative: the negative prompt, needed with guidance.
+        conditioning: of the noise levels of `table`.
+        prompts: B prompts.
         seeds: int64 `[B]`, noise key of each sample.
         latents: float32 `[B, C, T, H, W]` at sigma = 1.
-        keep: steps whose transition is kept for training.
-        keep_velocities: keep the velocities of these steps too (closed-form KL).
+        record: given every step (`Trajectories.record`).
         on_step: called after every step (progress).
-    """
-    device = policy.device
-    text = collate(texts, device, policy.dtype)
-    no_text = collate([negative] * len(texts), device, policy.dtype) if policy.uses_guidance and negative else None
-    seeds = seeds.to(device)
-    steps = torch.arange(len(table), device=device)
-    sigmas = table.sigmas.to(device, torch.float32)
-    guidance = torch.tensor(policy.guidance_scale, device=device) if policy.uses_guidance else None
+        graphs: CUDA graphs to replay steps from; the same numbers to the bit.
 
-    out = Trajectories(latents=latents, states={}, log_probs={}, velocities={})
+    Returns:
+        float32 `[B, C, T, H, W]`, the final samples (VAE-scaled).
+    """
+    schedule = conditioning.of(prompts)
+    seeds = seeds.to(policy.device)
+    graph = graphs.prepare(coefs, schedule, seeds, latents) if graphs is not None else None
+    steps = torch.arange(len(table), device=policy.device)
     x = latents
     for t in range(len(table)):
-        v, v_uncond = policy.velocities(x, sigmas[t].expand(len(x)), text, no_text)
-        x_next, log_prob = transition_step(x, v, coefs, steps[t], seeds, v_uncond, guidance)
-        if t in keep:
-            out.states[t], out.states[t + 1], out.log_probs[t] = x, x_next, log_prob
-            if keep_velocities:
-                out.velocities[t] = guided(v, v_uncond, guidance, x.dtype) if v_uncond is not None else v
+        if graph is not None:
+            x, x_next, log_prob, velocity = graph.step()
+        else:
+            x_next, log_prob, velocity = denoise(policy, coefs, schedule, seeds, x, steps[t : t + 1])
+        if record is not None:
+            record(t, x, x_next, log_prob, velocity)
         x = x_next
         if on_step is not None:
             on_step()
-    out.latents = x
-    return out
+    return x.clone() if graph is not None else x

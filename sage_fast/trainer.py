@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,13 +14,15 @@ from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.engine.distributed import all_gather, all_reduce, rank, world_size
 from sage_fast.engine.engine import Engine, NonFiniteError
+from sage_fast.graphs import step_graphs
 from sage_fast.metrics import Metrics, Stopwatch
 from sage_fast.objective import KLController, Loss, group_advantages, sage_loss, uses_anchor, uses_velocity
 from sage_fast.ops import transition_score
+from sage_fast.policy.conditioning import Conditioning, ConditioningTable
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rewards import CompositeReward
-from sage_fast.rollout import Trajectories, initial_latents, rollout
+from sage_fast.rollout import Trajectories, equal_runs, initial_latents, rollout
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
 
@@ -104,6 +107,7 @@ class Trainer:
         reward: composite reward.
         prompts: training prompts.
         embeddings: prompt -> embedding, for every training prompt and the empty one.
+        say: told what a user should know.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Trainer:
         reward: CompositeReward,
         prompts: Sequence[str],
         embeddings: dict[str, TextEmbedding],
+        say: Callable[[str], object] = print,
     ) -> None:
         self.config = config
         self.model = model
@@ -129,6 +134,7 @@ class Trainer:
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         self.equalizer = self._equalizer()
+        self.graphs = step_graphs(self.policy, say) if config.sampling.cuda_graphs else None
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 
@@ -146,12 +152,14 @@ class Trainer:
         coefs = table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
 
         groups = self._draw_groups(index)
+        prompts = self._prompts_of(groups)
         with watch("rollout"):
-            trajectories = self._rollout(groups, table, coefs, steps)
+            conditioning = self.policy.conditioning_table(table.sigmas[:-1], self.embeddings)
+            trajectories = self._rollout(groups, table, coefs, steps, conditioning)
         with watch("decode"):
             videos = self._decode(trajectories.latents)
         with watch("reward"):
-            rewards, parts = self.reward(videos, self._prompts_of(groups))
+            rewards, parts = self.reward(videos, prompts)
         del videos
 
         size = (len(groups), self.config.train.group_size)
@@ -165,7 +173,8 @@ class Trainer:
             table=table,
             coefs=coefs,
             trajectories=trajectories,
-            texts=[self.embeddings[prompt] for prompt in self._prompts_of(groups)],
+            conditioning=conditioning,
+            prompts=prompts,
             advantages=advantages.flatten().float().to(self.device),
             anchor_velocities={},
         )
@@ -205,36 +214,52 @@ class Trainer:
             shared = self.config.sampling.shared_initial_noise
             latent_seeds = seeds[:1].expand(len(seeds)) if shared else seeds
             groups.append(Group(slot=slot, prompt=self.prompts[chosen[slot]], seeds=seeds, latent_seeds=latent_seeds))
-        return groups
+        return sorted(groups, key=lambda group: self.embeddings[group.prompt].tokens)  # equal lengths side by side
 
     def _prompts_of(self, groups: Sequence[Group]) -> list[str]:
         return [group.prompt for group in groups for _ in group.seeds]
 
+    def _runs(self, prompts: Sequence[str], size: int) -> list[slice]:
+        return equal_runs([self.embeddings[prompt].tokens for prompt in prompts], size)
+
     def _rollout(
-        self, groups: Sequence[Group], table: TransitionTable, coefs: Tensor, steps: Sequence[int]
+        self,
+        groups: Sequence[Group],
+        table: TransitionTable,
+        coefs: Tensor,
+        steps: Sequence[int],
+        conditioning: ConditioningTable,
     ) -> Trajectories:
-        texts = [self.embeddings[prompt] for prompt in self._prompts_of(groups)]
+        prompts = self._prompts_of(groups)
         seeds = torch.cat([group.seeds for group in groups])
         latent_seeds = torch.cat([group.latent_seeds for group in groups])
         closed_form = uses_velocity(self.config.kl) and self.config.kl.velocity_term == "closed_form"
-        keep_velocities = closed_form or (self.anchor is not None and self.anchor_is_current)
-        parts = []
-        for chunk in range(0, len(texts), self.config.sampling.batch_size):
-            of = slice(chunk, chunk + self.config.sampling.batch_size)
-            parts.append(
-                rollout(
-                    self.policy,
-                    table,
-                    coefs,
-                    texts[of],
-                    self.embeddings[""],
-                    seeds[of],
-                    initial_latents(latent_seeds[of], self.latent_shape, self.device),
-                    keep=steps,
-                    keep_velocities=keep_velocities,
-                )
+        keeps_velocities = closed_form or (self.anchor is not None and self.anchor_is_current)
+        trajectories = Trajectories(
+            len(prompts),
+            self.latent_shape,
+            steps,
+            self.device,
+            velocities=self._velocity_dtype if keeps_velocities else None,
+            offload=self.config.sampling.offload_trajectories,
+        )
+        for rows in self._runs(prompts, self.config.sampling.batch_size):
+            trajectories.latents[rows] = rollout(
+                self.policy,
+                table,
+                coefs,
+                conditioning,
+                prompts[rows],
+                seeds[rows],
+                initial_latents(latent_seeds[rows], self.latent_shape, self.device),
+                record=functools.partial(trajectories.record, rows),
+                graphs=self.graphs,
             )
-        return Trajectories.concatenate(parts)
+        return trajectories
+
+    @property
+    def _velocity_dtype(self) -> torch.dtype:
+        return torch.float32 if self.policy.uses_guidance else self.policy.dtype
 
     def _decode(self, latents: Tensor) -> Tensor:
         size = self.config.sampling.batch_size
@@ -274,9 +299,9 @@ class Trainer:
         # Gradients are averaged over the ranks; `total` counts the transitions of all of them.
         weight = world_size() / total
         losses = []
-        for start in range(0, len(transitions), self.config.train.batch_size):
-            micro = transitions[start : start + self.config.train.batch_size]
-            loss = self._loss(batch, micro, metrics, weight)
+        transitions = sorted(transitions, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
+        for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
+            loss = self._loss(batch, transitions[rows], metrics, weight)
             (weight * loss.total.sum()).backward()
             losses.append(dataclasses.replace(loss, total=loss.total.detach()))
         self._record_losses(metrics, losses)
@@ -320,49 +345,49 @@ class Trainer:
     def _score(self, batch: _Batch, micro: Sequence[Transition]) -> tuple[Tensor, Tensor, Tensor]:
         """Forward through the policy at stored transitions, and their log-prob and KLs."""
         rows = batch.trajectories
-        x = torch.stack([rows.states[t][i] for i, t in micro])
-        x_next = torch.stack([rows.states[t + 1][i] for i, t in micro])
+        x = rows.gather(rows.states, micro)
         closed_form = uses_velocity(self.config.kl) and self.config.kl.velocity_term == "closed_form"
         return transition_score(
             x,
-            x_next,
+            rows.gather(rows.states, micro, after=1),
             self._velocity(batch, micro, x),
             batch.coefs,
             torch.tensor([t for _, t in micro], device=self.device),
-            torch.stack([batch.anchor_velocities[t][i] for i, t in micro]) if self.anchor is not None else None,
-            torch.stack([rows.velocities[t][i] for i, t in micro]) if closed_form else None,
+            rows.gather(batch.anchor_velocities, micro) if self.anchor is not None else None,
+            rows.gather(rows.velocities, micro) if closed_form else None,
         )
 
     def _velocity(self, batch: _Batch, micro: Sequence[Transition], x: Tensor) -> Tensor:
-        text = collate([batch.texts[i] for i, _ in micro], self.device, self.policy.dtype)
-        negative = (
-            collate([self.embeddings[""]] * len(micro), self.device, self.policy.dtype)
-            if self.policy.uses_guidance
-            else None
+        return self.policy.guided_velocity(x, self._conditioning(batch, micro))
+
+    def _conditioning(self, batch: _Batch, micro: Sequence[Transition]) -> Conditioning:
+        """From the rollout's table; made anew, with gradients, where its weights are trained."""
+        prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
+        if self.policy.forward.conditioning_is_frozen:
+            same = len(set(steps)) == 1
+            return batch.conditioning.of(prompts).at(torch.tensor(steps[:1] if same else steps, device=self.device))
+        text, negative = (
+            collate([self.embeddings[prompt] for prompt in of], self.device, self.policy.dtype)
+            for of in (prompts, [""] * len(prompts))
         )
-        sigma = batch.table.sigmas[[t for _, t in micro]].to(self.device, torch.float32)
-        return self.policy.guided_velocity(x, sigma, text, negative)
+        sigma = batch.table.sigmas[steps].to(self.device, torch.float32)
+        return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)
 
     @torch.no_grad()
     def _anchor_velocities(self, batch: _Batch, steps: Sequence[int]) -> dict[int, Tensor]:
-        """step -> the anchor's `[B, ...]` velocities: one forward each, none while the anchor is the rollout policy."""
+        """step -> the anchor's `[N, ...]` velocities: one forward each, none while the anchor is the rollout policy."""
         if self.anchor is None:
             return {}
         rows = batch.trajectories
         if self.anchor_is_current:
             return rows.velocities
-        size = self.config.sampling.batch_size
-        count = len(rows.latents)
-        velocities = {}
+        velocities = {t: rows.empty(self._velocity_dtype) for t in steps}
         with self.policy.using(self.anchor):
             for t in steps:
-                chunks = [range(i, min(i + size, count)) for i in range(0, count, size)]
-                velocities[t] = torch.cat(
-                    [
-                        self._velocity(batch, [(i, t) for i in chunk], rows.states[t][chunk.start : chunk.stop])
-                        for chunk in chunks
-                    ]
-                )
+                for run in self._runs(batch.prompts, self.config.sampling.batch_size):
+                    micro = [(i, t) for i in range(run.start, run.stop)]
+                    velocity = self._velocity(batch, micro, rows.gather(rows.states, micro))
+                    velocities[t][run].copy_(velocity, non_blocking=True)
         return velocities
 
     def _refresh_anchor(self) -> None:
@@ -384,11 +409,10 @@ class Trainer:
         Raises:
             ParityError: above a tenth of the clip range, so that the ratio could not be told from noise.
         """
-        size = self.config.train.batch_size
-        transitions = [(i, t) for t in steps for i in range(min(2, len(batch.texts)))]
+        transitions = [(i, t) for t in steps for i in range(min(2, len(batch.prompts)))]
         worst = torch.zeros((), device=self.device)
-        for start in range(0, len(transitions), size):
-            micro = transitions[start : start + size]
+        for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
+            micro = transitions[rows]
             log_prob, _, _ = self._score(batch, micro)
             old = torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro])
             worst = torch.maximum(worst, (log_prob.detach() - old).abs().max())
@@ -467,6 +491,7 @@ class _Batch:
     table: TransitionTable
     coefs: Tensor
     trajectories: Trajectories
-    texts: Sequence[TextEmbedding]
+    conditioning: ConditioningTable
+    prompts: Sequence[str]
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]

@@ -16,6 +16,7 @@ from sage_fast.plan import (
     plan,
     training_flops,
 )
+from sage_fast.policy.attention import ATTENTION
 from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.hunyuan import add_lora
 from tests.tiny import settings, tiny_model
@@ -136,9 +137,10 @@ def block_and_inputs(tuning: str, dtype: torch.dtype) -> tuple[torch.nn.Module, 
         transformer.transformer_blocks.to(dtype)
         add_lora(transformer, rank=1, alpha=1, targets=ModelConfig().lora_targets, seed=0)
     streams = [torch.randn(1, count, 256, dtype=dtype, requires_grad=True) for count in (120, 40)]
-    rotary = torch.randn(120, 32, dtype=torch.complex64)
+    modulation = torch.randn(1, 2, 6, 256, dtype=dtype)
     TextToVideoForward(transformer)
-    return transformer.transformer_blocks[0], [*streams, torch.randn(1, 256, dtype=dtype), None, rotary]
+    inputs = [*streams, modulation, None, torch.randn(120, 32, 2), ATTENTION["sdpa"], False]
+    return transformer.transformer_blocks[0], inputs
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

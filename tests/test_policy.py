@@ -77,6 +77,10 @@ def text_of(embeddings: dict[str, TextEmbedding], *prompts: str, dtype: torch.dt
     return collate([embeddings[prompt] for prompt in prompts], CPU, dtype)
 
 
+def velocity(policy: HunyuanVideo15Policy, x: Tensor, sigma: Tensor, text: TextBatch) -> Tensor:
+    return policy.velocity(x, policy.condition(sigma, text))
+
+
 def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
     """Give the up-projections values: at zero they hide everything below them."""
     generator = torch.Generator().manual_seed(5)
@@ -105,7 +109,7 @@ def test_load_model_stores_weights_as_the_tuning_needs_them(
     assert frozen <= {base, torch.float32}  # float32: adapters of the dead ends
     assert not any(p.requires_grad for p in model.vae.parameters())
     text = text_of(embeddings, PLAIN, QUOTED, dtype=activations)
-    v = policy.velocity(noise(2, *SPACE), torch.tensor([0.9, 0.3]), text)
+    v = velocity(policy, noise(2, *SPACE), torch.tensor([0.9, 0.3]), text)
     assert v.shape == (2, *SPACE)
     assert v.dtype == activations
     assert v.isfinite().all()
@@ -113,10 +117,10 @@ def test_load_model_stores_weights_as_the_tuning_needs_them(
 
 def test_bfloat16_stays_near_float32(checkpoint: Path, model: Model, embeddings: dict[str, TextEmbedding]) -> None:
     x, sigma = noise(1, *SPACE), torch.tensor([0.7])
-    exact = model.policy.velocity(x, sigma, text_of(embeddings, QUOTED))
+    exact = velocity(model.policy, x, sigma, text_of(embeddings, QUOTED))
     for tuning in ("lora", "full"):
         policy = load(checkpoint, tuning=tuning, dtype="bfloat16").policy
-        v = policy.velocity(x, sigma, text_of(embeddings, QUOTED, dtype=torch.bfloat16)).float()
+        v = velocity(policy, x, sigma, text_of(embeddings, QUOTED, dtype=torch.bfloat16)).float()
         assert 0 < (v - exact).norm() / exact.norm() < 0.03
 
 
@@ -253,8 +257,8 @@ def test_velocity_without_padding_equals_the_padded_stock_forward(
 ) -> None:
     x, sigma = noise(len(prompts), *SPACE), torch.tensor([0.9876543, 0.5, 0.01])[: len(prompts)]
     with torch.no_grad():
-        v = model.policy.velocity(x, sigma, text_of(embeddings, *prompts))
-        other = model.policy.velocity(x, sigma, text_of(embeddings, *[""] * len(prompts)))
+        v = velocity(model.policy, x, sigma, text_of(embeddings, *prompts))
+        other = velocity(model.policy, x, sigma, text_of(embeddings, *[""] * len(prompts)))
     assert (v - other).abs().max() > 0.01  # the text has a say, so the next line can fail
     torch.testing.assert_close(v, stock_velocity(pipeline, x, sigma, prompts), **ROUNDING)
 
@@ -269,7 +273,7 @@ def test_timestep_stays_float32_in_a_bfloat16_model(checkpoint: Path, embeddings
     hook = time_embed.register_forward_hook(
         lambda module, args, kwargs, out: seen.append((args[0], out)), with_kwargs=True
     )
-    policy.velocity(noise(1, *SPACE), sigma, text_of(embeddings, PLAIN, dtype=torch.bfloat16))
+    velocity(policy, noise(1, *SPACE), sigma, text_of(embeddings, PLAIN, dtype=torch.bfloat16))
     hook.remove()
     timestep, temb = seen[0]
     assert timestep.dtype == torch.float32
@@ -293,11 +297,11 @@ def test_ode_rollout_reproduces_the_pipeline(
         model.policy,
         table,
         table.coefficients(latents[0].numel()),
-        [embeddings[prompt] for prompt in prompts],
-        embeddings[""],
+        model.policy.conditioning_table(table.sigmas[:-1], embeddings),
+        prompts,
         torch.tensor([1, 2]),
         latents,
-    ).latents
+    )
     keys = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
     texts = dict(zip(keys, pipeline.encode_prompt(prompts, device=CPU, batch_size=2)))
     pipeline.guider.guidance_scale = guidance_scale
@@ -324,24 +328,24 @@ def test_fresh_lora_is_the_base_model_exactly(
     base = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer").eval()
     x, sigma, text = noise(2, *SPACE), torch.tensor([0.8, 0.2]), text_of(embeddings, PLAIN, QUOTED)
     with torch.no_grad():
-        expected = HunyuanVideo15Policy(base, dtype=torch.float32).velocity(x, sigma, text)
-        torch.testing.assert_close(model.policy.velocity(x, sigma, text), expected, rtol=0, atol=0)
+        expected = velocity(HunyuanVideo15Policy(base, dtype=torch.float32), x, sigma, text)
+        torch.testing.assert_close(velocity(model.policy, x, sigma, text), expected, rtol=0, atol=0)
 
 
 @torch.no_grad()
 def test_base_policy_is_the_initial_snapshot(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
     policy = load(checkpoint).policy
     x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED)
-    initial, before = policy.snapshot(), policy.velocity(x, sigma, text)
+    initial, before = policy.snapshot(), velocity(policy, x, sigma, text)
     perturb_adapter(policy)
-    trained = policy.velocity(x, sigma, text)
+    trained = velocity(policy, x, sigma, text)
     assert (trained - before).abs().max() > 0.01
     with policy.using(initial):
-        torch.testing.assert_close(policy.velocity(x, sigma, text), before, rtol=0, atol=0)
+        torch.testing.assert_close(velocity(policy, x, sigma, text), before, rtol=0, atol=0)
     policy.transformer.disable_adapters()
-    torch.testing.assert_close(policy.velocity(x, sigma, text), before, rtol=0, atol=0)
+    torch.testing.assert_close(velocity(policy, x, sigma, text), before, rtol=0, atol=0)
     policy.transformer.enable_adapters()
-    torch.testing.assert_close(policy.velocity(x, sigma, text), trained, rtol=0, atol=0)
+    torch.testing.assert_close(velocity(policy, x, sigma, text), trained, rtol=0, atol=0)
 
 
 def equal_states(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -386,7 +390,7 @@ def test_seed_decides_the_adapter_and_leaves_the_global_generator_alone(checkpoi
 
 def gradients(policy: HunyuanVideo15Policy, text: TextBatch) -> tuple[Tensor, dict[str, Tensor | None]]:
     batch = len(text.text)
-    v = policy.velocity(noise(batch, *SPACE), torch.linspace(0.9, 0.2, batch), text)
+    v = velocity(policy, noise(batch, *SPACE), torch.linspace(0.9, 0.2, batch), text)
     parameters = policy.parameters()
     found = torch.autograd.grad(v.float(), list(parameters.values()), noise(*v.shape, seed=9), allow_unused=True)
     return v.detach(), dict(zip(parameters, found))
@@ -452,17 +456,17 @@ def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
     trained.save_weights(tmp_path)
     assert {t.dtype for t in load_file(tmp_path / LORA_FILE).values()} == {torch.float32}
     x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED, dtype=trained.dtype)
-    expected = trained.velocity(x, sigma, text)
+    expected = velocity(trained, x, sigma, text)
 
     # rank and alpha come with the file (scaling 12 / 4, not the 64 / 64 asked for here)
     resumed = load(checkpoint, dtype=dtype, weights=str(tmp_path), lora_rank=64, lora_alpha=64).policy
     assert equal_states(resumed.snapshot(), trained.snapshot())
     assert resumed.transformer.peft_config["default"].lora_alpha == 12
-    torch.testing.assert_close(resumed.velocity(x, sigma, text), expected, rtol=0, atol=0)
+    torch.testing.assert_close(velocity(resumed, x, sigma, text), expected, rtol=0, atol=0)
 
     stock = HunyuanVideo15Transformer3DModel.from_pretrained(checkpoint, subfolder="transformer", dtype=trained.dtype)
     stock.load_lora_adapter(tmp_path, weight_name=LORA_FILE, prefix=None)
-    v = HunyuanVideo15Policy(stock.eval(), dtype=trained.dtype).velocity(x, sigma, text)
+    v = velocity(HunyuanVideo15Policy(stock.eval(), dtype=trained.dtype), x, sigma, text)
     rounding = {"rtol": 0, "atol": 0} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}  # stock: bf16 adapter
     torch.testing.assert_close(v, expected, **rounding)
 
@@ -492,7 +496,7 @@ def test_full_weights_come_back(checkpoint: Path, embeddings: dict[str, TextEmbe
     resumed = load(checkpoint, tuning="full", dtype="bfloat16", weights=str(tmp_path)).policy
     assert equal_states(resumed.snapshot(), trained.snapshot())
     x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED)
-    torch.testing.assert_close(resumed.velocity(x, sigma, text), trained.velocity(x, sigma, text), rtol=0, atol=0)
+    torch.testing.assert_close(velocity(resumed, x, sigma, text), velocity(trained, x, sigma, text), rtol=0, atol=0)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

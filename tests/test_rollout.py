@@ -1,5 +1,7 @@
 """Rollouts: parity with training, independence of the batch, equality with diffusers' Euler loop."""
 
+import functools
+
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -7,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from sage_fast.ops import transition_score
 from sage_fast.ops.philox import philox_normal
 from sage_fast.policy.text import collate
-from sage_fast.rollout import Trajectories, initial_latents, rollout
+from sage_fast.rollout import Trajectories, equal_runs, initial_latents, rollout
 from sage_fast.seeding import sample_seeds
 from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.transitions import sigma_schedule, transition_table
@@ -23,22 +25,26 @@ def roll(
     guidance: float = 1.0,
     dtype: torch.dtype = torch.float32,
     steps: int = 6,
+    offload: bool = False,
 ) -> tuple[Trajectories, torch.Tensor, torch.Tensor, object]:
     config = settings(sampling__guidance_scale=guidance)
     model = tiny_model(config, dtype)
     table = transition_table(sigma_schedule(steps, 3.0), sampler, 0.7)
     coefs = table.coefficients(1280)
-    texts = embeddings(PROMPTS)
-    trajectories = rollout(
+    conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS))
+    steps = table.stochastic_steps
+    trajectories = Trajectories(
+        len(seeds), LATENT_SHAPE, steps, CPU, velocities=torch.float32 if guidance != 1 else dtype, offload=offload
+    )
+    trajectories.latents[:] = rollout(
         model.policy,
         table,
         coefs,
-        [texts[PROMPTS[i % 2]] for i in range(len(seeds))],
-        texts[""],
+        conditioning,
+        [PROMPTS[i % 2] for i in range(len(seeds))],
         seeds,
         initial_latents(seeds, LATENT_SHAPE, CPU),
-        keep=table.stochastic_steps,
-        keep_velocities=True,
+        record=functools.partial(trajectories.record, slice(None)),
     )
     return trajectories, table.sigmas.float(), coefs, model.policy
 
@@ -54,7 +60,8 @@ def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None
     negative = collate([texts[""]] * 4, CPU, torch.float32)
     assert rows.log_probs
     for t, old in rows.log_probs.items():
-        v = policy.guided_velocity(rows.states[t], sigmas[t].expand(4), text, negative)
+        conditioning = policy.condition(sigmas[t].expand(4), text, negative if guidance != 1 else None)
+        v = policy.guided_velocity(rows.states[t], conditioning)
         assert v.requires_grad
         new, kl, _ = transition_score(rows.states[t], rows.states[t + 1], v, coefs, torch.tensor(t), rows.velocities[t])
         torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
@@ -65,9 +72,8 @@ def test_a_sample_does_not_depend_on_its_batch() -> None:
     """The same seeds alone, in pairs and together: the same noise to the bit, the same latents to rounding."""
     seeds = sample_seeds(0, 5, 1, range(4))
     together, *_ = roll(seeds)
-    pairs = Trajectories.concatenate([roll(seeds[:2])[0], roll(seeds[2:])[0]])
-    torch.testing.assert_close(together.latents, pairs.latents, rtol=1e-4, atol=1e-4)
-    assert together.log_probs.keys() == pairs.log_probs.keys()
+    pairs = torch.cat([roll(seeds[:2])[0].latents, roll(seeds[2:])[0].latents])
+    torch.testing.assert_close(together.latents, pairs, rtol=1e-4, atol=1e-4)
     assert torch.equal(initial_latents(seeds, (5, 7), CPU)[2:], initial_latents(seeds[2:], (5, 7), CPU))
     step = torch.tensor(3)
     assert torch.equal(philox_normal(seeds, step, (33,))[1], philox_normal(seeds[1:2], step, (33,))[0])
@@ -85,26 +91,37 @@ def test_ode_is_the_euler_loop_of_diffusers() -> None:
     x = initial_latents(seeds, LATENT_SHAPE, CPU)
     with torch.no_grad():
         for timestep in scheduler.timesteps:
-            v = policy.velocity(x, (timestep / 1000).expand(2), text)
+            v = policy.velocity(x, policy.condition((timestep / 1000).expand(2), text))
             x = scheduler.step(v, timestep, x).prev_sample
     torch.testing.assert_close(rows.latents, x, rtol=1e-4, atol=1e-5)
 
 
-def test_only_kept_steps_are_stored() -> None:
-    config = settings()
-    model = tiny_model(config)
-    table = transition_table(sigma_schedule(6, 3.0), "sage", 0.7)
-    texts = embeddings(PROMPTS)
-    seeds = sample_seeds(0, 0, 0, range(2))
-    rows = rollout(
-        model.policy, table, table.coefficients(1280), [texts[p] for p in PROMPTS], None, seeds,
-        initial_latents(seeds, LATENT_SHAPE, CPU), keep=[1, 2, 5],
-    )  # fmt: skip
+def test_only_trained_steps_are_stored() -> None:
+    rows = Trajectories(2, LATENT_SHAPE, [1, 2, 5], CPU)
+    x = [torch.randn(2, *LATENT_SHAPE) for _ in range(7)]
+    for t in range(6):
+        rows.record(slice(0, 2), t, x[t], x[t + 1], torch.full((2,), float(t)), x[t])
     assert sorted(rows.states) == [1, 2, 3, 5, 6]
     assert sorted(rows.log_probs) == [1, 2, 5]
     assert not rows.velocities
-    assert all(state.dtype == torch.float32 for state in rows.states.values())
-    assert rows.latents is rows.states[6]
+    for t, state in rows.states.items():
+        assert state.dtype == torch.float32
+        assert torch.equal(state, x[t])
+    gathered = rows.gather(rows.states, [(1, 5), (0, 2)], after=1)
+    assert torch.equal(gathered, torch.stack([x[6][1], x[3][0]]))
+
+
+def test_offloaded_trajectories_hold_the_same() -> None:
+    seeds = sample_seeds(0, 0, 0, range(2))
+    here, there = roll(seeds)[0], roll(seeds, offload=True)[0]
+    assert torch.equal(here.latents, there.latents)
+    assert all(torch.equal(here.states[t], there.states[t]) for t in here.states)
+    assert all(torch.equal(here.velocities[t], there.velocities[t]) for t in here.velocities)
+
+
+def test_runs_never_mix_lengths() -> None:
+    assert equal_runs([7, 7, 7, 9, 9, 4], 2) == [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)]
+    assert equal_runs([], 4) == []
 
 
 def test_bfloat16_activations_keep_float32_latents() -> None:

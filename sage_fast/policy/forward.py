@@ -1,9 +1,9 @@
 """The forward of HunyuanVideo 1.5 without what text-to-video rollouts do not need.
 
 diffusers' own forward finds the valid text tokens with boolean indexing (12 B + 1 host synchronisations), masks padding
-that is not there, builds a [B, 1, S, S] mask in every block and computes the rotary tables anew. Here a batch whose
-prompts have one length runs with no mask at all, so that any attention kernel can serve it and nothing synchronises; a
-batch of mixed lengths masks keys alone. The blocks, the refiner and every weight are the stock modules, so LoRA,
+that is not there, builds a [B, 1, S, S] mask in every block and computes the rotary tables, AdaLN and the refined text
+anew. Here a batch whose prompts have one length runs with no mask at all, so that any attention kernel can serve it and
+nothing synchronises; a batch of mixed lengths masks keys alone. Every weight is that of a stock module, so LoRA,
 gradient checkpointing and `state_dict` are untouched.
 
 Attention knows no order among text tokens (only video tokens are rotated), so their order does not matter.
@@ -11,6 +11,7 @@ Attention knows no order among text tokens (only video tokens are rotated), so t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,82 +19,34 @@ import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
+from sage_fast.ops import norm_modulate
+from sage_fast.policy.attention import ATTENTION, Attention
+from sage_fast.policy.block import block_forward, linear
+from sage_fast.policy.conditioning import Conditioning
 from sage_fast.policy.text import TextBatch
-
-Rotary = Tensor
-"""complex64 `[tokens, head_dim / 2]`: one unit complex number per pair of channels."""
-
-
-class JointAttention:
-    """Attention processor over video and text tokens; the mask, where there is one, is `[B, S]` over keys."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Rotary | tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        tokens = hidden_states.shape[1]
-        heads = (attn.heads, -1)
-        query = _normalize(attn.to_q(hidden_states).unflatten(2, heads), attn.norm_q)
-        key = _normalize(attn.to_k(hidden_states).unflatten(2, heads), attn.norm_k)
-        query, key = _rotate(query, image_rotary_emb), _rotate(key, image_rotary_emb)
-        text_query = _normalize(attn.add_q_proj(encoder_hidden_states).unflatten(2, heads), attn.norm_added_q)
-        text_key = _normalize(attn.add_k_proj(encoder_hidden_states).unflatten(2, heads), attn.norm_added_k)
-        value = torch.cat([attn.to_v(hidden_states), attn.add_v_proj(encoder_hidden_states)], 1).unflatten(2, heads)
-        query, key = torch.cat([query, text_query], dim=1), torch.cat([key, text_key], dim=1)
-
-        mask = None
-        if attention_mask is not None:
-            mask = F.pad(attention_mask.bool(), (query.shape[1] - attention_mask.shape[1], 0), value=True)
-            mask = mask[:, None, None, :]
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
-        video, text = out[:, :tokens], out[:, tokens:]
-        return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
-
-
-def _normalize(x: Tensor, norm: Any) -> Tensor:
-    return F.rms_norm(x, norm.dim, norm.weight.to(x.dtype), norm.eps)
-
-
-def _rotate(x: Tensor, rotary: Rotary | tuple[Tensor, Tensor] | None) -> Tensor:
-    if rotary is None:
-        return x
-    if isinstance(rotary, tuple):  # (cos, sin), as the stock forward hands them over
-        rotary = _as_complex(rotary)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).to(torch.promote_types(x.dtype, torch.float32)))
-    return torch.view_as_real(pairs * rotary[None, :, None, :]).flatten(-2).to(x.dtype)
-
-
-def _as_complex(cos_sin: tuple[Tensor, Tensor]) -> Rotary:
-    cos, sin = cos_sin  # [tokens, head_dim], each value twice
-    return torch.complex(cos[:, ::2], sin[:, ::2])
 
 
 class TextToVideoForward:
-    """`velocity = forward(x, sigma, text)` over the modules of a stock transformer.
+    """`velocity = forward(x, conditioning)` over the modules of a stock transformer.
 
     Args:
-        transformer: its blocks are given the processor above; its own forward keeps working.
+        transformer: its blocks learn this forward beside their own.
     """
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
         self.transformer = transformer
-        self._rotary: dict[tuple[Any, ...], Rotary] = {}
-        processor = JointAttention()
+        self.attention: Attention = ATTENTION["sdpa"]
+        self._rotary: dict[tuple[Any, ...], Tensor] = {}
         for block in transformer.transformer_blocks:
-            block.attn.set_processor(processor)
+            # Blocks stay what is called, so that hooks on them (FSDP, ZeRO, profilers) keep working.
+            block.forward = functools.partial(_stock_or_ours, block)
 
-    def __call__(self, x: Tensor, timestep: Tensor, text: TextBatch) -> Tensor:
+    def __call__(self, x: Tensor, conditioning: Conditioning) -> Tensor:
         """Velocity.
 
         Args:
             x: `[B, C, T, H, W]` latents in the activation type.
-            timestep: float32 `[B]`, 1000 sigma.
-            text: B prompts.
+            conditioning: of B samples.
 
         Returns:
             `[B, C, T, H, W]`.
@@ -104,43 +57,75 @@ class TextToVideoForward:
         # Text-to-video: no conditioning frames, mask 0, no image tokens.
         condition = x.new_zeros(batch, config.in_channels - channels, *space)
         rotary = self._rotary_of(x)
-        temb = model.time_embed(timestep)
         hidden = model.x_embedder(torch.cat([x, condition], dim=1))
-        context, mask = self._context(text, timestep)
-        for block in model.transformer_blocks:
+        context = conditioning.context.expand(batch, -1, -1)
+        mask = conditioning.mask
+        if mask is not None:
+            mask = F.pad(mask, (hidden.shape[1], 0), value=True)
+        layers = len(model.transformer_blocks)
+        for layer, block in enumerate(model.transformer_blocks):
+            modulation = conditioning.modulation[:, layer]
+            arguments = (hidden, context, modulation, mask, rotary, self.attention, layer == layers - 1)
             if model.gradient_checkpointing and torch.is_grad_enabled():
-                hidden, context = model._gradient_checkpointing_func(block, hidden, context, temb, mask, rotary)
+                hidden, context = model._gradient_checkpointing_func(block, *arguments)
             else:
-                hidden, context = block(hidden, context, temb, mask, rotary)
-        out = model.proj_out(model.norm_out(hidden, temb))
+                hidden, context = block(*arguments)
+        scale, shift = conditioning.final.expand(batch, 2, -1).unbind(1)
+        out = linear(model.proj_out, norm_modulate(hidden, scale, shift))
 
         patch = (config.patch_size_t, config.patch_size, config.patch_size)
         grid = [size // p for size, p in zip(space, patch)]
         out = out.view(batch, *grid, -1, *patch)  # [B, T, H, W, C, pt, ph, pw]
         return out.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(batch, -1, *space)
 
-    def _context(self, text: TextBatch, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Refined text and glyph tokens `[B, L + L2, d]`, and their key mask where lengths differ."""
+    def modulation(self, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]` and the last norm's `[R, 2, d]`."""
+        model = self.transformer
+        temb = F.silu(model.time_embed(timestep)).to(dtype)
+        streams = [
+            norm.linear(temb) for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)
+        ]
+        rows = torch.stack(streams, dim=1).view(len(timestep), len(model.transformer_blocks), 2, 6, -1)
+        return rows, model.norm_out.linear(temb).view(len(timestep), 2, -1)
+
+    def context(self, timestep: Tensor, text: TextBatch) -> tuple[Tensor, Tensor | None]:
+        """Glyph and refined text tokens `[R, L2 + L, d]`, and their bool mask where lengths differ."""
         model = self.transformer
         kinds = model.cond_type_embed.weight
         refined = model.context_embedder(text.text, timestep, text.text_mask) + kinds[0]
         if text.text_mask is not None:
             # The refiner leaves anything, nan included, where it was masked; as values these tokens must be finite.
-            refined = torch.where(text.text_mask.bool()[..., None], refined, 0)
+            refined = torch.where(text.text_mask[..., None], refined, 0)
         if text.glyphs.shape[1] == 0:
             return refined, text.text_mask
         glyphs = model.context_embedder_2(text.glyphs) + kinds[1]
         if text.text_mask is None and text.glyphs_mask is None:
             return torch.cat([glyphs, refined], dim=1), None
         masks = [
-            torch.ones(t.shape[:2], dtype=torch.bool, device=t.device) if mask is None else mask.bool()
+            torch.ones(t.shape[:2], dtype=torch.bool, device=t.device) if mask is None else mask
             for t, mask in ((glyphs, text.glyphs_mask), (refined, text.text_mask))
         ]
         return torch.cat([glyphs, refined], dim=1), torch.cat(masks, dim=1)
 
-    def _rotary_of(self, x: Tensor) -> Rotary:
-        """The rotary table of this latent size, computed once."""
+    @property
+    def conditioning_is_frozen(self) -> bool:
+        """Whether training leaves AdaLN and the text embedders as they are."""
+        model = self.transformer
+        modules = [model.time_embed, model.context_embedder, model.context_embedder_2, model.cond_type_embed]
+        modules += [norm for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)]
+        return not any(p.requires_grad for module in [*modules, model.norm_out] for p in module.parameters())
+
+    def _rotary_of(self, x: Tensor) -> Tensor:
+        """The rotary table of this latent size, float32 `[N, head_dim / 2, 2]`, computed once."""
         key = (*x.shape[2:], x.device)
         if key not in self._rotary:
-            self._rotary[key] = _as_complex(self.transformer.rope(x))
+            cos, sin = self.transformer.rope(x)  # [N, head_dim], each value twice
+            self._rotary[key] = torch.stack([cos[:, ::2], sin[:, ::2]], dim=-1)
         return self._rotary[key]
+
+
+def _stock_or_ours(block: Any, hidden: Tensor, context: Tensor, modulation: Tensor, *arguments: Any) -> Any:
+    """Our forward passes AdaLN `[1 or B, 2, 6, d]`, the stock one the timestep's embedding `[B, d]`."""
+    if modulation.ndim == 4:
+        return block_forward(block, hidden, context, modulation, *arguments)
+    return type(block).forward(block, hidden, context, modulation, *arguments)

@@ -7,6 +7,7 @@ further models: each is a snapshot of the trainable weights (the adapter under L
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,8 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sage_fast.ops.transition_step import guided
+from sage_fast.policy.conditioning import Conditioning, ConditioningTable
 from sage_fast.policy.forward import TextToVideoForward
-from sage_fast.policy.text import TextBatch
+from sage_fast.policy.text import TextBatch, TextEmbedding, collate
 
 State = dict[str, Tensor]
 """Trainable weights by name."""
@@ -65,35 +67,71 @@ class HunyuanVideo15Policy:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def velocity(self, x: Tensor, sigma: Tensor, text: TextBatch) -> Tensor:
-        """Velocity dx/dsigma at latents `x`.
+    def velocity(self, x: Tensor, conditioning: Conditioning) -> Tensor:
+        """Velocity dx/dsigma at latents `x`, without guidance.
 
         Args:
             x: `[B, C, T, H, W]` latents, float32.
-            sigma: float32 `[B]` in [0, 1]; the network is given timestep = 1000 sigma.
-            text: B prompts.
+            conditioning: prompts and noise levels of B samples, from `condition` or a `ConditioningTable`.
 
         Returns:
             `[B, C, T, H, W]` in the activation type.
         """
-        weights = next(self.transformer.parameters()).dtype
-        with torch.autocast(x.device.type, dtype=self.dtype, enabled=weights != self.dtype):
-            return self.forward(x.to(self.dtype), 1000 * sigma, text)
+        with self._autocast():
+            return self.forward(x.to(self.dtype), conditioning)
 
-    def velocities(
-        self, x: Tensor, sigma: Tensor, text: TextBatch, negative: TextBatch | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Conditional and, with guidance, unconditional velocity; `negative` holds B negative prompts."""
-        conditional = self.velocity(x, sigma, text)
-        if not self.uses_guidance:
+    def velocities(self, x: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor | None]:
+        """Conditional and, with guidance, unconditional velocity."""
+        conditional = self.velocity(x, conditioning)
+        if conditioning.negative is None:
             return conditional, None
-        assert negative is not None
-        return conditional, self.velocity(x, sigma, negative)
+        return conditional, self.velocity(x, conditioning.negative)
 
-    def guided_velocity(self, x: Tensor, sigma: Tensor, text: TextBatch, negative: TextBatch | None) -> Tensor:
+    def guided_velocity(self, x: Tensor, conditioning: Conditioning) -> Tensor:
         """The velocity that moves the latents, guidance included, float32; what `transition_score` differentiates."""
-        v, v_uncond = self.velocities(x, sigma, text, negative)
+        v, v_uncond = self.velocities(x, conditioning)
         return guided(v, v_uncond, self.guidance_scale, x.dtype) if v_uncond is not None else v
+
+    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Conditioning:
+        """Conditioning of B samples, differentiable.
+
+        Args:
+            sigma: float32 `[B]` in [0, 1]; the network is given timestep = 1000 sigma.
+            text: B prompts.
+            negative: B negative prompts, for guidance.
+        """
+        with self._autocast():
+            modulation, final = self.forward.modulation(1000 * sigma, self.dtype)
+
+            def of(batch: TextBatch) -> Conditioning:
+                context, mask = self.forward.context(1000 * sigma, batch)
+                return Conditioning(modulation=modulation, final=final, context=context.to(self.dtype), mask=mask)
+
+            return dataclasses.replace(of(text), negative=of(negative) if negative is not None else None)
+
+    @torch.no_grad()
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[str, TextEmbedding]) -> ConditioningTable:
+        """Conditioning of every prompt at every noise level, by the present weights.
+
+        Args:
+            sigmas: `[T]` in [0, 1].
+            embeddings: prompt -> embedding; with guidance, the empty prompt is the negative one.
+        """
+        timesteps = 1000 * sigmas.to(self.device, torch.float32)
+
+        def contextualize(embedding: TextEmbedding) -> Tensor:
+            with self._autocast():
+                text = collate([embedding] * len(timesteps), self.device, self.dtype)
+                return self.forward.context(timesteps, text)[0].to(self.dtype)
+
+        with self._autocast():
+            modulation, final = self.forward.modulation(timesteps, self.dtype)
+        return ConditioningTable(modulation, final, embeddings, contextualize, self.uses_guidance)
+
+    def _autocast(self) -> torch.autocast:
+        """For weights that are stored in another type than that of the activations."""
+        weights = next(self.transformer.parameters()).dtype
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=weights != self.dtype)
 
     # -- trainable weights --------------------------------------------------------------------------------------------
 

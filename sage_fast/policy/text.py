@@ -35,10 +35,14 @@ class TextEmbedding:
     text: Tensor
     glyphs: Tensor
 
+    @property
+    def tokens(self) -> int:
+        return len(self.text) + len(self.glyphs)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextBatch:
-    """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and int64 masks `[B, L]`, `[B, L2]`.
+    """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and bool masks `[B, L]`, `[B, L2]`.
 
     A mask is None where all lengths are equal: nothing is padded, nothing needs masking.
     """
@@ -49,19 +53,20 @@ class TextBatch:
     glyphs_mask: Tensor | None
 
 
-def _pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+def pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Stack `[L, ...]` tensors, zeros after the shorter ones, and a bool mask `[B, max L]`; None for equal lengths."""
     lengths = [len(row) for row in rows]
     if min(lengths) == max(lengths):
         return torch.stack(list(rows)), None
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
-    return padded, mask.to(device=padded.device, dtype=torch.int64)
+    return padded, mask.to(padded.device)
 
 
 def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: torch.dtype) -> TextBatch:
     """Stack prompts, padded to the longest of them, on `device` in `dtype`."""
-    text, text_mask = _pad([embedding.text.to(device, dtype) for embedding in embeddings])
-    glyphs, glyphs_mask = _pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
+    text, text_mask = pad([embedding.text.to(device, dtype) for embedding in embeddings])
+    glyphs, glyphs_mask = pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
     return TextBatch(text=text, text_mask=text_mask, glyphs=glyphs, glyphs_mask=glyphs_mask)
 
 

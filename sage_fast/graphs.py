@@ -1,0 +1,185 @@
+"""CUDA graphs of a denoising step: the host issues one launch where it would issue thousands.
+
+A graph holds the transformer and the fused transition over buffers that stay where they are: latents, step index,
+seeds, coefficients and conditioning. The step index advances inside, so a rollout is T replays and nothing else. A
+graph is tied to the addresses of the weights: in-place updates (the optimizer, `HunyuanVideo15Policy.using`) are seen
+by the next replay, replaced weights or adapters are recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from sage_fast.ops import transition_step
+from sage_fast.ops.transition_step import guided
+from sage_fast.policy.conditioning import ConditioningSchedule
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+
+MAX_TOKENS = 8192
+"""Tokens of a batch above which the kernels outlast their launches by far: 54 blocks take the host some 30 ms to issue
+and an H200 at its ceiling 80 ms to compute."""
+MAX_GRAPHS = 4
+MAX_MEMORY_SHARE = 0.25
+"""Of the device, for what the graphs keep allocated between replays."""
+
+Run = Callable[[], tuple[Tensor, ...]]
+Recorder = Callable[[Run], tuple[Callable[[], object], tuple[Tensor, ...], int]]
+"""run -> (replay, the outputs that a replay fills, bytes that are kept)."""
+
+
+def denoise(
+    policy: HunyuanVideo15Policy,
+    coefs: Tensor,
+    schedule: ConditioningSchedule,
+    seeds: Tensor,
+    x: Tensor,
+    step: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of B samples: x_next, log-prob `[B]` and the guided velocity; `step` is int64 `[1]`."""
+    v, v_uncond = policy.velocities(x, schedule.at(step))
+    guidance = None if v_uncond is None else torch.full((), policy.guidance_scale, device=x.device)
+    x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, guidance)
+    return x_next, log_prob, v if v_uncond is None else guided(v, v_uncond, guidance, x.dtype)
+
+
+class StepGraph:
+    """A recorded step and its buffers, shaped after the arguments of a first rollout.
+
+    Args:
+        policy: of the velocity.
+        record: how to record.
+    """
+
+    def __init__(
+        self,
+        policy: HunyuanVideo15Policy,
+        coefs: Tensor,
+        schedule: ConditioningSchedule,
+        seeds: Tensor,
+        latents: Tensor,
+        record: Recorder,
+    ) -> None:
+        coefs, schedule, seeds, x = coefs.clone(), schedule.clone(), seeds.clone(), latents.clone()
+        step = torch.zeros(1, dtype=torch.int64, device=x.device)
+        self._buffers = [coefs, *schedule.tensors(), seeds, x]
+        self._step, self._x_before = step, torch.empty_like(x)
+
+        def run() -> tuple[Tensor, ...]:
+            self._x_before.copy_(x)
+            outputs = denoise(policy, coefs, schedule, seeds, x, step)
+            x.copy_(outputs[0])
+            step.add_(1)
+            return outputs
+
+        self._replay, self._outputs, self.memory = record(run)
+
+    def load(self, coefs: Tensor, schedule: ConditioningSchedule, seeds: Tensor, latents: Tensor) -> None:
+        """Begin a rollout at step 0."""
+        for buffer, value in zip(self._buffers, [coefs, *schedule.tensors(), seeds, latents], strict=True):
+            buffer.copy_(value)
+        self._step.zero_()
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Replay: x, x_next, log-prob, velocity; the next call overwrites them."""
+        self._replay()
+        x_next, log_prob, velocity = self._outputs
+        return self._x_before, x_next, log_prob, velocity
+
+
+class StepGraphs:
+    """Graphs by shape, a bounded number of them in a bounded share of memory; the least recently used goes first.
+
+    Args:
+        policy: whose steps are recorded.
+        record: `record_cuda`.
+        max_memory: bytes that all graphs together may keep.
+        say: told once for each reason why a step runs without a graph.
+    """
+
+    def __init__(
+        self, policy: HunyuanVideo15Policy, record: Recorder, max_memory: int, say: Callable[[str], object] = print
+    ) -> None:
+        self.policy = policy
+        self.record = record
+        self.max_memory = max_memory
+        self.say = say
+        self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
+        self._refused: set[tuple[Any, ...]] = set()
+
+    def prepare(
+        self, coefs: Tensor, schedule: ConditioningSchedule, seeds: Tensor, latents: Tensor
+    ) -> StepGraph | None:
+        """The graph of these shapes, loaded with these values; None where the step has to run without one."""
+        inputs = (coefs, schedule, seeds, latents)
+        tokens = len(latents) * (latents[0, 0].numel() + schedule.context.shape[2])
+        if tokens > MAX_TOKENS:
+            return self._refuse(("tokens",), f"a step has {tokens:,} tokens, and they pay below {MAX_TOKENS:,}")
+        shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents))
+        key = (weights_key(self.policy), shapes)
+        if key in self._refused:
+            return None
+        if key not in self._graphs:
+            for other in [other for other in self._graphs if other[0] != key[0]]:
+                del self._graphs[other]  # its weights are gone
+            try:
+                graph = StepGraph(self.policy, *inputs, self.record)
+            except RuntimeError as error:  # an operator that cannot be recorded, or no memory
+                return self._refuse(key, str(error).splitlines()[0])
+            if graph.memory > self.max_memory:
+                needed, allowed = (size / 2**30 for size in (graph.memory, self.max_memory))
+                return self._refuse(key, f"it would keep {needed:.2f} GiB, and all may keep {allowed:.2f} GiB")
+            self._graphs[key] = graph
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > MAX_GRAPHS or sum(g.memory for g in self._graphs.values()) > self.max_memory:
+            self._graphs.popitem(last=False)
+        self._graphs[key].load(*inputs)
+        return self._graphs[key]
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def _refuse(self, key: tuple[Any, ...], reason: str) -> None:
+        if key not in self._refused:
+            self._refused.add(key)
+            self.say(f"no CUDA graph for this rollout: {reason}")
+
+
+def weights_key(policy: HunyuanVideo15Policy) -> int:
+    """Changes when a weight or adapter is replaced, or a setting that a recording fixes; not by in-place updates."""
+    addresses = [p.data_ptr() for p in policy.transformer.parameters()]
+    adapters = [
+        (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.items())
+        for layer in policy.transformer.modules()
+        if isinstance(layer, LoraLayer)
+    ]
+    return hash((*addresses, *adapters, policy.guidance_scale, policy.forward.attention))
+
+
+def record_cuda(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+    """Record `run` after a warm-up on a side stream (Triton compiles, cuBLAS takes its workspace there)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.memory_reserved()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph.replay, outputs, torch.cuda.memory_reserved() - before
+
+
+def step_graphs(policy: HunyuanVideo15Policy, say: Callable[[str], object]) -> StepGraphs | None:
+    """Graphs for a policy on a CUDA device; None on the CPU, which has none."""
+    if policy.device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(policy.device).total_memory
+    return StepGraphs(policy, record_cuda, int(MAX_MEMORY_SHARE * total), say)

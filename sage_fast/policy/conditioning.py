@@ -1,0 +1,123 @@
+"""What a forward reads beside the latents: AdaLN of every block, and the prompt as it enters the first one.
+
+Both depend on the timestep and the prompt alone, and a rollout knows its timesteps beforehand. `ConditioningTable`
+computes them once for a schedule; while their weights are frozen, as under LoRA on the blocks, training reads the same
+table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sage_fast.policy.text import TextEmbedding, pad
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conditioning:
+    """Of one forward of B samples; one row stands for B equal ones.
+
+    Attributes:
+        modulation: `[1 or B, layers, 2, 6, d]`: of each block, for video and text, shift, scale and gate before
+            attention and before the feed-forward.
+        final: `[1 or B, 2, d]`, scale and shift of the last norm.
+        context: `[1 or B, L, d]`, glyph and text tokens.
+        mask: bool `[B, L]`, the real ones of them; None where nothing is padded.
+        negative: the same of the unconditional pass; None without guidance.
+    """
+
+    modulation: Tensor
+    final: Tensor
+    context: Tensor
+    mask: Tensor | None
+    negative: Conditioning | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConditioningSchedule:
+    """Of B samples at T steps; as `Conditioning`, with a first dimension T on all but the mask."""
+
+    modulation: Tensor
+    final: Tensor
+    context: Tensor
+    mask: Tensor | None
+    negative: ConditioningSchedule | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Everything it holds; what a CUDA graph keeps a copy of."""
+        own = [self.modulation, self.final, self.context, *([] if self.mask is None else [self.mask])]
+        return own + ([] if self.negative is None else self.negative.tensors())
+
+    def clone(self) -> ConditioningSchedule:
+        return dataclasses.replace(
+            self,
+            modulation=self.modulation.clone(),
+            final=self.final.clone(),
+            context=self.context.clone(),
+            mask=None if self.mask is None else self.mask.clone(),
+            negative=None if self.negative is None else self.negative.clone(),
+        )
+
+    def at(self, steps: Tensor) -> Conditioning:
+        """Rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`; nothing synchronises."""
+        if len(steps) == 1:
+            context = self.context.index_select(0, steps)[0]
+        else:
+            sample = torch.arange(len(steps), device=steps.device) if self.context.shape[1] > 1 else 0
+            context = self.context[steps, sample]
+        return Conditioning(
+            modulation=self.modulation.index_select(0, steps),
+            final=self.final.index_select(0, steps),
+            context=context,
+            mask=self.mask,
+            negative=None if self.negative is None else self.negative.at(steps),
+        )
+
+
+class ConditioningTable:
+    """Conditioning of every step of a schedule; that of a prompt is computed when the prompt is first asked for.
+
+    Args:
+        modulation: `[T, layers, 2, 6, d]`.
+        final: `[T, 2, d]`.
+        embeddings: prompt -> embedding; holds the empty prompt where there is guidance.
+        contextualize: embedding -> `[T, L, d]`.
+        uses_guidance: whether there is an unconditional pass.
+    """
+
+    def __init__(
+        self,
+        modulation: Tensor,
+        final: Tensor,
+        embeddings: Mapping[str, TextEmbedding],
+        contextualize: Callable[[TextEmbedding], Tensor],
+        uses_guidance: bool,
+    ) -> None:
+        self.modulation = modulation
+        self.final = final
+        self.embeddings = embeddings
+        self.contextualize = contextualize
+        self.uses_guidance = uses_guidance
+        self._contexts: dict[str, Tensor] = {}
+
+    def of(self, prompts: Sequence[str]) -> ConditioningSchedule:
+        """The schedule of a batch; prompts of different lengths are padded and masked."""
+        negative = self._schedule([""]) if self.uses_guidance else None
+        return dataclasses.replace(self._schedule(prompts), negative=negative)
+
+    def _schedule(self, prompts: Sequence[str]) -> ConditioningSchedule:
+        if len(set(prompts)) == 1:
+            context, mask = self._context(prompts[0])[:, None], None
+        else:
+            padded, mask = pad([self._context(prompt).transpose(0, 1) for prompt in prompts])  # [B, L, T, d]
+            context = padded.permute(2, 0, 1, 3)
+        return ConditioningSchedule(modulation=self.modulation, final=self.final, context=context, mask=mask)
+
+    @torch.no_grad()
+    def _context(self, prompt: str) -> Tensor:
+        if prompt not in self._contexts:
+            self._contexts[prompt] = self.contextualize(self.embeddings[prompt])
+        return self._contexts[prompt]
