@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast import __version__
+from sage_fast.profiling import ranges, tools_of_environment
 
 EPILOG = """examples:
   sage-fast train configs/demo.yaml --output runs/demo
@@ -101,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides = _overrides(rest)
         if overrides and options.command not in ("train", "sample", "eval"):
             raise UserError(f"unknown option --{next(iter(overrides))}")
-        return _COMMANDS[options.command](options, overrides)
+        with ranges(*tools_of_environment()):
+            return _COMMANDS[options.command](options, overrides)
     except (UserError, ValueError) as error:
         print(f"sage-fast {options.command}: {error}", file=sys.stderr)
         return 2

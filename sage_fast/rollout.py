@@ -18,6 +18,7 @@ from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
 from sage_fast.ops.transition_step import guided
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.profiling import annotate
 from sage_fast.transitions import TransitionTable
 
 
@@ -98,8 +99,11 @@ def rollout(
     out = Trajectories(latents=latents, states={}, log_probs={}, velocities={})
     x = latents
     for t in range(len(table)):
-        v, v_uncond = policy.velocities(x, sigmas[t].expand(len(x)), text, no_text)
-        x_next, log_prob = transition_step(x, v, coefs, steps[t], seeds, v_uncond, guidance)
+        with annotate("step", t):
+            with annotate("transformer"):
+                v, v_uncond = policy.velocities(x, sigmas[t].expand(len(x)), text, no_text)
+            with annotate("transition"):
+                x_next, log_prob = transition_step(x, v, coefs, steps[t], seeds, v_uncond, guidance)
         if t in keep:
             out.states[t], out.states[t + 1], out.log_probs[t] = x, x_next, log_prob
             if keep_velocities:
