@@ -7,21 +7,26 @@ import shlex
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from sage_fast import profiling
+from sage_fast import iteration_profile, profiling
 from sage_fast.cli import main
 from sage_fast.iteration_profile import (
     PHASES,
     PYTHON,
     Work,
+    _read,
+    _window,
     busy_seconds,
     family,
     family_table,
     format_profile,
+    matmul_ceiling,
     nsight_commands,
     phase_changes,
     phase_table,
@@ -195,6 +200,7 @@ def test_families_cover_the_time(profiled: tuple[Path, str, dict[str, Any]]) -> 
     assert families["convolution"]["decode"] > 0
     assert families["sage_fast operators"]["train"] > 0
     assert families["optimizer"]["optimizer"] > 0
+    assert families[PYTHON]["rollout"] > 0
 
 
 def test_the_trace_has_the_ranges(profiled: tuple[Path, str, dict[str, Any]]) -> None:
@@ -315,6 +321,46 @@ def test_busy_time_counts_overlapping_kernels_once() -> None:
     assert (busy["rollout"], busy["train"]) == (pytest.approx(4), pytest.approx(1))
 
 
+def test_a_profile_with_a_gpu_counts_kernels_alone() -> None:
+    def event(name: str, start: float, end: float, *, on_gpu: bool, is_range: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        return SimpleNamespace(name=name, time_range=span, device_type=kind, is_user_annotation=is_range)
+
+    events = [
+        event("rollout", 0, 100, on_gpu=False, is_range=True),
+        event("rollout", 5, 90, on_gpu=True, is_range=True),  # the range's shadow on the GPU's timeline
+        event("aten::mm", 2, 4, on_gpu=False),
+        event("nvjet_tst_128x256", 5, 90, on_gpu=True),
+        event("Memcpy DtoH", 120, 121, on_gpu=True),
+    ]
+    work, changes = _read(events, torch.device("cuda"))
+    assert work == [Work("nvjet_tst_128x256", 5, 85, "matmul"), Work("Memcpy DtoH", 120, 1, "copies")]
+    assert changes == [(0, "rollout"), (100, "other")]
+
+
+def test_the_window_is_the_capture_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    names = ("cudaProfilerStart", "cudaProfilerStop")
+    cudart = SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names})
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    trainer = SimpleNamespace(device=torch.device("cuda"), iteration=lambda index: calls.append(f"iteration {index}"))
+    _window(trainer, 3)
+    assert calls == ["wait", "cudaProfilerStart", "iteration 3", "wait", "cudaProfilerStop"]
+
+
+def test_ceiling_is_a_rate_that_a_product_reaches() -> None:
+    ceiling = matmul_ceiling(torch.device("cpu"), torch.float32, seconds=0.1)
+    assert 1e9 < ceiling < 1e14
+
+
+def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_profile, "world_size", lambda: 2)
+    assert main(["profile", str(DEMO), "--folder", str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists()
+
+
 def test_phase_table_by_hand() -> None:
     row = {"time/rollout": 2.0, "time/train": 5.0, "time/total": 8.0}
     table = phase_table(row, {"rollout": 4e12, "anchor": 0.0, "train": 10e12}, 8e12, {"rollout": 1.5, "train": 4.0})
@@ -325,7 +371,3 @@ def test_phase_table_by_hand() -> None:
     assert table["decode"]["flops"] is None
     assert table["other"]["seconds"] == 1.0
     assert (table["total"]["mfu"], table["total"]["busy_seconds"]) == (pytest.approx(14 / 64), 5.5)
-
-
-def test_python_is_its_own_family_on_the_cpu(profiled: tuple[Path, str, dict[str, Any]]) -> None:
-    assert sum(profiled[2]["families"][PYTHON].values()) > 0
