@@ -160,6 +160,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr(builtins, "print", lambda text: printed.append(text))
+        patch.setitem(sys.modules, "nvtx", None)  # torch.profiler needs no NVTX
         assert main(["profile", str(DEMO), "--folder", str(folder), *SMALL, "--sampling.eta=0.4"]) == 0
     return folder, "\n".join(printed), json.loads((folder / "profile.json").read_text())
 
