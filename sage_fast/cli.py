@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast import __version__
+from sage_fast.profiling import ranges, tools_of_environment
 
 EPILOG = """examples:
   sage-fast train configs/demo.yaml --output runs/demo
@@ -66,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--repetitions", type=int, default=15)
     bench.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
 
+    profile = add("profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it")
+    profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    profile.add_argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)")
+    profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
+    profile.add_argument("--window-only", action="store_true", help="NVTX ranges alone, to run under nsys or ncu")
+
     testbed = add("testbed", "the moving-shapes world")
     actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")
     pretrain = actions.add_parser(
@@ -99,9 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = _parser().parse_known_args(arguments)
     try:
         overrides = _overrides(rest)
-        if overrides and options.command not in ("train", "sample", "eval"):
+        if overrides and options.command not in ("train", "sample", "eval", "profile"):
             raise UserError(f"unknown option --{next(iter(overrides))}")
-        return _COMMANDS[options.command](options, overrides)
+        with ranges(*tools_of_environment()):
+            return _COMMANDS[options.command](options, overrides)
     except (UserError, ValueError) as error:
         print(f"sage-fast {options.command}: {error}", file=sys.stderr)
         return 2
@@ -226,6 +234,26 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.config import load
+
+    if options.warmup < 0:
+        raise UserError(f"--warmup {options.warmup}: expected 0 or more")
+    config = load(*_of_run(options.config, overrides))
+    from sage_fast.iteration_profile import format_profile, profile_iteration
+
+    result = profile_iteration(
+        config,
+        options.config,
+        overrides,
+        folder=Path(options.folder),
+        warmup=options.warmup,
+        window_only=options.window_only,
+    )
+    print(format_profile(result))
+    return 0
+
+
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.testbed.pretrain import pretrain
 
@@ -233,7 +261,15 @@ def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "sample": _sample, "eval": _eval, "report": _report, "bench": _bench, "testbed": _testbed}
+_COMMANDS = {
+    "train": _train,
+    "sample": _sample,
+    "eval": _eval,
+    "report": _report,
+    "bench": _bench,
+    "profile": _profile,
+    "testbed": _testbed,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,6 +20,7 @@ from sage_fast.ops import transition_step
 from sage_fast.ops.transition_step import guided
 from sage_fast.policy.conditioning import ConditioningSchedule
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.profiling import annotate
 
 MAX_TOKENS = 8192
 """Tokens of a batch above which the kernels outlast their launches by far: 54 blocks take the host some 30 ms to issue
@@ -42,9 +43,11 @@ def denoise(
     step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step of B samples: x_next, log-prob `[B]` and the guided velocity; `step` is int64 `[1]`."""
-    v, v_uncond = policy.velocities(x, schedule.at(step))
-    guidance = None if v_uncond is None else torch.full((), policy.guidance_scale, device=x.device)
-    x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, guidance)
+    with annotate("transformer"):
+        v, v_uncond = policy.velocities(x, schedule.at(step))
+    with annotate("transition"):
+        guidance = None if v_uncond is None else torch.full((), policy.guidance_scale, device=x.device)
+        x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, guidance)
     return x_next, log_prob, v if v_uncond is None else guided(v, v_uncond, guidance, x.dtype)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from sage_fast.engine.distributed import all_gather_object
+from sage_fast.profiling import annotate
 
 
 class Metrics:
@@ -73,7 +74,7 @@ class Metrics:
 
 
 class Stopwatch:
-    """Seconds by phase; waits for the device where a phase ends."""
+    """Seconds by phase, each a named range for profilers too; waits for the device where a phase ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,9 +84,11 @@ class Stopwatch:
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with annotate(phase):
+            yield
+            # Inside the range, so that every kernel of a phase starts and ends within it.
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         self._seconds[phase] += time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:

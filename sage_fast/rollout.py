@@ -16,6 +16,7 @@ from sage_fast.graphs import StepGraphs, denoise
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
 from sage_fast.policy.conditioning import ConditioningTable
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.profiling import annotate
 from sage_fast.transitions import TransitionTable
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
@@ -139,12 +140,13 @@ def rollout(
     steps = torch.arange(len(table), device=policy.device)
     x = latents
     for t in range(len(table)):
-        if graph is not None:
-            x, x_next, log_prob, velocity = graph.step()
-        else:
-            x_next, log_prob, velocity = denoise(policy, coefs, schedule, seeds, x, steps[t : t + 1])
-        if record is not None:
-            record(t, x, x_next, log_prob, velocity)
+        with annotate("step", t):
+            if graph is not None:
+                x, x_next, log_prob, velocity = graph.step()
+            else:
+                x_next, log_prob, velocity = denoise(policy, coefs, schedule, seeds, x, steps[t : t + 1])
+            if record is not None:
+                record(t, x, x_next, log_prob, velocity)
         x = x_next
         if on_step is not None:
             on_step()

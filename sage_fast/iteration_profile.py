@@ -1,0 +1,295 @@
+"""One iteration under a profiler: time by phase and by kernel family, model FLOPs utilisation, a Chrome trace.
+
+    <folder>/profile.json trace.json.gz
+
+With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: one tool at a
+time can use CUPTI. FLOPs are those of sage_fast/plan.py; the ceiling is a matrix product measured on the device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+import shlex
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from tqdm import tqdm
+
+from sage_fast.bench import environment
+from sage_fast.config import Config
+from sage_fast.engine.distributed import initialize, world_size
+from sage_fast.plan import plan
+from sage_fast.policy.load import transformer_config
+from sage_fast.profiling import DOMAIN, annotate, ranges
+from sage_fast.run import load_setup
+from sage_fast.trainer import Trainer, check_trainable
+
+PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer", "other")
+"""What the trainer's Stopwatch times, and the rest of an iteration."""
+PART_OF_PLAN = {"rollout": "rollout", "anchor": "anchor", "train": "training"}
+"""Phases whose FLOPs have a formula."""
+
+PYTHON = "Python between operators"
+FAMILIES = {
+    "sage_fast operators": r"sage_fast|transition_(step|score)|philox",
+    "attention": r"attention|attn|flash|fmha|softmax",
+    "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
+    "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcmul|addcdiv)",
+    "matmul": r"gemm|gemv|mm\b|matmul|linear\b|nvjet|cutlass|cublas|splitk",
+    "reductions": r"reduce|vector_norm|aten::(sum|mean|std|amin|amax|max|min|any|all|cumsum)\b",
+    "views and autograd": r"autograd::|backward\d*$|^detach|aten::(as_strided|view|_?reshape|t\b|transpose|permute"
+    r"|expand|empty|slice|select|narrow|unsqueeze|squeeze|split|chunk|unbind|unflatten|flatten|detach|alias|item"
+    r"|resolve_|_local_scalar|result_type|promote_types|new_empty|resize|lift|_unsafe_view|_conj|dropout|contiguous)",
+    "copies": r"copy|memcpy|memset|catarray|replication_pad|aten::(cat\b|to\b|_to_|type_as|clone|stack|fill|zero|ones"
+    r"|new_|pad|index|repeat|scalar_tensor|arange)",
+    "normalisation, elementwise": r"norm|elementwise|triton_|gelu|silu|aten::(add|sub|mul|div|pow|sqrt|rsqrt|exp|log"
+    r"|sin|cos|neg|abs|clamp|reciprocal|square|maximum|minimum|bitwise|logical|__|eq|ne|gt|ge|lt|le|is|where|nonzero"
+    r"|masked|round|floor|rand)",
+}
+"""Family -> what the name of a CUDA kernel or of an aten operator contains; the first family that fits counts it."""
+_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FAMILIES.items()}
+
+
+class Work(NamedTuple):
+    """A kernel on the GPU, or the self time of an operator on the CPU, in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+    family: str
+
+
+def family(name: str) -> str:
+    """The family of a kernel or operator, by its name."""
+    return next((family for family, pattern in _PATTERNS.items() if pattern.search(name)), "other")
+
+
+def profile_iteration(
+    config: Config, source: str, settings: Mapping[str, str], *, folder: Path, warmup: int, window_only: bool
+) -> dict[str, Any]:
+    """Warm up, then measure one iteration; what it trains is thrown away.
+
+    Args:
+        config: validated settings.
+        source: the configuration as it was given, for the printed commands.
+        settings: what was given beside it.
+        folder: where profile.json and the trace go; the embeddings of the prompts are kept there.
+        warmup: iterations before the one that is measured.
+        window_only: ranges for Nsight instead of torch.profiler, and no files.
+
+    Returns:
+        What profile.json holds.
+
+    Raises:
+        ValueError: the folder holds a profile, there are several ranks, or a setting is impossible.
+    """
+    device = initialize()
+    check_trainable(config)
+    if world_size() > 1:
+        raise ValueError("a profile is of one rank: start it without torchrun")
+    if not window_only and (folder / "profile.json").exists():
+        raise ValueError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
+    with ranges("nvtx" if window_only else "torch"):
+        setup = load_setup(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        setup.encode(folder / "embeddings", quiet=True)
+        trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+        for index in tqdm(range(warmup), "warm-up", leave=False):
+            trainer.iteration(index)
+        ceiling = matmul_ceiling(device, trainer.policy.dtype)
+        expected = plan(config, transformer_config(config.model.path))
+        flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
+        if trainer.anchor_is_current:
+            flops["anchor"] = 0.0  # the rollout's own velocities serve
+        if window_only:
+            row, events = _window(trainer, warmup), []
+        else:
+            with torch.profiler.profile() as profiler:
+                row = _window(trainer, warmup)
+            profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+            events = list(profiler.events() or [])
+    flops["train"] *= _trained_share(config, row, expected.samples)
+    work, changes = _read(events, device)
+    result = {
+        "environment": environment(device) | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
+        "source": source,
+        "settings": dict(settings),
+        "warmup": warmup,
+        "text_tokens": expected.text_tokens,
+        "ceiling_flops_per_second": ceiling,
+        "phases": phase_table(row, flops, ceiling, busy_seconds(work, changes) if device.type == "cuda" else {}),
+        "families": family_table(work, changes),
+        "trace": None if window_only else str(folder / "trace.json.gz"),
+        "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2),
+    }
+    if not window_only:
+        (folder / "profile.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _window(trainer: Trainer, index: int) -> dict[str, Any]:
+    """The iteration that is measured; on CUDA it is the capture range of nsys and ncu."""
+    cuda = torch.cuda.cudart() if trainer.device.type == "cuda" else None
+    if cuda is not None:
+        torch.cuda.synchronize()
+        cuda.cudaProfilerStart()
+    with annotate("iteration", index):
+        row = trainer.iteration(index)
+    if cuda is not None:
+        torch.cuda.synchronize()
+        cuda.cudaProfilerStop()
+    return row
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """FLOP/s of the fastest of several large square matrix products: what this device gives now, in this dtype."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best, stop = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < stop:
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _trained_share(config: Config, row: Mapping[str, Any], samples: int) -> float:
+    """Samples that were trained: groups of equal rewards and failed rewards are left out of the update."""
+    equal = row["reward/zero_std_groups"] if config.objective.drop_equal_groups else 0.0
+    return max(0.0, 1 - equal - row["reward/dropped"] / samples)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def phase_table(
+    row: Mapping[str, Any], flops: Mapping[str, float], ceiling: float, busy: Mapping[str, float]
+) -> dict[str, dict[str, float | None]]:
+    """phase -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s and MFU = FLOPs / seconds / ceiling; and `total`."""
+    seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in PHASES}
+    total = float(row["time/total"])
+    seconds["other"] = total - sum(seconds.values())
+    whole = {"total": (total, sum(flops.values()), sum(busy.values()))}
+    rows = {phase: (value, flops.get(phase), busy.get(phase, 0.0)) for phase, value in seconds.items()} | whole
+    return {
+        phase: {
+            "seconds": value,
+            "share": value / total,
+            "busy_seconds": on_device if busy else None,
+            "flops": work,
+            "flops_per_second": work / value if work is not None and value > 0 else None,
+            "mfu": work / value / ceiling if work is not None and value > 0 else None,
+        }
+        for phase, (value, work, on_device) in rows.items()
+    }
+
+
+def _read(events: Sequence[Any], device: torch.device) -> tuple[list[Work], list[tuple[float, str]]]:
+    """Kernels (CUDA) or operators (CPU) of a profile, and the times at which the phase changes.
+
+    The trainer waits for the device before a phase ends, so a kernel belongs to the phase in which it began, on
+    whatever stream and from whatever graph.
+    """
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in host if e.is_user_annotation and e.name in PHASES]
+    if device.type == "cuda":
+        kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        work = [Work(e.name, e.time_range.start, e.time_range.elapsed_us(), family(e.name)) for e in kernels]
+    else:
+        work = [
+            Work(e.name, e.time_range.start, e.self_cpu_time_total, PYTHON if e.is_user_annotation else family(e.name))
+            for e in host
+        ]
+    return work, phase_changes(spans)
+
+
+def phase_changes(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
+    """(start, end, phase), which may nest -> (time, innermost phase from then on), in order."""
+    changes, stack = [], ["other"]
+    edges = [(start, 1, phase) for start, _, phase in spans] + [(end, 0, phase) for _, end, phase in spans]
+    for when, opens, phase in sorted(edges):
+        if opens:
+            stack.append(phase)
+        else:
+            stack.pop()
+        changes.append((when, stack[-1]))
+    return changes
+
+
+def _phase_at(changes: Sequence[tuple[float, str]], when: float) -> str:
+    index = bisect.bisect_right(changes, when, key=lambda change: change[0])
+    return changes[index - 1][1] if index else "other"
+
+
+def family_table(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, dict[str, float]]:
+    """family -> phase -> seconds; the largest family first."""
+    table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
+    for item in work:
+        table[item.family][_phase_at(changes, item.start)] += item.duration / 1e6
+    return dict(sorted(table.items(), key=lambda row: -sum(row[1].values())))
+
+
+def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, float]:
+    """phase -> seconds in which at least one kernel ran."""
+    busy, until = dict.fromkeys(PHASES, 0.0), 0.0
+    for item in sorted(work, key=lambda item: item.start):
+        end = item.start + item.duration
+        busy[_phase_at(changes, item.start)] += max(0.0, end - max(item.start, until)) / 1e6
+        until = max(until, end)
+    return busy
+
+
+def nsight_commands(
+    source: str, settings: Mapping[str, str], folder: Path, warmup: int, step: int
+) -> dict[str, list[str]]:
+    """tool -> the command that shows it the same window; `ncu` sees one denoising step of it."""
+    window = ["sage-fast", "profile", source, "--folder", str(folder), "--warmup", str(warmup), "--window-only"]
+    window += [part for key, value in settings.items() for part in (f"--{key}", value)]
+    nsys = ["nsys", "profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    nsys += ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-graph-trace=node", f"--output={folder / 'nsys'}"]
+    # A trailing slash says that the range is of the push and pop kind.
+    ncu = ["ncu", "--profile-from-start", "off", "--nvtx", "--nvtx-include", f"{DOMAIN}@step {step}/"]
+    ncu += ["--export", str(folder / "ncu")]
+    return {"nsys": nsys + window, "ncu": ncu + window}
+
+
+def format_profile(result: Mapping[str, Any]) -> str:
+    """The tables for a terminal, and the commands."""
+
+    def cell(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "" if value is None else format(value / scale, form)
+
+    env, phases = result["environment"], result["phases"]
+    gpu = phases["total"]["busy_seconds"] is not None
+    ceiling = result["ceiling_flops_per_second"] / 1e12
+    head = ("seconds", "share", "GPU busy" if gpu else "", "FLOPs", "TFLOP/s", "MFU")
+    lines = [
+        f"{env['device']}, {env['threads']} threads, torch {env['torch']}, {env['dtype']}, {env['date']}",
+        f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling:.3g} TFLOP/s",
+        "",
+        f"{'phase':<28}" + "".join(f"{title:>11}" for title in head),
+    ]
+    for phase, row in phases.items():
+        cells = [cell(row["seconds"], ".4f"), cell(row["share"], ".1%"), cell(row["busy_seconds"], ".4f")]
+        cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12), cell(row["mfu"], ".1%")]
+        lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
+    lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens a prompt")
+    if result["families"]:
+        sums = {name: sum(row.values()) for name, row in result["families"].items()}
+        kind = "kernels, GPU seconds" if gpu else "operators, self seconds"
+        lines += ["", f"{kind:<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in PHASES)]
+        for name, row in result["families"].items():
+            cells = [f"{seconds:>11.4f}" for seconds in row.values()]
+            lines.append(f"{name:<28}{sums[name] / sum(sums.values()):>8.1%}" + "".join(cells))
+        lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}"]
+    lines += ["", "the same window under Nsight Systems, and one denoising step of it under Nsight Compute:"]
+    return "\n".join([*(line.rstrip() for line in lines), *(f"  {shlex.join(c)}" for c in result["commands"].values())])

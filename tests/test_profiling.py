@@ -1,0 +1,374 @@
+"""Ranges for profilers, and the command that profiles one iteration."""
+
+import builtins
+import gzip
+import json
+import shlex
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from sage_fast import iteration_profile, profiling
+from sage_fast.cli import main
+from sage_fast.iteration_profile import (
+    PHASES,
+    PYTHON,
+    Work,
+    _read,
+    _window,
+    busy_seconds,
+    family,
+    family_table,
+    format_profile,
+    matmul_ceiling,
+    nsight_commands,
+    phase_changes,
+    phase_table,
+)
+from sage_fast.metrics import Stopwatch
+from sage_fast.profiling import annotate, ranges
+from tests.test_cli import DEMO, SMALL
+from tests.tiny import settings, tiny_trainer
+
+
+class RecordingDomain:
+    """Stands in for an NVTX domain: the stack of names at every push."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[int, list[str]] = {}
+        self.pushed: list[tuple[str, ...]] = []
+
+    def get_event_attributes(self, message: str) -> str:
+        return message
+
+    def push_range(self, attributes: str) -> None:
+        stack = self.stacks.setdefault(threading.get_ident(), [])
+        stack.append(attributes)
+        self.pushed.append(tuple(stack))
+
+    def pop_range(self) -> None:
+        self.stacks[threading.get_ident()].pop()
+
+
+@pytest.fixture
+def domain(monkeypatch: pytest.MonkeyPatch) -> RecordingDomain:
+    nvtx = pytest.importorskip("nvtx")
+    recording, asked = RecordingDomain(), []
+    monkeypatch.setattr(nvtx, "get_domain", lambda name: asked.append(name) or recording)
+    monkeypatch.setattr(recording, "asked", asked, raising=False)
+    return recording
+
+
+def test_ranges_of_an_iteration(domain: RecordingDomain) -> None:
+    config = settings(kl__strategy="fixed", sampling__batch_size=4)  # 6 samples: two batches
+    trainer = tiny_trainer(config)
+    trainer.iteration(0)
+    with ranges("nvtx"):
+        trainer.iteration(1)
+    assert domain.asked == ["sage_fast"]
+    steps = [
+        [("rollout", f"step {k}"), ("rollout", f"step {k}", "transformer"), ("rollout", f"step {k}", "transition")]
+        for k in range(config.sampling.steps)
+    ]
+    assert domain.pushed == [
+        ("rollout",),
+        *[path for _ in range(2) for step in steps for path in step],
+        *[("decode",), ("reward",), ("anchor",), ("train",), ("train", "optimizer")],
+    ]
+    assert not any(domain.stacks.values())
+
+
+def test_off_means_nothing(domain: RecordingDomain, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = []
+    real_import = builtins.__import__
+
+    def importing(name: str, *arguments: Any) -> Any:
+        imported.append(name)
+        return real_import(name, *arguments)
+
+    trainer = tiny_trainer(settings())
+    monkeypatch.delitem(sys.modules, "nvtx")
+    monkeypatch.setattr(builtins, "__import__", importing)
+    monkeypatch.setattr(torch.profiler, "record_function", None)
+    trainer.iteration(0)
+    assert "nvtx" not in sys.modules
+    assert "nvtx" not in imported
+    assert domain.pushed == []
+    assert annotate("step", 3) is annotate("rollout")  # one shared null context, and no name is made
+
+
+def test_ranges_close_on_an_error_and_stay_on_their_thread(domain: RecordingDomain) -> None:
+    def other() -> None:
+        with annotate("elsewhere"):
+            pass
+
+    def failing_reward() -> None:
+        with Stopwatch(torch.device("cpu"))("reward"):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            raise OSError("went away")
+
+    with ranges("nvtx"), pytest.raises(OSError, match="away"):
+        failing_reward()
+    assert domain.pushed == [("reward",), ("elsewhere",)]
+    assert not any(domain.stacks.values())
+
+
+def test_switches_nest_without_doubling(domain: RecordingDomain) -> None:
+    with ranges("nvtx"), torch.profiler.profile() as profiler:
+        with ranges("nvtx", "torch"), annotate("both"):
+            pass
+        with annotate("nvtx alone"):
+            pass
+    assert domain.pushed == [("both",), ("nvtx alone",)]
+    assert [event.name for event in profiler.events() if event.is_user_annotation] == ["both"]
+    assert profiling._tools == {}
+
+
+def test_the_environment_switches_ranges_on(
+    domain: RecordingDomain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = ["sample", str(DEMO), "--prompt", "a red circle moves left quickly", "--folder", str(tmp_path), "--quiet"]
+    monkeypatch.setenv("SAGE_FAST_NVTX", "1")
+    assert main([*sample, "--eval.steps", "2"]) == 0
+    assert [path[-1] for path in domain.pushed] == [
+        *["step 0", "transformer", "transition", "step 1", "transformer", "transition"]
+    ]
+    monkeypatch.setenv("SAGE_FAST_NVTX", "yes")
+    assert main(sample) == 2
+    assert "SAGE_FAST_NVTX = 'yes' in the environment: expected 1 (ranges on) or 0" in capsys.readouterr().err
+    monkeypatch.setenv("SAGE_FAST_NVTX", "1")
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    assert main(sample) == 2
+    assert "pip install nvtx" in capsys.readouterr().err
+
+
+# -- sage-fast profile ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    """Folder, printed text and profile.json of one small profile."""
+    folder = tmp_path_factory.mktemp("profile") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr(builtins, "print", lambda text: printed.append(text))
+        patch.setitem(sys.modules, "nvtx", None)  # torch.profiler needs no NVTX
+        assert main(["profile", str(DEMO), "--folder", str(folder), *SMALL, "--sampling.eta=0.4"]) == 0
+    return folder, "\n".join(printed), json.loads((folder / "profile.json").read_text())
+
+
+def test_profile_prints_what_it_writes(profiled: tuple[Path, str, dict[str, Any]]) -> None:
+    folder, printed, result = profiled
+    assert printed == format_profile(result)
+    assert sorted(path.name for path in folder.iterdir()) == ["embeddings", "profile.json", "trace.json.gz"]
+    for word in ("MFU", "rollout", "attention", "trace.json.gz", "nsys profile", "ncu --profile-from-start"):
+        assert word in printed
+
+
+def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, str, dict[str, Any]]) -> None:
+    result = profiled[2]
+    phases = dict(result["phases"])
+    total = phases.pop("total")
+    assert tuple(phases) == PHASES
+    assert sum(row["seconds"] for row in phases.values()) == pytest.approx(total["seconds"])
+    assert sum(row["share"] for row in phases.values()) == pytest.approx(1)
+    assert phases["other"]["seconds"] >= 0
+    assert sum(row["flops"] or 0 for row in phases.values()) == pytest.approx(total["flops"])
+    assert [phase for phase, row in phases.items() if row["mfu"]] == ["rollout", "anchor", "train"]
+    for row in (phases["rollout"], phases["train"], total):
+        assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / result["ceiling_flops_per_second"])
+        assert 0 < row["mfu"] < 1
+
+
+def test_families_cover_the_time(profiled: tuple[Path, str, dict[str, Any]]) -> None:
+    _, _, result = profiled
+    families = result["families"]
+    by_phase = {phase: sum(row[phase] for row in families.values()) for phase in PHASES}
+    total = sum(by_phase.values())
+    assert total == pytest.approx(result["phases"]["total"]["seconds"], rel=0.05)
+    for phase in ("rollout", "decode", "train"):
+        assert by_phase[phase] == pytest.approx(result["phases"][phase]["seconds"], rel=0.1), phase
+    assert sum(families.get("other", {}).values()) < 0.02 * total
+    assert families["attention"]["rollout"] > 0
+    assert families["convolution"]["decode"] > 0
+    assert families["sage_fast operators"]["train"] > 0
+    assert families["optimizer"]["optimizer"] > 0
+    assert families[PYTHON]["rollout"] > 0
+
+
+def test_the_trace_has_the_ranges(profiled: tuple[Path, str, dict[str, Any]]) -> None:
+    folder = profiled[0]
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert names.count("iteration 1") == 1
+    for name in ("rollout", "decode", "reward", "anchor", "train", "optimizer", "step 0", "step 3", "transition"):
+        assert name in names, name
+
+
+def test_printed_commands_run_the_same_window(profiled: tuple[Path, str, dict[str, Any]]) -> None:
+    folder, printed, _ = profiled
+    nsys, ncu = (shlex.split(line) for line in printed.splitlines() if line.startswith(("  nsys", "  ncu")))
+    assert ncu[ncu.index("--nvtx-include") + 1] == "sage_fast@step 2/"
+    for command in (nsys, ncu):
+        window = command[command.index("sage-fast") + 1 :]
+        assert window[:2] == ["profile", str(DEMO)]
+        assert window[window.index("--sampling.eta") + 1] == "0.4"
+        assert window[window.index("--train.group_size") + 1] == "3"
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert main(window) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_commands_quote_what_a_shell_would_split() -> None:
+    commands = nsight_commands("my config.yaml", {"data.prompts": "two words.txt"}, Path("out dir"), 1, 7)
+    for command in commands.values():
+        assert shlex.split(shlex.join(command)) == command
+        assert command[-2:] == ["--data.prompts", "two words.txt"]
+
+
+def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
+    domain: RecordingDomain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.profiler, "profile", None)
+    folder = tmp_path / "none"
+    assert main(["profile", str(DEMO), "--folder", str(folder), "--window-only", "--warmup", "0", *SMALL]) == 0
+    assert domain.pushed[:2] == [("iteration 0",), ("iteration 0", "rollout")]
+    assert [path.name for path in folder.iterdir()] == ["embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--warmup", "-1"], "--warmup -1: expected 0 or more"),
+        (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
+        (["--sampling.sampler", "ode"], "no stochastic step"),
+        (["--model.path", "./no/such/folder"], "no such folder"),
+    ],
+)
+def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "profile"
+    assert main(["profile", str(DEMO), "--folder", str(folder), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_a_profile_is_not_overwritten(
+    profiled: tuple[Path, str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = profiled[0]
+    before = (folder / "profile.json").read_bytes()
+    assert main(["profile", str(DEMO), "--folder", str(folder), *SMALL]) == 2
+    assert "already holds a profile; choose another folder with --folder" in capsys.readouterr().err
+    assert (folder / "profile.json").read_bytes() == before
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopB_NNN", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmul"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("sm80_xmma_fprop_implicit_gemm_indexed_tf32f32_tf32f32", "convolution"),
+        ("void cudnn::engines_precompiled::nchwToNhwcKernel<float>", "convolution"),
+        ("_transition_step_fwd_kernel", "sage_fast operators"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
+        ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", "normalisation, elementwise"),
+        ("void at::native::vectorized_layer_norm_kernel<float, float>", "normalisation, elementwise"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>", "copies"),
+        ("void at::native::CatArrayBatchedCopy<float>", "copies"),
+        ("Memcpy DtoH (Device -> Pageable)", "copies"),
+        ("aten::addmm", "matmul"),
+        ("aten::_to_copy", "copies"),
+        ("aten::convolution", "convolution"),
+        ("autograd::engine::evaluate_function: AddmmBackward0", "views and autograd"),
+        ("sage_fast::transition_score", "sage_fast operators"),
+        ("something new", "other"),
+    ],
+)  # fmt: skip
+def test_family(name: str, expected: str) -> None:
+    assert family(name) == expected
+
+
+def test_work_belongs_to_the_innermost_phase() -> None:
+    changes = phase_changes([(10, 100, "rollout"), (100, 300, "train"), (200, 250, "optimizer")])
+    work = [
+        Work("gemm", start, 5e5, "matmul") for start in (0, 10, 100, 199, 200, 249, 250, 300)
+    ]  # a kernel counts where it began
+    assert family_table(work, changes) == {
+        "matmul": dict.fromkeys(PHASES, 0.0) | {"rollout": 0.5, "train": 1.5, "optimizer": 1.0, "other": 1.0}
+    }
+
+
+def test_busy_time_counts_overlapping_kernels_once() -> None:
+    second = 1e6
+    changes = phase_changes([(0, 10 * second, "rollout"), (10 * second, 20 * second, "train")])
+    spans = [(0, 2), (1, 2), (1.5, 1), (5, 1), (12, 1)]
+    work = [Work("k", start * second, length * second, "other") for start, length in spans]
+    busy = busy_seconds(work, changes)
+    assert (busy["rollout"], busy["train"]) == (pytest.approx(4), pytest.approx(1))
+
+
+def test_a_profile_with_a_gpu_counts_kernels_alone() -> None:
+    def event(name: str, start: float, end: float, *, on_gpu: bool, is_range: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        return SimpleNamespace(name=name, time_range=span, device_type=kind, is_user_annotation=is_range)
+
+    events = [
+        event("rollout", 0, 100, on_gpu=False, is_range=True),
+        event("rollout", 5, 90, on_gpu=True, is_range=True),  # the range's shadow on the GPU's timeline
+        event("aten::mm", 2, 4, on_gpu=False),
+        event("nvjet_tst_128x256", 5, 90, on_gpu=True),
+        event("Memcpy DtoH", 120, 121, on_gpu=True),
+    ]
+    work, changes = _read(events, torch.device("cuda"))
+    assert work == [Work("nvjet_tst_128x256", 5, 85, "matmul"), Work("Memcpy DtoH", 120, 1, "copies")]
+    assert changes == [(0, "rollout"), (100, "other")]
+
+
+def test_the_window_is_the_capture_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    names = ("cudaProfilerStart", "cudaProfilerStop")
+    cudart = SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names})
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    trainer = SimpleNamespace(device=torch.device("cuda"), iteration=lambda index: calls.append(f"iteration {index}"))
+    _window(trainer, 3)
+    assert calls == ["wait", "cudaProfilerStart", "iteration 3", "wait", "cudaProfilerStop"]
+
+
+def test_ceiling_is_a_rate_that_a_product_reaches() -> None:
+    ceiling = matmul_ceiling(torch.device("cpu"), torch.float32, seconds=0.1)
+    assert 1e9 < ceiling < 1e14
+
+
+def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_profile, "world_size", lambda: 2)
+    assert main(["profile", str(DEMO), "--folder", str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists()
+
+
+def test_phase_table_by_hand() -> None:
+    row = {"time/rollout": 2.0, "time/train": 5.0, "time/total": 8.0}
+    table = phase_table(row, {"rollout": 4e12, "anchor": 0.0, "train": 10e12}, 8e12, {"rollout": 1.5, "train": 4.0})
+    assert table["rollout"] == {
+        "seconds": 2.0, "share": 0.25, "busy_seconds": 1.5, "flops": 4e12, "flops_per_second": 2e12, "mfu": 0.25,
+    }  # fmt: skip
+    assert table["anchor"]["mfu"] is None  # it took no time
+    assert table["decode"]["flops"] is None
+    assert table["other"]["seconds"] == 1.0
+    assert (table["total"]["mfu"], table["total"]["busy_seconds"]) == (pytest.approx(14 / 64), 5.5)
