@@ -122,7 +122,8 @@ class StepGraphs:
         inputs = (coefs, schedule, seeds, latents)
         tokens = len(latents) * (latents[0, 0].numel() + schedule.context.shape[2])
         if tokens > MAX_TOKENS:
-            return self._refuse(("tokens",), f"a step has {tokens:,} tokens, and they pay below {MAX_TOKENS:,}")
+            self._refuse(("tokens",), f"a step has {tokens:,} tokens, and they pay below {MAX_TOKENS:,}")
+            return None
         shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents))
         key = (weights_key(self.policy), shapes)
         if key in self._refused:
@@ -133,10 +134,12 @@ class StepGraphs:
             try:
                 graph = StepGraph(self.policy, *inputs, self.record)
             except RuntimeError as error:  # an operator that cannot be recorded, or no memory
-                return self._refuse(key, str(error).splitlines()[0])
+                self._refuse(key, str(error).splitlines()[0])
+                return None
             if graph.memory > self.max_memory:
                 needed, allowed = (size / 2**30 for size in (graph.memory, self.max_memory))
-                return self._refuse(key, f"it would keep {needed:.2f} GiB, and all may keep {allowed:.2f} GiB")
+                self._refuse(key, f"it would keep {needed:.2f} GiB, and all may keep {allowed:.2f} GiB")
+                return None
             self._graphs[key] = graph
         self._graphs.move_to_end(key)
         while len(self._graphs) > MAX_GRAPHS or sum(g.memory for g in self._graphs.values()) > self.max_memory:

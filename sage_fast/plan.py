@@ -17,11 +17,10 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from sage_fast.config import Config
 from sage_fast.objective import uses_anchor, uses_velocity
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
+from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.trainer import configured_table, iteration_table, trained_steps
 
-TEXT_TOKENS = 200
-"""Assumed length of a prompt; the published encoder pads to 1000."""
 TESTBED_TEXT_TOKENS = 7
 """Length of every prompt of the testbed."""
 H200_BF16_FLOPS = 790e12

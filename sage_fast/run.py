@@ -53,17 +53,27 @@ class Setup:
         self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, source, quiet=True)
 
 
-def load_setup(config: Config, prompts: list[str] | None = None) -> Setup:
+def _attention_of(config: Config, resume: bool) -> str:
+    """A run goes on with the attention it began with: a new measurement could change its bits."""
+    file = Path(config.output) / "run.json"
+    if config.model.attention != "auto" or not resume or not file.is_file():
+        return config.model.attention
+    return json.loads(file.read_text()).get("attention", "auto")
+
+
+def load_setup(config: Config, prompts: list[str] | None = None, attention: str | None = None) -> Setup:
     """Read prompts, then the reward, then the model: what is cheap to find wrong comes first.
 
     Args:
         prompts: in place of the configured prompt files.
+        attention: in place of `model.attention`.
     """
     train_prompts = read_prompts(config.data.prompts) if prompts is None else prompts
     eval_prompts = read_prompts(config.data.eval_prompts) if prompts is None else prompts
     check_path(config.model.path)
     reward = CompositeReward(load_reward(config.reward), config.reward)
-    model = load_model(config.model, config.sampling, initialize(), config.seed)
+    settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
+    model = load_model(settings, config.sampling, initialize(), config.seed)
     return Setup(config=config, model=model, reward=reward, prompts=train_prompts, eval_prompts=eval_prompts)
 
 
@@ -108,11 +118,11 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     initialize()
     check_trainable(config)
     check_output(config, resume=resume)
-    setup = load_setup(config)
+    setup = load_setup(config, attention=_attention_of(config, resume))
     run = claim_output(config, resume=resume)
     say = _say if rank() == 0 and not quiet else _nothing
     setup.encode(run / "embeddings", quiet=quiet or rank() > 0)
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, say)
     start = load_checkpoint(trainer, run) if resume else 0
     describe(trainer, run, say)
     evaluations = []
@@ -212,6 +222,8 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "ranks": world_size(),
         "operators": ops.implementation(trainer.device),
+        "attention": trainer.model.attention,
+        "attention_milliseconds": trainer.model.attention_milliseconds,
         "parameters": parameters,
         "trainable_parameters": trainable,
         "sampler": trainer.config.sampling.sampler,
@@ -223,7 +235,9 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
     if rank() == 0:
         (run / "run.json").write_text(json.dumps(facts, indent=1))
     say(f"{facts['device']} x {world_size()} | {parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained | "
-        f"operators: {facts['operators']}")  # fmt: skip
+        f"operators: {facts['operators']} | attention: {facts['attention']}")  # fmt: skip
+    if measured := trainer.model.attention_milliseconds:
+        say("attention, forward and backward: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in measured.items()))
     for note in trainer.full_table.notes:
         say(f"note: {note}")
 

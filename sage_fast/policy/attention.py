@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
-from sage_fast.choices import ATTENTION_BACKENDS, nearest
+from sage_fast.choices import ATTENTION_BACKENDS
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query, key, value `[B, S, H, D]`, bool key mask `[B, S]` or None) -> `[B, S, H, D]`."""
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    heads_first = (t.transpose(1, 2) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=None if mask is None else mask[:, None, None])
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=None if mask is None else mask[:, None, None])
     return out.transpose(1, 2)
 
 
@@ -82,33 +82,31 @@ def usable(device: torch.device, dtype: torch.dtype) -> list[str]:
     return [name for name in ATTENTION if fits[name]]
 
 
-def choose_attention(
-    asked: str, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
-) -> tuple[str, dict[str, float]]:
-    """The backend to use, and the milliseconds of what was measured for it.
-
-    Args:
-        asked: a name, or `auto`: the fastest forward and backward at `shape`; measured where there is a choice.
-        shape: (B, S, H, D) of the run.
-
+def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> None:
+    """
     Raises:
         ValueError: the backend asked for is not there; says how to install it.
     """
     names = usable(device, dtype)
-    if asked != "auto":
-        if asked in names:
-            return asked, {}
-        why = f"needs a CUDA device; this is {device.type}" if device.type != "cuda" else "does not run here"
-        package = _PACKAGE.get(asked)
-        if device.type == "cuda" and package is not None and importlib.util.find_spec(package) is None:
-            why = f"is not installed: {_INSTALL[asked]}"
-        elif device.type == "cuda" and dtype == torch.float32:
-            why = "needs model.dtype = bfloat16"
-        raise ValueError(f"model.attention = {asked!r} {why}; {nearest(asked, ('auto', *names))}")
+    if asked == "auto" or asked in names:
+        return
+    if device.type != "cuda":
+        why = f"needs a CUDA device, and this is the {device.type}"
+    elif asked in _PACKAGE and importlib.util.find_spec(_PACKAGE[asked]) is None:
+        why = f"is not installed: {_INSTALL[asked]}"
+    elif dtype == torch.float32:
+        why = "needs model.dtype = bfloat16"
+    else:
+        why = f"does not run on {torch.cuda.get_device_name(device)}"
+    raise ValueError(f"model.attention = {asked!r} {why}; expected one of auto, {', '.join(names)}")
+
+
+def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Usable backend -> milliseconds of a forward and a backward at `shape` (B, S, H, D); empty without a choice."""
+    names = usable(device, dtype)
     if len(names) == 1:
-        return names[0], {}
-    measured = {name: _milliseconds(ATTENTION[name], shape, device, dtype) for name in names}
-    return min(measured, key=measured.__getitem__), measured
+        return {}
+    return {name: _milliseconds(ATTENTION[name], shape, device, dtype) for name in names}
 
 
 def _milliseconds(
@@ -119,9 +117,9 @@ def _milliseconds(
     upstream = torch.randn(shape, device=device, dtype=dtype)
     times = []
     for _ in range(4):
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
         start = time.perf_counter()
         torch.autograd.grad(attention(*inputs, None), inputs, upstream)
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[1:])

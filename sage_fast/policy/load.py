@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.engine.distributed import all_gather_object
+from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
 from sage_fast.testbed.model import BASE, TestbedTransformer, allow_batches
 from sage_fast.testbed.text import embed
 
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
+TEXT_TOKENS = 200
+"""Length of a prompt where a size is wanted before one is known; the published encoder pads to 1000."""
 VIDEO_FPS = {"HunyuanVideo15Transformer3DModel": 24, "TestbedTransformer": 8}
 
 
@@ -36,12 +41,29 @@ class Model:
         policy: the trained part.
         vae: the frozen autoencoder.
         fps: frames per second of its videos.
+        attention: the backend that serves it.
+        attention_milliseconds: what the choice was made by, where there was one.
     """
 
     path: str
     policy: HunyuanVideo15Policy
     vae: AutoencoderKLHunyuanVideo15
     fps: int
+    attention: str = "sdpa"
+    attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def choose_attention(self, asked: str, sampling: SamplingConfig) -> None:
+        """Serve attention by the backend `asked`, or by the fastest at the size of this run; the same on every rank."""
+        config, device = self.policy.transformer.config, self.policy.device
+        tokens = math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2)
+        shape = (sampling.batch_size, tokens + TEXT_TOKENS, config.num_attention_heads, config.attention_head_dim)
+        check_attention(asked, device, self.policy.dtype)
+        if asked == "auto":
+            measured = all_gather_object(measure_attention(shape, device, self.policy.dtype))[0]
+            self.attention_milliseconds = measured
+            asked = min(measured, key=measured.__getitem__) if measured else "sdpa"
+        self.attention = asked
+        self.policy.forward.attention = ATTENTION[asked]
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         """(C, T, H, W) of one video's latents."""
@@ -147,8 +169,9 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     """Load a checkpoint and make it trainable.
 
     Raises:
-        ValueError: checkpoint missing or incomplete, or LoRA weights of another model.
+        ValueError: checkpoint missing or incomplete, LoRA weights of another model, or attention that is not there.
     """
+    check_attention(config.attention, device, getattr(torch, config.dtype))
     path = check_path(config.path)
     dtype = getattr(torch, config.dtype)
     layout = _layout("model.path", path)
@@ -187,4 +210,6 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=sampling.guidance_scale)
-    return Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name])
+    model = Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name])
+    model.choose_attention(config.attention, sampling)
+    return model

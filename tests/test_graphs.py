@@ -1,0 +1,178 @@
+"""Recorded denoising steps: the same bits as without, bounded, recorded anew where weights are replaced.
+
+Without a GPU a recording runs its Python again over the same buffers: everything but CUDA's own replay is what a GPU
+runs. The tests at the end need one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast import graphs as module
+from sage_fast.graphs import Run, StepGraphs, record_cuda, step_graphs
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.rollout import initial_latents, rollout
+from sage_fast.seeding import sample_seeds
+from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.transitions import sigma_schedule, transition_table
+from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
+
+PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
+STEPS = 5
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def rerun(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+    outputs = run()
+
+    def replay() -> None:
+        for output, value in zip(outputs, run()):
+            output.copy_(value)
+
+    return replay, outputs, 100
+
+
+def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graphs: StepGraphs | None = None) -> Any:
+    """Final latents and everything that was recorded."""
+    device = policy.device
+    table = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
+    seeds = sample_seeds(0, index, 0, range(len(prompts)))
+    kept: list[tuple[Tensor, ...]] = []
+    latents = rollout(
+        policy, table, table.coefficients(1280).to(device),
+        policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)), prompts, seeds,
+        initial_latents(seeds, LATENT_SHAPE, device),
+        record=lambda t, *tensors: kept.append(tuple(tensor.clone() for tensor in tensors)), graphs=graphs,
+    )  # fmt: skip
+    return latents, kept
+
+
+def assert_same_bits(ours: Any, theirs: Any) -> None:
+    assert torch.equal(ours[0], theirs[0])
+    for mine, other in zip(ours[1], theirs[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
+    policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
+    graphs = StepGraphs(policy, rerun, max_memory=1000)
+    for index, prompts in enumerate((PROMPTS[:1] * 2, PROMPTS[1:2] * 2)):
+        assert_same_bits(roll(policy, prompts, index, graphs), roll(policy, prompts, index))
+    assert len(graphs) == 1
+    assert_same_bits(roll(policy, PROMPTS[:2], 2, graphs), roll(policy, PROMPTS[:2], 2))  # a prompt for each sample
+    assert len(graphs) == 2
+
+
+def test_weights_in_place_and_replaced() -> None:
+    policy = tiny_model(settings()).policy
+    recordings: list[Run] = []
+    graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=1000)
+    before = roll(policy, PROMPTS[:1], 0, graphs)[0]
+    with torch.no_grad():
+        for p in policy.parameters().values():
+            p.add_(0.05)
+    after = roll(policy, PROMPTS[:1], 0, graphs)
+    assert not torch.equal(before, after[0])
+    assert_same_bits(after, roll(policy, PROMPTS[:1]))
+    assert len(recordings) == 1  # in place: the recording sees the new weights
+    name, p = next(iter(policy.parameters().items()))
+    policy.transformer.get_parameter(name).data = p.detach().clone()
+    assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), after)
+    assert len(recordings) == 2
+    policy.transformer.disable_adapters()
+    assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
+    assert len(recordings) == 3
+    assert len(graphs) == 1  # those of other weights are gone
+
+
+def test_bounded_number_and_memory() -> None:
+    policy = tiny_model(settings()).policy
+    graphs = StepGraphs(policy, rerun, max_memory=250)
+    for count in (1, 2, 3):
+        roll(policy, PROMPTS[:1] * count, 0, graphs)
+    assert len(graphs) == 2  # 100 bytes each
+    said: list[str] = []
+    graphs = StepGraphs(policy, rerun, max_memory=50, say=said.append)
+    for _ in range(2):
+        assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
+    assert len(graphs) == 0
+    assert len(said) == 1
+    graphs = StepGraphs(policy, rerun, max_memory=10**6)
+    for count in range(1, module.MAX_GRAPHS + 3):
+        roll(policy, PROMPTS[:1] * count, 0, graphs)
+    assert len(graphs) == module.MAX_GRAPHS
+
+
+def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_model(settings()).policy
+    said: list[str] = []
+
+    def fail(run: Run) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand a page of advice")
+
+    graphs = StepGraphs(policy, fail, max_memory=1000, say=said.append)
+    for _ in range(2):
+        assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
+    assert said == ["no CUDA graph for this rollout: operation not permitted when stream is capturing"]
+
+    monkeypatch.setattr(module, "MAX_TOKENS", 2 * 87 - 1)
+    graphs = StepGraphs(policy, rerun, max_memory=1000, say=said.append)
+    roll(policy, PROMPTS[:1], 0, graphs)
+    assert len(said) == 1
+    for count in (2, 3):
+        roll(policy, PROMPTS[:1] * count, 0, graphs)
+    assert len(said) == 2
+    assert "a step has 174 tokens" in said[1]
+
+
+def test_the_cpu_has_none() -> None:
+    if not torch.cuda.is_available():
+        assert step_graphs(tiny_model(settings()).policy, print) is None
+
+
+def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
+    plain, recorded = tiny_trainer(settings()), tiny_trainer(settings())
+    recorded.graphs = StepGraphs(recorded.policy, rerun, max_memory=1000)
+    for index in range(2):
+        rows = [
+            {key: value for key, value in trainer.iteration(index).items() if not key.startswith("time/")}
+            for trainer in (plain, recorded)
+        ]
+        assert rows[0] == rows[1]
+    assert len(recorded.graphs) > 0
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replay_gives_the_same_bits_on_a_gpu(guidance: float, dtype: torch.dtype) -> None:
+    policy = tiny_model(settings(sampling__guidance_scale=guidance), dtype).policy
+    policy.transformer.cuda()
+    said: list[str] = []
+    graphs = StepGraphs(policy, record_cuda, max_memory=2**30, say=said.append)
+    for index in range(3):
+        assert_same_bits(roll(policy, PROMPTS[:1] * 2, index, graphs), roll(policy, PROMPTS[:1] * 2, index))
+    assert not said
+    assert len(graphs) == 1
+
+
+@NEEDS_CUDA
+def test_a_step_never_synchronises_on_a_gpu() -> None:
+    policy = tiny_model(settings()).policy
+    policy.transformer.cuda()
+    table = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
+    coefs = table.coefficients(1280).cuda()
+    schedule = policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS[:1])
+    seeds, x = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.randn(1, *LATENT_SHAPE, device="cuda")
+    step = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        module.denoise(policy, coefs, schedule, seeds, x, step)  # kernels compile, tables are made
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            module.denoise(policy, coefs, schedule, seeds, x, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
