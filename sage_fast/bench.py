@@ -312,10 +312,6 @@ def format_result(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(json_path: Path | None = None, sizes: Sequence[str] | None = None, repetitions: int = 15) -> None:
-    """Measure, print the table, and write JSON where asked."""
-    result = run(sizes, repetitions)
-    print(format_result(result))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def write_json(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sage_fast import __version__
@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", "write report.html of a run, again or while it is running")
     report.add_argument("run", metavar="RUN", help="run folder")
 
-    bench = add("bench", "time the operators against eager PyTorch, torch.compile and a copy")
+    bench = add("bench", "time the operators, the rollout or whole iterations against what stock code does")
+    bench.add_argument("part", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
+    bench.add_argument("--config", metavar="FILE", help="YAML file, for `bench iteration`")
     bench.add_argument("--json", metavar="FILE", help="write every number there")
     bench.add_argument("--size", action="append", help="a size such as '480p batch 4' (several times for several)")
     bench.add_argument("--repetitions", type=int, default=15)
@@ -224,14 +226,40 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         print(format_table(compile_report()))
         return 0
-    from sage_fast.bench import SIZES, main
+    from sage_fast.bench import write_json
+
+    if options.repetitions < 1:
+        raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
+    if (options.part == "iteration") != bool(options.config):
+        raise UserError("`bench iteration` and --config FILE go together")
+    if options.part == "iteration":
+        from sage_fast import rollout_bench
+        from sage_fast.config import load
+
+        result = rollout_bench.iterations(load(options.config), options.repetitions)
+        print(rollout_bench.format_iterations(result))
+    elif options.part == "rollout":
+        from sage_fast import rollout_bench
+
+        result = rollout_bench.run(_known(options.size, rollout_bench.SIZES), options.repetitions)
+        print(rollout_bench.format_rollout(result))
+    else:
+        from sage_fast import bench
+
+        result = bench.run(_known(options.size, bench.SIZES), options.repetitions)
+        print(bench.format_result(result))
+    if options.json:
+        write_json(result, Path(options.json))
+    return 0
+
+
+def _known(names: list[str] | None, sizes: Mapping[str, object]) -> list[str] | None:
     from sage_fast.choices import nearest
 
-    for size in options.size or []:
-        if size not in SIZES:
-            raise UserError(f"--size {size!r}: {nearest(size, SIZES)}")
-    main(Path(options.json) if options.json else None, options.size, options.repetitions)
-    return 0
+    for name in names or []:
+        if name not in sizes:
+            raise UserError(f"--size {name!r}: {nearest(name, sizes)}")
+    return names
 
 
 def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:

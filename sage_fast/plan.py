@@ -87,6 +87,17 @@ def block_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_
     return bytes_per_value * (SAVED_VALUES[tuning, bytes_per_value] * joint_tokens * d)
 
 
+def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
+    """Of `samples` rollouts with latents of `numel` elements: their stored states, and the velocities beside them."""
+    trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
+    # Untrained steps between trained ones leave up to two states a transition.
+    states = trained + 1 if trained == config.sampling.steps else min(2 * trained, config.sampling.steps + 1)
+    closed_form = uses_velocity(config.kl) and config.kl.velocity_term == "closed_form"
+    velocities = int(uses_anchor(config.kl)) + int(closed_form)
+    width = 2 if config.model.dtype == "bfloat16" and config.sampling.guidance_scale == 1 else 4
+    return 4 * numel * samples * states, width * numel * samples * trained * velocities
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The numbers that `format_plan` prints.
@@ -180,19 +191,19 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
 
     width = 2 if config.model.dtype == "bfloat16" else 4
     frozen_width = 4 if config.model.tuning == "full" else width
-    numel, mine = math.prod(latent), -(-samples // ranks)
+    mine = -(-samples // ranks)
     snapshots = int(uses_anchor(config.kl)) + int(train.ema_decay > 0)
-    closed_form = uses_velocity(config.kl) and config.kl.velocity_term == "closed_form"
-    velocities = int(uses_anchor(config.kl)) + int(closed_form)
-    # Untrained steps between trained ones leave up to two states a transition.
-    states = trained + 1 if trained == s.steps else min(2 * trained, s.steps + 1)
+    states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     memory = {
         "frozen weights": float((base - (trainable if config.model.tuning == "full" else 0)) * frozen_width),
         "trained weights, gradients, AdamW": 16.0 * trainable,
         "anchor and EMA": 4.0 * trainable * snapshots,
-        "trajectories (fp32 latents)": 4.0 * numel * mine * states,
-        "stored velocities": float((width if passes == 1 else 4) * numel * mine * trained * velocities),
     }
+    trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
+    if s.offload_trajectories:
+        host = {f"{part}, pinned host memory": size for part, size in trajectories.items()}
+    else:
+        memory, host = memory | trajectories, {}
     if config.model.tuning == "full" and width == 2:
         memory["bf16 copies of the weights (autocast)"] = 2.0 * base
     graphs = train.batch_size * passes
@@ -202,10 +213,10 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
     videos = {"decoded videos (during decode and reward)": 12.0 * mine * s.num_frames * s.height * s.width}
     if config.model.gradient_checkpointing:
         memory["activations, checkpointed"] = with_checkpointing
-        other = {"activations without checkpointing": without_checkpointing} | videos
+        other = {"activations without checkpointing": without_checkpointing} | videos | host
     else:
         memory["activations"] = without_checkpointing
-        other = {"activations with checkpointing": with_checkpointing} | videos
+        other = {"activations with checkpointing": with_checkpointing} | videos | host
     return Plan(
         parameters=base,
         trainable=trainable,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
+import os
 import platform
 import re
 from pathlib import Path
@@ -23,6 +25,7 @@ from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.engine.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.metrics import MetricsWriter, read_lines
+from sage_fast.plan import trajectory_bytes
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding, encode_cached
 from sage_fast.report import format_paired_table, paired_table, write_report
@@ -109,6 +112,29 @@ def claim_output(config: Config, *, resume: bool) -> Path:
     return run
 
 
+def check_trajectories(config: Config, model: Model) -> str:
+    """Size of an iteration's stored rollouts on this rank, in words.
+
+    Raises:
+        ValueError: more than is free where they are to be held.
+    """
+    samples = -(-config.train.prompts_per_iteration * config.train.group_size // world_size())
+    size = sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), samples))
+    device = model.policy.device
+    on_gpu = device.type == "cuda" and not config.sampling.offload_trajectories
+    if on_gpu:
+        free, where = torch.cuda.mem_get_info(device)[0], "GPU memory"
+    else:
+        free, where = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "host memory"
+    if size > free:
+        way = "set sampling.offload_trajectories = true, or " if on_gpu else ""
+        raise ValueError(
+            f"the rollouts of an iteration take {size / 2**30:.2f} GiB of {where} and {free / 2**30:.2f} GiB are free; "
+            f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
+        )
+    return f"stored rollouts: {samples} of {size / samples / 2**20:.2f} MiB, {size / 2**30:.3f} GiB of {where}"
+
+
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     """Train, and leave a run folder with a report; Ctrl-C leaves a checkpoint that `resume` continues.
 
@@ -119,12 +145,14 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     check_trainable(config)
     check_output(config, resume=resume)
     setup = load_setup(config, attention=_attention_of(config, resume))
+    trajectories = check_trajectories(config, setup.model)
     run = claim_output(config, resume=resume)
     say = _say if rank() == 0 and not quiet else _nothing
     setup.encode(run / "embeddings", quiet=quiet or rank() > 0)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, say)
     start = load_checkpoint(trainer, run) if resume else 0
     describe(trainer, run, say)
+    say(trajectories)
     evaluations = []
     if not (run / "eval" / "before.json").exists():
         evaluations.append(_evaluate(trainer, setup, run, "before", 0, say))

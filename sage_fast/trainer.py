@@ -363,7 +363,7 @@ class Trainer:
     def _conditioning(self, batch: _Batch, micro: Sequence[Transition]) -> Conditioning:
         """From the rollout's table; made anew, with gradients, where its weights are trained."""
         prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
-        if self.policy.forward.conditioning_is_frozen:
+        if self.policy.conditioning_is_frozen:
             same = len(set(steps)) == 1
             return batch.conditioning.of(prompts).at(torch.tensor(steps[:1] if same else steps, device=self.device))
         text, negative = (

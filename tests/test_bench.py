@@ -1,5 +1,6 @@
 """The benchmark runs end to end at a tiny size, refuses to time wrong results, and says what it has no rows for."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast import bench
+from sage_fast import bench, rollout_bench
 from sage_fast.cli import main
+from sage_fast.config import dump
+from tests.tiny import settings
 
 
 def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,3 +60,48 @@ def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
     case = bench.Case.make(bench.SIZES["tiny"], torch.device("cpu"))
     copies = bench.contenders(operator, compiled=False)["copy"](case)
     assert sum(2 * t.numel() * t.element_size() for t in copies) == bench.bytes_moved(operator, case.x.numel())
+
+
+def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every path at a tiny size, gate included."""
+    file = tmp_path / "rollout.json"
+    assert main(["bench", "rollout", "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["part"] for row in rows] == ["forward", "step", "rollout", "train"]
+    for row in rows:
+        assert {"stock", "eager", "compiled"} <= set(row["seconds"])
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+        assert row["flops"] > 0
+        assert row["part"] in out
+
+
+def test_wrong_velocities_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = rollout_bench.SIZES["tiny"]
+    device = torch.device("cpu")
+    rung = rollout_bench.Rung(rollout_bench.random_transformer(True, device, torch.float32), size, compiled=False)
+    rung.check()
+    monkeypatch.setattr(rung.ours.forward, "blocks", rung.ours.forward.blocks[:-1])
+    with pytest.raises(AssertionError, match="eager is off by"):
+        rung.check()
+
+
+def test_padding_changes_the_stock_time_alone() -> None:
+    """The published pipeline's 1985 text tokens, masked, give the velocity of the valid ones."""
+    device = torch.device("cpu")
+    size = dataclasses.replace(rollout_bench.SIZES["tiny"], testbed=True)
+    rung = rollout_bench.Rung(rollout_bench.random_transformer(True, device, torch.float32), size, compiled=False)
+    rung.policies["stock padded"] = rung.stock_padded
+    rung.check()
+
+
+def test_iteration_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(dump(settings(reward__name="testbed")))
+    file = tmp_path / "iteration.json"
+    assert main(["bench", "iteration", "--config", str(config), "--repetitions", "1", "--json", str(file)]) == 0
+    assert "decode" in capsys.readouterr().out
+    phases = json.loads(file.read_text())["phases"]
+    assert {"rollout", "decode", "anchor", "train", "total"} <= phases.keys()
+    assert main(["bench", "iteration"]) == 2
+    assert "--config FILE go together" in capsys.readouterr().err

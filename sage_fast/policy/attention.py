@@ -113,13 +113,13 @@ def _milliseconds(
     attention: Attention, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> float:
     """Forward and backward; the median of three after a warm-up."""
-    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     upstream = torch.randn(shape, device=device, dtype=dtype)
     times = []
     for _ in range(4):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        torch.autograd.grad(attention(*inputs, None), inputs, upstream)
+        torch.autograd.grad(attention(query, key, value, None), (query, key, value), upstream)
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[1:])

@@ -37,7 +37,8 @@ class TextToVideoForward:
         self.transformer = transformer
         self.attention: Attention = ATTENTION["sdpa"]
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
-        for block in transformer.transformer_blocks:
+        self.blocks = list(transformer.transformer_blocks)
+        for block in self.blocks:
             # Blocks stay what is called, so that hooks on them (FSDP, ZeRO, profilers) keep working.
             block.forward = functools.partial(_stock_or_ours, block)
 
@@ -62,10 +63,9 @@ class TextToVideoForward:
         mask = conditioning.mask
         if mask is not None:
             mask = F.pad(mask, (hidden.shape[1], 0), value=True)
-        layers = len(model.transformer_blocks)
-        for layer, block in enumerate(model.transformer_blocks):
+        for layer, block in enumerate(self.blocks):
             modulation = conditioning.modulation[:, layer]
-            arguments = (hidden, context, modulation, mask, rotary, self.attention, layer == layers - 1)
+            arguments = (hidden, context, modulation, mask, rotary, self.attention, block is self.blocks[-1])
             if model.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, context = model._gradient_checkpointing_func(block, *arguments)
             else:
@@ -77,6 +77,10 @@ class TextToVideoForward:
         grid = [size // p for size, p in zip(space, patch)]
         out = out.view(batch, *grid, -1, *patch)  # [B, T, H, W, C, pt, ph, pw]
         return out.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(batch, -1, *space)
+
+    def compile_blocks(self) -> None:
+        """Run the blocks through torch.compile, one graph for all of them."""
+        self.blocks = [torch.compile(block) for block in self.blocks]
 
     def modulation(self, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]` and the last norm's `[R, 2, d]`."""

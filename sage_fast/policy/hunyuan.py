@@ -65,6 +65,11 @@ class HunyuanVideo15Policy:
     def uses_guidance(self) -> bool:
         return self.guidance_scale != 1
 
+    @property
+    def conditioning_is_frozen(self) -> bool:
+        """Whether training leaves AdaLN and the text embedders as they are."""
+        return self.forward.conditioning_is_frozen
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def velocity(self, x: Tensor, conditioning: Conditioning) -> Tensor:

@@ -1,0 +1,35 @@
+"""`pytest benchmarks/`: a forward, a step, a rollout and a training step; stock diffusers, eager, compiled, graphed."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.rollout_bench import CPU_SIZES, GPU_SIZES, SIZES, Rung, random_transformer
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+@pytest.fixture(scope="module", params=GPU_SIZES if torch.cuda.is_available() else CPU_SIZES)
+def rung(request: pytest.FixtureRequest) -> Rung:
+    """A size of the ladder, its velocities checked before anything is timed."""
+    size = SIZES[request.param]
+    made = Rung(random_transformer(size.testbed, DEVICE, DTYPE), size, compiled=True)
+    made.check()
+    return made
+
+
+@pytest.mark.parametrize("path", ["stock", "eager", "compiled", "graphed"])
+@pytest.mark.parametrize("part", ["forward", "step", "rollout", "train"])
+def test_rollout(benchmark: Any, rung: Rung, part: str, path: str) -> None:
+    contenders = rung.contenders(part)
+    if path not in contenders:
+        pytest.skip(f"no {path} {part} here")
+
+    def run() -> None:
+        contenders[path]()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+    benchmark.pedantic(run, rounds=5, warmup_rounds=2)

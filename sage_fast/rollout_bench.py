@@ -1,0 +1,415 @@
+"""Measure the rollout engine: forwards, steps, rollouts and training against the stock diffusers forward.
+
+`sage-fast bench rollout`. Random weights (nothing is downloaded), one model whose stock and own forwards are timed
+interleaved in one process; medians. A correctness gate runs first: no time is reported for a velocity that is wrong.
+On a GPU the ladder is the published 8.3 B architecture from 5 x 16 x 16 latents to 480p, 81 frames; on the CPU it is
+the testbed, with a whole reinforcement-learning iteration besides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from sage_fast.bench import environment
+from sage_fast.config import Config
+from sage_fast.graphs import StepGraphs, denoise, record_cuda
+from sage_fast.iteration_profile import matmul_ceiling
+from sage_fast.plan import attention_flops, forward_flops, training_flops
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
+from sage_fast.policy.text import TextBatch, TextEmbedding, collate
+from sage_fast.rollout import initial_latents, rollout
+from sage_fast.run import load_setup
+from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer
+from sage_fast.trainer import Trainer
+from sage_fast.transitions import sigma_schedule, transition_table
+
+STEPS = 10
+TEXT_TOKENS = 200
+PADDED_TEXT, PADDED_GLYPHS, IMAGE_TOKENS = 1000, 256, 729
+"""What the published pipeline pads a prompt to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """One rung: latents `[batch, C, *space]` and the tokens of a prompt."""
+
+    batch: int
+    space: tuple[int, int, int]
+    text_tokens: int = TEXT_TOKENS
+    testbed: bool = False
+
+
+SIZES = {
+    "tiny": Size(2, (2, 2, 3), 3, testbed=True),
+    "testbed batch 1": Size(1, LATENT_SHAPE[1:], 7, testbed=True),
+    "testbed batch 32": Size(32, LATENT_SHAPE[1:], 7, testbed=True),
+    "5x16x16": Size(1, (5, 16, 16)),
+    "9x30x52": Size(1, (9, 30, 52)),
+    "480p 81 frames": Size(1, (21, 30, 52)),
+}
+GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
+CPU_SIZES = ("testbed batch 1", "testbed batch 32")
+
+
+# -- the stock forward as a policy ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StockConditioning:
+    """What the stock forward is given: it computes everything else anew in every forward."""
+
+    sigma: Tensor
+    text: TextBatch
+    negative: StockConditioning | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StockSchedule:
+    sigmas: Tensor
+    text: TextBatch
+    negative: StockSchedule | None = None
+
+    def at(self, steps: Tensor) -> StockConditioning:
+        sigma = self.sigmas[steps].expand(len(self.text.text))
+        return StockConditioning(sigma, self.text, self.negative.at(steps) if self.negative else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class StockTable:
+    policy: StockPolicy
+    sigmas: Tensor
+    embeddings: Mapping[str, TextEmbedding]
+
+    def of(self, prompts: Sequence[str]) -> StockSchedule:
+        negative = self.of([""] * len(prompts)) if self.policy.uses_guidance and set(prompts) != {""} else None
+        texts = [self.embeddings[prompt] for prompt in prompts]
+        return StockSchedule(self.sigmas, collate(texts, self.policy.device, self.policy.dtype), negative)
+
+
+class StockPolicy(HunyuanVideo15Policy):
+    """The policy through diffusers' own forward. `padded` pads the text as the published pipeline does."""
+
+    padded = False
+    conditioning_is_frozen = False  # nothing is computed beforehand
+
+    def velocity(self, x: Tensor, conditioning: Any) -> Tensor:
+        with self._autocast():
+            return self.stock_forward(x.to(self.dtype), 1000 * conditioning.sigma, conditioning.text)
+
+    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Any:
+        return StockConditioning(sigma, text, StockConditioning(sigma, negative) if negative else None)
+
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[str, TextEmbedding]) -> Any:
+        return StockTable(self, sigmas.to(self.device, torch.float32), embeddings)
+
+    def stock_forward(self, x: Tensor, timestep: Tensor, text: TextBatch) -> Tensor:
+        config, batch = self.transformer.config, len(x)
+        tokens, mask = _padded(text.text, text.text_mask, PADDED_TEXT if self.padded else 0)
+        glyphs, glyphs_mask = _padded(text.glyphs, text.glyphs_mask, PADDED_GLYPHS if self.padded else 0)
+        condition = x.new_zeros(batch, config.in_channels - x.shape[1], *x.shape[2:])
+        images = x.new_zeros(batch, IMAGE_TOKENS if self.padded else 0, config.image_embed_dim)
+        return self.transformer(
+            torch.cat([x, condition], dim=1), timestep, tokens, mask, encoder_hidden_states_2=glyphs,
+            encoder_attention_mask_2=glyphs_mask, image_embeds=images, return_dict=False,
+        )[0]  # fmt: skip
+
+
+def _padded(tokens: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    if mask is None:
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    extra = max(length - tokens.shape[1], 0)
+    return (
+        torch.nn.functional.pad(tokens, (0, 0, 0, extra)),
+        torch.nn.functional.pad(mask, (0, extra)).to(torch.int64),
+    )
+
+
+# -- one rung ---------------------------------------------------------------------------------------------------------
+
+
+def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
+    """The architecture with random weights and a LoRA adapter that does something, made on the device."""
+    with torch.device("meta"):
+        transformer = (TestbedTransformer if testbed else HunyuanVideo15Transformer3DModel)(**PUBLISHED[testbed])
+    transformer = torch.nn.Module.to(transformer, dtype).to_empty(device=device).eval()
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for p in transformer.parameters():
+            p.normal_(std=p.shape[-1] ** -0.5, generator=generator) if p.ndim > 1 else p.fill_(0.1)
+        for name, p in transformer.named_parameters():
+            if "norm" in name and p.ndim == 1 and name.endswith("weight"):
+                p.fill_(1)
+    targets = Config().model.lora_targets
+    add_lora(transformer, rank=16 if testbed else 64, alpha=16, targets=targets, seed=0)
+    with torch.no_grad():
+        for name, p in transformer.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(std=0.02, generator=generator)
+    return transformer
+
+
+PUBLISHED: dict[bool, dict[str, Any]] = {
+    True: {},
+    False: {
+        "in_channels": 65,
+        "out_channels": 32,
+        "num_attention_heads": 16,
+        "attention_head_dim": 128,
+        "num_layers": 54,
+        "num_refiner_layers": 2,
+        "patch_size": 1,
+        "text_embed_dim": 3584,
+        "text_embed_2_dim": 1472,
+        "image_embed_dim": 1152,
+    },
+}
+"""Arguments of the testbed's class (its defaults) and of the published 480p checkpoint, by `testbed`."""
+
+
+class Rung:
+    """A size, its inputs, and the contenders as functions of nothing.
+
+    Args:
+        transformer: shared by all contenders.
+        size: of the inputs.
+        compiled: whether regional torch.compile takes part.
+    """
+
+    def __init__(self, transformer: HunyuanVideo15Transformer3DModel, size: Size, compiled: bool) -> None:
+        device, dtype = next(transformer.parameters()).device, next(transformer.parameters()).dtype
+        config = transformer.config
+        self.ours = HunyuanVideo15Policy(transformer, dtype=dtype)
+        self.stock, self.stock_padded = (StockPolicy(transformer, dtype=dtype) for _ in range(2))
+        self.stock_padded.padded = True
+        self.policies: dict[str, HunyuanVideo15Policy] = {"stock": self.stock, "eager": self.ours}
+        if not size.testbed:
+            self.policies["stock padded"] = self.stock_padded
+        if compiled:
+            self.policies["compiled"] = HunyuanVideo15Policy(transformer, dtype=dtype)
+            self.policies["compiled"].forward.compile_blocks()
+        self.size = size
+        self.device = device
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randn(size.text_tokens, config.text_embed_dim, generator=generator)
+        self.embeddings = {"prompt": TextEmbedding(text=text, glyphs=torch.zeros(0, config.text_embed_2_dim))}
+        self.prompts = ["prompt"] * size.batch
+        self.shape = (config.out_channels, *size.space)
+        self.table = transition_table(sigma_schedule(STEPS, 5.0), "sage", 0.5)
+        self.coefs = self.table.coefficients(math.prod(self.shape)).to(device)
+        self.seeds = torch.arange(size.batch, device=device)
+        self.x = initial_latents(self.seeds, self.shape, device)
+        self.step = torch.full((1,), STEPS // 2, device=device)
+        self.graphs = StepGraphs(self.ours, record_cuda, 2**40) if device.type == "cuda" else None
+
+    def schedule(self, policy: HunyuanVideo15Policy) -> Any:
+        return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """The gate: every contender's velocity against the stock one.
+
+        Raises:
+            AssertionError: they differ by more than rounding.
+        """
+        expected = self.stock.velocity(self.x, self.schedule(self.stock).at(self.step)).float()
+        limit = 1e-4 if self.x.dtype == self.ours.dtype else 0.05
+        for name, policy in self.policies.items():
+            error = (policy.velocity(self.x, self.schedule(policy).at(self.step)).float() - expected).norm()
+            assert error <= limit * expected.norm(), f"{name} is off by {error / expected.norm():.1e}"
+
+    def contenders(self, part: str) -> dict[str, Callable[[], Any]]:
+        """name -> a function that runs `forward`, `step`, `rollout` or `train` (forward and backward) once."""
+        made = {name: self._function(part, policy) for name, policy in self.policies.items()}
+        if part in ("step", "rollout") and self.graphs is not None:
+            made |= self._graphed(part, self.graphs)
+        return made
+
+    def _function(self, part: str, policy: HunyuanVideo15Policy) -> Callable[[], Any]:
+        schedule = self.schedule(policy)
+
+        @torch.no_grad()
+        def forward() -> Any:
+            return policy.velocity(self.x, schedule.at(self.step))
+
+        @torch.no_grad()
+        def step() -> Any:
+            return denoise(policy, self.coefs, schedule, self.seeds, self.x, self.step)
+
+        def whole() -> Any:
+            conditioning = policy.conditioning_table(self.table.sigmas[:-1], self.embeddings)
+            return rollout(policy, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x)
+
+        def train() -> Any:
+            v = policy.velocity(self.x, schedule.at(self.step))
+            return torch.autograd.grad(v.float().square().mean(), list(policy.parameters().values()))
+
+        return {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
+
+    def _graphed(self, part: str, graphs: StepGraphs) -> dict[str, Callable[[], Any]]:
+        schedule = self.schedule(self.ours)
+        with torch.no_grad():
+            graph = graphs.prepare(self.coefs, schedule, self.seeds, self.x)
+        if graph is None:
+            return {}
+        if part == "step":
+
+            def replay() -> Any:
+                graph.load(self.coefs, schedule, self.seeds, self.x)  # a replay beyond the last step has no row
+                return graph.step()
+
+            return {"graphed": replay}
+
+        def whole() -> Any:
+            conditioning = self.ours.conditioning_table(self.table.sigmas[:-1], self.embeddings)
+            return rollout(
+                self.ours, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x, graphs=graphs
+            )
+
+        return {"graphed": whole}
+
+
+# -- timing -----------------------------------------------------------------------------------------------------------
+
+
+def measure(contenders: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, Any]:
+    """name -> median seconds over interleaved rounds, and on a GPU the peak of allocated bytes."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    peak: dict[str, int] = {}
+    for round_ in range(rounds + 1):  # the first one compiles and allocates
+        for name, function in contenders.items():
+            _synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            function()
+            _synchronize(device)
+            if round_:
+                seconds[name].append(time.perf_counter() - start)
+            if device.type == "cuda":
+                peak[name] = torch.cuda.max_memory_allocated()
+    return {"seconds": {name: statistics.median(times) for name, times in seconds.items()}, "peak_bytes": peak}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run(names: Sequence[str] | None = None, rounds: int = 7) -> dict[str, Any]:
+    """Measure every part at every size; the result is what `sage-fast bench rollout` writes as JSON."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows, transformer, built = [], None, None
+    for name in names or (GPU_SIZES if device.type == "cuda" else CPU_SIZES):
+        size = SIZES[name]
+        if built != size.testbed:
+            transformer, built = random_transformer(size.testbed, device, dtype), size.testbed
+        assert transformer is not None
+        rung = Rung(transformer, size, compiled=True)
+        rung.check()
+        for part in ("forward", "step", "rollout", "train"):
+            transformer.gradient_checkpointing = False
+            if part == "train" and not size.testbed:
+                transformer.enable_gradient_checkpointing()
+            flops = _flops(transformer, size, part)
+            measured = measure(rung.contenders(part), device, rounds)
+            rows.append({"size": name, "part": part, "batch": size.batch, "flops": flops} | measured)
+    return {
+        "environment": environment(device) | {"dtype": str(dtype).removeprefix("torch.")},
+        "ceiling_flops_per_second": matmul_ceiling(device, dtype),
+        "rows": rows,
+    }
+
+
+def _flops(transformer: HunyuanVideo15Transformer3DModel, size: Size, part: str) -> float:
+    """Model FLOPs of a part at the unpadded prompt, by the formulas of sage_fast/plan.py."""
+    tokens = math.prod(size.space)
+    forward = size.batch * forward_flops(transformer.config, tokens, size.text_tokens)
+    attention = size.batch * attention_flops(transformer.config, tokens, size.text_tokens)
+    if part == "train":
+        checkpointing = transformer.gradient_checkpointing
+        return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True)
+    return forward * (STEPS if part == "rollout" else 1)
+
+
+def iterations(config: Config, rounds: int) -> dict[str, Any]:
+    """Whole iterations of one configuration through the stock forward and decode, and through ours, interleaved."""
+    trainers = {}
+    for name in ("stock", "eager"):
+        setup = load_setup(config)
+        if name == "stock":
+            policy = setup.model.policy
+            setup.model.policy = StockPolicy(
+                policy.transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            setup.encode(Path(folder), quiet=True)
+        trainers[name] = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
+    for index in range(rounds + 1):
+        for name, trainer in trainers.items():
+            rows[name].append(trainer.iteration(index))
+    first = {name: row[0]["reward/mean"] for name, row in rows.items()}
+    assert math.isclose(*first.values(), rel_tol=1e-3), f"the first rollouts differ: {first}"
+    phases = [key for key in rows["eager"][0] if key.startswith("time/")]
+    device = trainers["eager"].device
+    return {
+        "environment": environment(device) | {"dtype": config.model.dtype},
+        "phases": {
+            phase.removeprefix("time/"): {
+                name: statistics.median(row[phase] for row in of[1:]) for name, of in rows.items()
+            }
+            for phase in phases
+        },
+    }
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def format_rollout(result: Mapping[str, Any]) -> str:
+    """The table for a terminal."""
+    env, ceiling = result["environment"], result["ceiling_flops_per_second"]
+    lines = [
+        _head(env),
+        f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling / 1e12:.3g} TFLOP/s",
+        "",
+        f"{'size':<18}{'part':<9}{'path':<14}{'time':>12}{'to stock':>10}{'of ceiling':>12}{'peak memory':>13}",
+    ]
+    for row in result["rows"]:
+        for name, seconds in row["seconds"].items():
+            peak = f"{row['peak_bytes'][name] / 2**30:.2f} GiB" if row["peak_bytes"] else ""
+            share = row["flops"] / seconds / ceiling
+            lines.append(
+                f"{row['size']:<18}{row['part']:<9}{name:<14}{1e3 * seconds:>9.2f} ms"
+                f"{row['seconds']['stock'] / seconds:>9.2f}x{share:>12.1%}{peak:>13}".rstrip()
+            )
+    lines += ["", "medians of one interleaved run; FLOPs are the model's at the unpadded prompt, for every path"]
+    if not any(row["peak_bytes"] for row in result["rows"]):
+        lines.append("There is no GPU row yet.")
+    return "\n".join(lines)
+
+
+def format_iterations(result: Mapping[str, Any]) -> str:
+    """The table for a terminal."""
+    lines = [_head(result["environment"]), "", f"{'phase':<12}{'stock':>11}{'ours':>11}{'ratio':>8}"]
+    for phase, row in result["phases"].items():
+        ratio = row["stock"] / row["eager"] if row["eager"] > 0 else math.nan
+        lines.append(f"{phase:<12}{1e3 * row['stock']:>8.1f} ms{1e3 * row['eager']:>8.1f} ms{ratio:>7.2f}x")
+    lines += ["", "medians of interleaved iterations; stock: diffusers' forward and decode under the same trainer"]
+    return "\n".join(lines)
+
+
+def _head(env: Mapping[str, Any]) -> str:
+    return f"{env['device']}, {env['threads']} threads, torch {env['torch']}, {env['dtype']}, {env['date']}"
