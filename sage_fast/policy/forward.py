@@ -79,8 +79,9 @@ class TextToVideoForward:
         return out.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(batch, -1, *space)
 
     def compile_blocks(self) -> None:
-        """Run the blocks through torch.compile, one graph for all of them."""
-        self.blocks = [torch.compile(block) for block in self.blocks]
+        """Run the blocks through torch.compile; the block is an argument, so that all of them share one compilation."""
+        compiled = torch.compile(block_forward, dynamic=False)
+        self.blocks = [functools.partial(compiled, block) for block in self.transformer.transformer_blocks]
 
     def modulation(self, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]` and the last norm's `[R, 2, d]`."""
