@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout import initial_latents, rollout
+from sage_fast.scoring import Scores, join_scores
 from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
 
@@ -36,7 +37,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def generate(
+def video_chunks(
     config: Config,
     model: Model,
     prompts: Sequence[str],
@@ -44,14 +45,17 @@ def generate(
     seeds: Tensor,
     *,
     progress: bool = False,
-) -> list[Tensor]:
-    """Videos `[F, 3, H, W]` in [0, 1] on the CPU, by the ODE with `eval.steps` steps."""
+) -> Iterator[Tensor]:
+    """Videos `[B, F, 3, H, W]` in [0, 1], `sampling.batch_size` at a time, by the ODE with `eval.steps` steps.
+
+    On a GPU a chunk is decoded beside the rollout of the next one.
+    """
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
     shape = model.latent_shape(config.sampling)
     size = config.sampling.batch_size
-    videos: list[Tensor] = []
+    pending = None
     total = -(-len(prompts) // size) * len(table)
     with tqdm(total=total, desc="sample", unit="step", disable=not progress, leave=False) as bar:
         for start in range(0, len(prompts), size):
@@ -67,8 +71,25 @@ def generate(
                 initial_latents(keys, shape, device),
                 on_step=bar.update,
             )
-            videos.extend(model.decode(trajectories.latents).cpu())
-    return videos
+            if pending is not None:
+                yield pending.result()
+            pending = model.decoder.submit(trajectories.latents)
+        if pending is not None:
+            yield pending.result()
+
+
+def generate(
+    config: Config,
+    model: Model,
+    prompts: Sequence[str],
+    embeddings: Mapping[str, TextEmbedding],
+    seeds: Tensor,
+    *,
+    progress: bool = False,
+) -> list[Tensor]:
+    """All the videos of `video_chunks`, each `[F, 3, H, W]` on the CPU."""
+    chunks = video_chunks(config, model, prompts, embeddings, seeds, progress=progress)
+    return [video for chunk in chunks for video in chunk.cpu()]
 
 
 def evaluate(
@@ -94,9 +115,16 @@ def evaluate(
         [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in mine]
         or [torch.zeros(0, dtype=torch.int64)]
     )
-    videos = generate(config, model, texts, embeddings, seeds, progress=progress)
     strict = CompositeReward(reward.reward, dataclasses.replace(reward.config, on_failure="stop"))
-    scores, parts = strict(torch.stack(videos), texts) if videos else (torch.zeros(0), {})
+    chunks: list[Scores] = []
+    videos: list[Tensor] = []
+    done = 0
+    for chunk in video_chunks(config, model, texts, embeddings, seeds, progress=progress):
+        chunks.append(strict(chunk, texts[done : done + len(chunk)]))
+        done += len(chunk)
+        # Copies: a view would keep the whole chunk.
+        videos.extend(video.to("cpu", copy=True) for video in chunk[: max(0, config.eval.num_videos - len(videos))])
+    scores, parts = join_scores(chunks) if chunks else (torch.zeros(0), {})
     rows = all_gather_object(
         (texts, seeds.tolist(), scores.tolist(), {part: value.tolist() for part, value in parts.items()})
     )
@@ -106,5 +134,5 @@ def evaluate(
         seeds=[seed for row in rows for seed in row[1]],
         reward=[score for row in rows for score in row[2]],
         parts={part: [value for row in rows for value in row[3].get(part, [])] for part in rows[0][3]},
-        videos=videos[: config.eval.num_videos],
+        videos=videos,
     )

@@ -214,6 +214,7 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
         "operators": ops.implementation(trainer.device),
         "parameters": parameters,
         "trainable_parameters": trainable,
+        "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
         "sampler": trainer.config.sampling.sampler,
         "notes": list(trainer.full_table.notes),
         "sigmas": trainer.full_table.sigmas.tolist(),
@@ -224,6 +225,7 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
         (run / "run.json").write_text(json.dumps(facts, indent=1))
     say(f"{facts['device']} x {world_size()} | {parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained | "
         f"operators: {facts['operators']}")  # fmt: skip
+    say(f"decode: {facts['decode']}")
     for note in trainer.full_table.notes:
         say(f"note: {note}")
 

@@ -20,6 +20,7 @@ from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout import Trajectories, initial_latents, rollout
+from sage_fast.scoring import VideoScorer
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
 
@@ -148,11 +149,7 @@ class Trainer:
         groups = self._draw_groups(index)
         with watch("rollout"):
             trajectories = self._rollout(groups, table, coefs, steps)
-        with watch("decode"):
-            videos = self._decode(trajectories.latents)
-        with watch("reward"):
-            rewards, parts = self.reward(videos, self._prompts_of(groups))
-        del videos
+        rewards, parts = self._score_videos(trajectories.latents, self._prompts_of(groups), watch)
 
         size = (len(groups), self.config.train.group_size)
         valid = rewards.isfinite().view(size)
@@ -236,9 +233,15 @@ class Trainer:
             )
         return Trajectories.concatenate(parts)
 
-    def _decode(self, latents: Tensor) -> Tensor:
+    def _score_videos(
+        self, latents: Tensor, prompts: Sequence[str], watch: Stopwatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Composite reward `[N]` and its parts, decoded and scored chunk by chunk."""
+        scorer = VideoScorer(self.model.decoder, self.reward, watch)
         size = self.config.sampling.batch_size
-        return torch.cat([self.model.decode(latents[i : i + size]) for i in range(0, len(latents), size)])
+        for start in range(0, len(latents), size):
+            scorer.submit(latents[start : start + size], prompts[start : start + size])
+        return scorer.finish()
 
     # -- update -------------------------------------------------------------------------------------------------------
 

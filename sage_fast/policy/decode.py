@@ -37,9 +37,10 @@ class DecodePlan:
 
     def __str__(self) -> str:
         """One line for the start of a run."""
-        videos = f"{self.samples} video{'s' * (self.samples > 1)} and {self.frames} latent frames at a time"
+        videos = f"{self.samples} video{'s' * (self.samples > 1)}"
+        frames = f"{self.frames} latent frame{'s' * (self.frames > 1)}"
         tiles = f", in tiles of {self.tile} x {self.tile} latents, which change the values" if self.tile else ""
-        return f"{videos}, {self.bytes / 2**20:,.0f} MiB{tiles}"
+        return f"{videos} and {frames} at a time, {self.bytes / 2**20:,.0f} MiB{tiles}"
 
 
 def choose(
@@ -68,7 +69,8 @@ def choose(
     def peak(frames: int, height: int = height, width: int = width) -> int:
         return peak_bytes(vae.decoder, (1, channels, total, height, width), frames, itemsize)
 
-    for frames in range(total, 0, -1):
+    for pieces in range(1, total + 1):
+        frames = -(-total // pieces)
         # One frame at a time is the least: it may exceed what is enough.
         if peak(frames) <= (target if frames > 1 else limit):
             samples = max(1, target // peak(frames)) if frames == total else 1
