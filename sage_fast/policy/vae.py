@@ -36,7 +36,7 @@ def decode_frames(decoder: Any, latents: Tensor, frames: int) -> Iterator[Tensor
         `[B, 3, F, H', W']` in [-1, 1] or a little outside, of the same dtype; F is four times the piece's latent
         frames, three less in the first piece.
     """
-    x = _conv(decoder.conv_in, _padded(latents, latents))
+    x = _conv(decoder.conv_in, _padded(latents))
     x += latents.repeat_interleave(decoder.repeat, dim=1)
     middle = decoder.mid_block
     x = _resnet(middle.resnets[0], x)
@@ -116,15 +116,15 @@ def _normalize(norm: Any, x: Tensor, out: Tensor) -> Tensor:
     return out.mul_(norm.gamma)
 
 
-def _padded(x: Tensor, source: Tensor | Any) -> Tensor:
-    """`x`, or SiLU(norm(x)) where `source` is a norm, inside an uninitialised border `[B, C, T + 2, H + 2, W + 2]`."""
+def _padded(x: Tensor, norm: Any = None) -> Tensor:
+    """`x`, or SiLU(norm(x)), inside a border `[B, C, T + 2, H + 2, W + 2]` that `_conv` fills."""
     batch, channels, t, h, w = x.shape
     padded = _empty(x, (batch, channels, t + 2, h + 2, w + 2))
     inside = padded[:, :, 2:, 1:-1, 1:-1]
-    if source is x:
+    if norm is None:
         inside.copy_(x)
     else:
-        F.silu(_normalize(source, x, inside), inplace=True)
+        F.silu(_normalize(norm, x, inside), inplace=True)
     return padded
 
 
@@ -167,7 +167,7 @@ def _attend(block: Any, x: Tensor) -> Tensor:
 
 def _upsample(block: Any, x: Tensor, history: History | None, *, first: bool) -> Tensor:
     """Twice the height and width and, if the block says so, twice the frames except the first of the video."""
-    packed = _conv(block.conv, _padded(x, x), history)
+    packed = _conv(block.conv, _padded(x), history)
     batch, _, frames, height, width = x.shape
     times = 2 if block.add_temporal_upsample else 1
     alone = int(first and times == 2)  # the first frame of a video stays one
