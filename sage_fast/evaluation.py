@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout import equal_runs, initial_latents, rollout
+from sage_fast.scoring import Scores, join_scores
 from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
 
@@ -37,7 +38,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def generate(
+def video_chunks(
     config: Config,
     model: Model,
     prompts: Sequence[str],
@@ -45,17 +46,20 @@ def generate(
     seeds: Tensor,
     *,
     progress: bool = False,
-) -> list[Tensor]:
-    """Videos `[F, 3, H, W]` in [0, 1] on the CPU, by the ODE with `eval.steps` steps."""
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Indices of at most `sampling.batch_size` prompts and their videos `[B, F, 3, H, W]` in [0, 1], by the ODE.
+
+    On a GPU a chunk is decoded beside the rollout of the next one.
+    """
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
     shape = model.latent_shape(config.sampling)
-    # Prompts of one length together, so that none is padded; the videos come back in the order of the prompts.
+    # Prompts of one length together, so that none is padded.
     order = sorted(range(len(prompts)), key=lambda i: embeddings[prompts[i]].tokens)
     runs = equal_runs([embeddings[prompts[i]].tokens for i in order], config.sampling.batch_size)
     graphs = step_graphs(model.policy, tqdm.write) if config.sampling.cuda_graphs else None
-    videos: dict[int, Tensor] = {}
+    pending = None
     with tqdm(total=len(runs) * len(table), desc="sample", unit="step", disable=not progress, leave=False) as bar:
         for run in runs:
             chosen = order[run]
@@ -70,7 +74,26 @@ def generate(
                 on_step=bar.update,
                 graphs=graphs,
             )
-            videos.update(zip(chosen, model.decode(latents).cpu()))
+            if pending is not None:
+                yield pending[0], pending[1].result()
+            pending = chosen, model.decoder.submit(latents)
+        if pending is not None:
+            yield pending[0], pending[1].result()
+
+
+def generate(
+    config: Config,
+    model: Model,
+    prompts: Sequence[str],
+    embeddings: Mapping[str, TextEmbedding],
+    seeds: Tensor,
+    *,
+    progress: bool = False,
+) -> list[Tensor]:
+    """All the videos of `video_chunks`, each `[F, 3, H, W]` on the CPU, in the order of the prompts."""
+    videos: dict[int, Tensor] = {}
+    for chosen, chunk in video_chunks(config, model, prompts, embeddings, seeds, progress=progress):
+        videos.update(zip(chosen, chunk.cpu()))
     return [videos[i] for i in range(len(prompts))]
 
 
@@ -97,9 +120,19 @@ def evaluate(
         [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in mine]
         or [torch.zeros(0, dtype=torch.int64)]
     )
-    videos = generate(config, model, texts, embeddings, seeds, progress=progress)
     strict = CompositeReward(reward.reward, dataclasses.replace(reward.config, on_failure="stop"))
-    scores, parts = strict(torch.stack(videos), texts) if videos else (torch.zeros(0), {})
+    chunks: list[Scores] = []
+    order: list[int] = []
+    videos: dict[int, Tensor] = {}
+    for chosen_texts, chunk in video_chunks(config, model, texts, embeddings, seeds, progress=progress):
+        chunks.append(strict(chunk, [texts[i] for i in chosen_texts]))
+        order += chosen_texts
+        # Copies: a view would keep the whole chunk.
+        kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
+        videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
+    scores, parts = join_scores(chunks) if chunks else (torch.zeros(0), {})
+    back = torch.tensor(order, dtype=torch.int64).argsort()
+    scores, parts = scores[back], {part: value[back] for part, value in parts.items()}
     rows = all_gather_object(
         (texts, seeds.tolist(), scores.tolist(), {part: value.tolist() for part, value in parts.items()})
     )
@@ -109,5 +142,5 @@ def evaluate(
         seeds=[seed for row in rows for seed in row[1]],
         reward=[score for row in rows for score in row[2]],
         parts={part: [value for row in rows for value in row[3].get(part, [])] for part in rows[0][3]},
-        videos=videos[: config.eval.num_videos],
+        videos=[videos[i] for i in sorted(videos)],
     )

@@ -82,12 +82,13 @@ class Stopwatch:
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str, *, wait: bool = True) -> Iterator[None]:
+        """Add the seconds of the block to `phase`; without `wait`, those that it takes to give the device its work."""
         start = time.perf_counter()
         with annotate(phase):
             yield
             # Inside the range, so that every kernel of a phase starts and ends within it.
-            if self.device.type == "cuda":
+            if wait and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         self._seconds[phase] += time.perf_counter() - start
 

@@ -210,7 +210,8 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
     block = block_activation_bytes(built, joint, width, config.model.tuning)
     with_checkpointing = float(graphs * checkpointed_activation_bytes(built, joint, width) + train.batch_size * block)
     without_checkpointing = float(graphs * built.num_layers * block)
-    videos = {"decoded videos (during decode and reward)": 12.0 * mine * s.num_frames * s.height * s.width}
+    chunk = min(s.batch_size, mine)  # scored before the next one is decoded
+    videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     if config.model.gradient_checkpointing:
         memory["activations, checkpointed"] = with_checkpointing
         other = {"activations without checkpointing": without_checkpointing} | videos | host

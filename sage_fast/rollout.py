@@ -35,7 +35,6 @@ class Trajectories:
         offload: hold states and velocities in pinned host memory.
 
     Attributes:
-        latents: float32 `[N, C, T, H, W]`, the final samples (VAE-scaled), on the device.
         states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
         log_probs: step -> float32 `[N]`, on the device.
         velocities: step -> `[N, C, T, H, W]`, guidance included.
@@ -55,7 +54,6 @@ class Trajectories:
         self.count, self.shape = count, tuple(shape)
         self.steps = frozenset(steps)
         self.offload = offload
-        self.latents = torch.empty(count, *shape, device=device)
         self.states = {t: self.empty(torch.float32) for t in sorted({*steps, *(t + 1 for t in steps)})}
         self.log_probs = {t: torch.empty(count, device=device) for t in steps}
         self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in steps}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.bench import environment
@@ -26,11 +26,12 @@ from sage_fast.config import Config
 from sage_fast.graphs import StepGraphs, denoise, record_cuda
 from sage_fast.iteration_profile import matmul_ceiling
 from sage_fast.plan import attention_flops, forward_flops, training_flops
+from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.text import TextBatch, TextEmbedding, collate
 from sage_fast.rollout import initial_latents, rollout
 from sage_fast.run import load_setup
-from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer
+from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer, allow_batches
 from sage_fast.trainer import Trainer
 from sage_fast.transitions import sigma_schedule, transition_table
 
@@ -123,6 +124,25 @@ class StockPolicy(HunyuanVideo15Policy):
             torch.cat([x, condition], dim=1), timestep, tokens, mask, encoder_hidden_states_2=glyphs,
             encoder_attention_mask_2=glyphs_mask, image_embeds=images, return_dict=False,
         )[0]  # fmt: skip
+
+
+class StockDecoder(VideoDecoder):
+    """diffusers' own decode of the testbed's autoencoder, or of a published one, a video at a time."""
+
+    def __init__(self, vae: AutoencoderKLHunyuanVideo15, batches: bool) -> None:
+        super().__init__(vae)
+        for weight in vae.decoder.parameters():
+            weight.data = weight.data.contiguous()
+        if batches:
+            allow_batches(vae)
+        else:
+            vae.enable_slicing()
+
+    @torch.no_grad()
+    def __call__(self, latents: Tensor) -> Tensor:
+        latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
+        video = self.vae.decode(latents, return_dict=False)[0]
+        return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
 def _padded(tokens: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
@@ -353,6 +373,8 @@ def iterations(config: Config, rounds: int) -> dict[str, Any]:
             setup.model.policy = StockPolicy(
                 policy.transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale
             )
+            batches = isinstance(policy.transformer, TestbedTransformer)
+            setup.model.decoder = StockDecoder(setup.model.vae, batches)
         with tempfile.TemporaryDirectory() as folder:
             setup.encode(Path(folder), quiet=True)
         trainers[name] = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)

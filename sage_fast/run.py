@@ -254,6 +254,7 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
         "attention_milliseconds": trainer.model.attention_milliseconds,
         "parameters": parameters,
         "trainable_parameters": trainable,
+        "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
         "sampler": trainer.config.sampling.sampler,
         "notes": list(trainer.full_table.notes),
         "sigmas": trainer.full_table.sigmas.tolist(),
@@ -266,6 +267,7 @@ def describe(trainer: Trainer, run: Path, say: Any) -> None:
         f"operators: {facts['operators']} | attention: {facts['attention']}")  # fmt: skip
     if measured := trainer.model.attention_milliseconds:
         say("attention, forward and backward: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in measured.items()))
+    say(f"decode: {facts['decode']}")
     for note in trainer.full_table.notes:
         say(f"note: {note}")
 

@@ -23,6 +23,7 @@ from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout import Trajectories, equal_runs, initial_latents, rollout
+from sage_fast.scoring import VideoScorer
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
 
@@ -155,12 +156,9 @@ class Trainer:
         prompts = self._prompts_of(groups)
         with watch("rollout"):
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], self.embeddings)
-            trajectories = self._rollout(groups, table, coefs, steps, conditioning)
-        with watch("decode"):
-            videos = self._decode(trajectories.latents)
-        with watch("reward"):
-            rewards, parts = self.reward(videos, prompts)
-        del videos
+        scorer = VideoScorer(self.model.decoder, self.reward, watch)
+        trajectories = self._rollout(groups, table, coefs, steps, conditioning, scorer, watch)
+        rewards, parts = scorer.finish()
 
         size = (len(groups), self.config.train.group_size)
         valid = rewards.isfinite().view(size)
@@ -229,7 +227,10 @@ class Trainer:
         coefs: Tensor,
         steps: Sequence[int],
         conditioning: ConditioningTable,
+        scorer: VideoScorer,
+        watch: Stopwatch,
     ) -> Trajectories:
+        """Sample every group; on a GPU the videos of a run are decoded beside the rollout of the next one."""
         prompts = self._prompts_of(groups)
         seeds = torch.cat([group.seeds for group in groups])
         latent_seeds = torch.cat([group.latent_seeds for group in groups])
@@ -244,26 +245,24 @@ class Trainer:
             offload=self.config.sampling.offload_trajectories,
         )
         for rows in self._runs(prompts, self.config.sampling.batch_size):
-            trajectories.latents[rows] = rollout(
-                self.policy,
-                table,
-                coefs,
-                conditioning,
-                prompts[rows],
-                seeds[rows],
-                initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                record=functools.partial(trajectories.record, rows),
-                graphs=self.graphs,
-            )
+            with watch("rollout"):
+                latents = rollout(
+                    self.policy,
+                    table,
+                    coefs,
+                    conditioning,
+                    prompts[rows],
+                    seeds[rows],
+                    initial_latents(latent_seeds[rows], self.latent_shape, self.device),
+                    record=functools.partial(trajectories.record, rows),
+                    graphs=self.graphs,
+                )
+            scorer.submit(latents, prompts[rows])
         return trajectories
 
     @property
     def _velocity_dtype(self) -> torch.dtype:
         return torch.float32 if self.policy.uses_guidance else self.policy.dtype
-
-    def _decode(self, latents: Tensor) -> Tensor:
-        size = self.config.sampling.batch_size
-        return torch.cat([self.model.decode(latents[i : i + size]) for i in range(0, len(latents), size)])
 
     # -- update -------------------------------------------------------------------------------------------------------
 

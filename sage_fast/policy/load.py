@@ -21,9 +21,10 @@ from torch import Tensor
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.engine.distributed import all_gather_object
 from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention
+from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
-from sage_fast.testbed.model import BASE, TestbedTransformer, allow_batches
+from sage_fast.testbed.model import BASE, TestbedTransformer
 from sage_fast.testbed.text import embed
 
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
@@ -43,6 +44,7 @@ class Model:
         fps: frames per second of its videos.
         attention: the backend that serves it.
         attention_milliseconds: what the choice was made by, where there was one.
+        decoder: `vae`'s, for latents of any batch.
     """
 
     path: str
@@ -65,6 +67,9 @@ class Model:
         self.attention = asked
         self.policy.forward.attention = ATTENTION[asked]
 
+    def __post_init__(self) -> None:
+        self.decoder = VideoDecoder(self.vae)
+
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         """(C, T, H, W) of one video's latents."""
         return (
@@ -74,12 +79,9 @@ class Model:
             sampling.width // self.vae.spatial_compression_ratio,
         )
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents `[B, C, T, H, W]` -> videos `[B, F, 3, 8 or 16 H, ... W]`, float32 in [0, 1]."""
-        latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
-        video = self.vae.decode(latents, return_dict=False)[0]
-        return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
+        return self.decoder(latents)
 
     def load_encoder(self) -> Encoder:
         """Load the text encoders; they are released with the function that is returned.
@@ -196,10 +198,6 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     vae = _load(AutoencoderKLHunyuanVideo15, "model.path", path, "vae", dtype)
     transformer.to(device).eval()
     vae.to(device).eval().requires_grad_(False)
-    if class_name == "TestbedTransformer":
-        allow_batches(vae)
-    else:
-        vae.enable_slicing()
     if config.tuning == "lora" and config.weights is not None:
         load_lora(transformer, Path(config.weights))
     elif config.tuning == "lora":

@@ -1,0 +1,204 @@
+"""Latents to videos: how much at a time, chosen from free memory, and beside the rollout on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
+
+from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
+
+SHARE = 0.5
+"""Of the memory free at the first decode; the rest is for the rollout beside it, and for training."""
+ENOUGH = {"cpu": 16 * 2**20, "cuda": 8 * 2**30}
+"""Bytes beyond which more at a time is not faster. CPU: measured, what its caches hold. CUDA: not measured; there an
+activation of the last stage is then above a gigabyte, which fills any GPU."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """How latents are decoded.
+
+    Attributes:
+        samples: videos at a time.
+        frames: latent frames at a time after the decoder's attention; changes no value.
+        tile: height and width in latents of the tiles that a frame is cut into, which changes values; 0 for none.
+        bytes: held at most while decoding, by formula.
+    """
+
+    samples: int
+    frames: int
+    tile: int
+    bytes: int
+
+    def __str__(self) -> str:
+        """One line for the start of a run."""
+        videos = f"{self.samples} video{'s' * (self.samples > 1)}"
+        frames = f"{self.frames} latent frame{'s' * (self.frames > 1)}"
+        tiles = f", in tiles of {self.tile} x {self.tile} latents, which change the values" if self.tile else ""
+        return f"{videos} and {frames} at a time, {self.bytes / 2**20:,.0f} MiB{tiles}"
+
+
+def choose(
+    vae: AutoencoderKLHunyuanVideo15, latents: tuple[int, int, int, int], itemsize: int, free: int, enough: int
+) -> DecodePlan:
+    """The first of these that fits: several whole videos, one, some of its latent frames at a time, tiles of them.
+
+    Tiles come last because only they change the video that the reward sees: a tile's attention and convolutions end at
+    its border, and the overlap of two tiles, a quarter of each, is a blend of both.
+
+    Args:
+        vae: the autoencoder.
+        latents: (C, T, H, W) of one video.
+        itemsize: bytes of a value.
+        free: bytes of memory, of which SHARE may be used.
+        enough: bytes that are not exceeded for speed alone.
+
+    Raises:
+        ValueError: not even the smallest tile fits.
+    """
+    channels, total, height, width = latents
+    limit = int(SHARE * free)
+    target = min(limit, enough)
+    video = 4 * _count(video_shape(vae.decoder, (1, *latents)))
+
+    def peak(frames: int, height: int = height, width: int = width) -> int:
+        return peak_bytes(vae.decoder, (1, channels, total, height, width), frames, itemsize)
+
+    for pieces in range(1, total + 1):
+        frames = -(-total // pieces)
+        # One frame at a time is the least: it may exceed what is enough.
+        if peak(frames) <= (target if frames > 1 else limit):
+            samples = max(1, target // peak(frames)) if frames == total else 1
+            return DecodePlan(samples=samples, frames=frames, tile=0, bytes=samples * peak(frames))
+    # Multiples of 4, so that a quarter is a whole number of latents. Decoded tiles and their rows are kept: with the
+    # overlaps at most three videos.
+    needed = 0
+    for tile in range(max(height, width) // 4 * 4, 3, -4):
+        needed = peak(1, min(tile, height), min(tile, width)) + 3 * video
+        if tile < max(height, width) and needed <= limit:
+            return DecodePlan(samples=1, frames=1, tile=tile, bytes=needed)
+    raise ValueError(
+        f"decoding latents of {total} x {height} x {width} needs {max(needed, 0) / 2**20:,.0f} MiB in the smallest "
+        f"tiles, and {SHARE:.0%} of the free memory is {limit / 2**20:,.0f} MiB; choose smaller sampling.height, "
+        "sampling.width or sampling.num_frames"
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that PyTorch could still get on `device`, with what it has in reserve."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PendingVideos:
+    """Videos that may still be in the making on another stream."""
+
+    videos: Tensor
+    event: torch.cuda.Event | None
+
+    def result(self) -> Tensor:
+        """The videos, float32 `[B, F, 3, H', W']` in [0, 1]; the current stream waits for them, the CPU does not."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream(self.videos.device)
+            stream.wait_event(self.event)
+            self.videos.record_stream(stream)  # its memory belongs to the other stream's pool
+        return self.videos
+
+
+class VideoDecoder:
+    """The decode of a frozen autoencoder; on the CPU its weights are laid out anew in memory, channels innermost.
+
+    Args:
+        vae: the autoencoder, on its device.
+    """
+
+    def __init__(self, vae: AutoencoderKLHunyuanVideo15) -> None:
+        self.vae = vae
+        self._plans: dict[tuple[int, ...], DecodePlan] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if vae.device.type == "cpu":  # faster there with input and weights alike; on GPUs not measured
+            for weight in vae.decoder.parameters():
+                if weight.ndim == 5:
+                    weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+
+    def plan(self, latents: tuple[int, int, int, int]) -> DecodePlan:
+        """How latents (C, T, H, W) are decoded; chosen once, so that a run does not change its rounding.
+
+        Raises:
+            ValueError: too little memory for any way.
+        """
+        if latents not in self._plans:
+            device = self.vae.device
+            enough = ENOUGH.get(device.type, ENOUGH["cuda"])
+            self._plans[latents] = choose(self.vae, latents, self.vae.dtype.itemsize, free_bytes(device), enough)
+        return self._plans[latents]
+
+    @torch.no_grad()
+    def __call__(self, latents: Tensor) -> Tensor:
+        """Latents `[B, C, T, H, W]`, scaled as the policy makes them -> videos `[B, F, 3, H', W']`, float32 in [0, 1].
+
+        Raises:
+            ValueError: too little memory for any way.
+        """
+        _, channels, frames, height, width = latents.shape
+        plan = self.plan((channels, frames, height, width))
+        latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
+        if latents.device.type == "cpu":
+            latents = latents.contiguous(memory_format=torch.channels_last_3d)
+        shape = video_shape(self.vae.decoder, latents.shape)
+        videos = torch.empty(shape, dtype=torch.float32, device=latents.device)
+        # Parts of equal size, as far as they can be: a last part of one video would be slow.
+        parts = -(-len(latents) // plan.samples)
+        for part, out in zip(latents.tensor_split(parts), videos.tensor_split(parts)):
+            if plan.tile:
+                out.copy_(self._tiled(part, plan).transpose(1, 2))
+                continue
+            done = 0
+            for piece in decode_frames(self.vae.decoder, part, plan.frames):
+                out[:, done : done + piece.shape[2]] = piece.transpose(1, 2)
+                done += piece.shape[2]
+        return videos.mul_(0.5).add_(0.5).clamp_(0, 1)
+
+    def submit(self, latents: Tensor) -> PendingVideos:
+        """Decode on a stream of its own, after what the current stream has been given; on the CPU, at once.
+
+        The current stream may go on with the next rollout meanwhile. At most one submission should be pending while
+        another's videos are scored: each holds its videos.
+        """
+        if latents.device.type != "cuda":
+            return PendingVideos(videos=self(latents), event=None)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(latents.device)
+        self._stream.wait_stream(torch.cuda.current_stream(latents.device))
+        with torch.cuda.stream(self._stream):
+            videos = self(latents)
+        latents.record_stream(self._stream)  # freed by its owner, its memory waits for this decode
+        return PendingVideos(videos=videos, event=self._stream.record_event())
+
+    def _tiled(self, latents: Tensor, plan: DecodePlan) -> Tensor:
+        """Scaled latents -> `[B, 3, F, H', W']` by the autoencoder's own tiling around our decoder."""
+        ratio, tile = self.vae.spatial_compression_ratio, plan.tile
+        self.vae.enable_tiling(ratio * tile, ratio * tile, tile, tile, tile_overlap_factor=0.25)
+        decoder = self.vae.decoder
+        decoder.forward = lambda part: torch.cat(list(decode_frames(decoder, part, plan.frames)), dim=2)
+        try:
+            return self.vae.tiled_decode(latents)
+        finally:
+            del decoder.forward
+            self.vae.disable_tiling()
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

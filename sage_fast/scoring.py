@@ -1,0 +1,71 @@
+"""Rewards chunk by chunk, so that the videos of an iteration are never held all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sage_fast.metrics import Stopwatch
+from sage_fast.policy.decode import PendingVideos, VideoDecoder
+from sage_fast.rewards import CompositeReward
+
+Scores = tuple[Tensor, dict[str, Tensor]]
+"""Composite reward `[N]` and its parts, each `[N]`."""
+
+
+def join_scores(chunks: Sequence[Scores]) -> Scores:
+    """One after the other; a part that a failure left out of one chunk is left out of all."""
+    names = [name for name in chunks[0][1] if all(name in parts for _, parts in chunks)]
+    parts = {name: torch.cat([parts[name] for _, parts in chunks]) for name in names}
+    return torch.cat([rewards for rewards, _ in chunks]), parts
+
+
+class VideoScorer:
+    """Decodes and scores the latents of one iteration.
+
+    On a GPU the decode of a chunk runs beside what the caller does after `submit`, such as the rollout of the next
+    chunk. One chunk's videos exist at a time: those of the last one are scored before the next is decoded.
+
+    Args:
+        decoder: makes the videos.
+        reward: scores them.
+        watch: takes the seconds of `decode`, hidden ones left out, and of `reward`.
+    """
+
+    def __init__(self, decoder: VideoDecoder, reward: CompositeReward, watch: Stopwatch) -> None:
+        self.decoder = decoder
+        self.reward = reward
+        self.watch = watch
+        self._pending: tuple[PendingVideos, list[str]] | None = None
+        self._scores: list[Scores] = []
+
+    def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
+        """Score the chunk before this one, then begin to decode `latents [B, C, T, H, W]`.
+
+        Raises:
+            RewardError: the reward failed on the chunk before, and `on_failure = stop`.
+        """
+        self._score_pending()
+        with self.watch("decode", wait=False):
+            self._pending = (self.decoder.submit(latents), list(prompts))
+
+    def finish(self) -> Scores:
+        """Score the last chunk; the scores of all, in order.
+
+        Raises:
+            RewardError: the reward failed on it, and `on_failure = stop`.
+        """
+        self._score_pending()
+        return join_scores(self._scores)
+
+    def _score_pending(self) -> None:
+        if self._pending is None:
+            return
+        pending, prompts = self._pending
+        self._pending = None
+        with self.watch("decode"):
+            videos = pending.result()
+        with self.watch("reward"):
+            self._scores.append(self.reward(videos, prompts))

@@ -1,0 +1,294 @@
+"""The decode against the stock autoencoder's, its memory against a count, and what it chooses for a given memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sage_fast.metrics import Stopwatch
+from sage_fast.plan import plan
+from sage_fast.policy.decode import SHARE, VideoDecoder, choose, free_bytes
+from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
+from sage_fast.rewards import CompositeReward
+from sage_fast.scoring import VideoScorer, join_scores
+from sage_fast.testbed.model import load_base
+from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+def real_layout() -> AutoencoderKLHunyuanVideo15:
+    """Five stages and a spatial ratio of 16 as published; narrow, random."""
+    torch.manual_seed(0)
+    return AutoencoderKLHunyuanVideo15(
+        latent_channels=32, block_out_channels=(8, 16, 16, 32, 64), layers_per_block=1, spatial_compression_ratio=16
+    ).eval()  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["testbed", "real layout"])
+def vae(request: pytest.FixtureRequest) -> AutoencoderKLHunyuanVideo15:
+    return load_base()[1] if request.param == "testbed" else real_layout()
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def stock(vae: AutoencoderKLHunyuanVideo15, latents: Tensor) -> Tensor:
+    """What the pipeline shows: one video at a time, since that is what the stock attention mask allows."""
+    latents = latents.to(vae.dtype) / vae.config.scaling_factor
+    videos = torch.cat([vae.decode(latent, return_dict=False)[0] for latent in latents.split(1)])
+    return (videos.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
+
+
+def latents_of(vae: AutoencoderKLHunyuanVideo15, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape[0], vae.config.latent_channels, *shape[1:], dtype=dtype)
+
+
+def forced(vae: AutoencoderKLHunyuanVideo15, latents: Tensor, **changes: int) -> VideoDecoder:
+    """A decoder with another plan than the one it would choose."""
+    decoder = VideoDecoder(copy.deepcopy(vae))
+    shape: Any = tuple(latents.shape[1:])
+    decoder._plans[shape] = dataclasses.replace(decoder.plan(shape), **changes)
+    return decoder
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4, 4), (1, 1, 3, 5), (2, 4, 2, 3)], ids=["testbed", "one frame", "odd"])
+def test_decode_equals_stock(vae: AutoencoderKLHunyuanVideo15, shape: tuple[int, ...]) -> None:
+    """Whole, in pieces of time, and one video at a time: the same to rounding."""
+    latents = latents_of(vae, *shape)
+    expected = stock(vae, latents)
+    assert expected.std() > 0.01
+    for changes in ({}, {"frames": 1}, {"frames": 3}, {"samples": 1}, {"samples": 2, "frames": 2}):
+        videos = forced(vae, latents, **changes)(latents)
+        assert videos.dtype == torch.float32
+        torch.testing.assert_close(videos, expected, rtol=0, atol=1e-5, msg=lambda text, c=changes: f"{c}: {text}")
+
+
+def test_decode_keeps_the_layout_it_is_given(vae: AutoencoderKLHunyuanVideo15) -> None:
+    """As on a GPU, where nothing is made channels-last."""
+    latents = latents_of(vae, 2, 4, 3, 4)
+    expected = torch.cat([vae.decode(latent, return_dict=False)[0] for latent in latents.split(1)])
+    for frames in (4, 2, 1):
+        pieces = list(decode_frames(vae.decoder, latents, frames))
+        assert all(piece.is_contiguous() for piece in pieces)
+        torch.testing.assert_close(torch.cat(pieces, dim=2), expected, rtol=0, atol=2e-5)
+
+
+def test_bfloat16_is_as_near_to_float32_as_stock(vae: AutoencoderKLHunyuanVideo15) -> None:
+    latents = latents_of(vae, 2, 4, 3, 4)
+    exact = stock(vae, latents)
+    rounded = copy.deepcopy(vae)
+    torch.nn.Module.to(rounded, torch.bfloat16)
+    error_of_stock = (stock(rounded, latents) - exact).norm()
+    for frames in (4, 1):
+        assert (forced(rounded, latents, frames=frames)(latents) - exact).norm() <= 1.2 * error_of_stock
+
+
+def test_weights_and_stock_decode_stay(vae: AutoencoderKLHunyuanVideo15) -> None:
+    ours = copy.deepcopy(vae)
+    decoder = VideoDecoder(ours)
+    latents = latents_of(vae, 1, 3, 4, 4)
+    decoder(latents)
+    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in vae.state_dict().items())
+    torch.testing.assert_close(stock(ours, latents), stock(vae, latents), rtol=0, atol=1e-5)
+
+
+def test_zero_pixels_stay_finite() -> None:
+    """F.normalize divides by max(norm, 1e-12)."""
+    vae = real_layout()
+    vae.decoder.conv_in.conv.bias.zero_()
+    latents = torch.zeros(1, 32, 2, 2, 2)
+    torch.testing.assert_close(VideoDecoder(vae)(latents), stock(vae, latents), rtol=0, atol=1e-5)
+
+
+def test_tiles_are_near_the_whole() -> None:
+    """The trained autoencoder, 8 x 8 latents in tiles of 4: seams change values, and nothing is left behind."""
+    vae = load_base()[1]
+    latents = 0.5 * latents_of(vae, 2, 3, 8, 8)
+    whole = stock(vae, latents)
+    decoder = forced(vae, latents, samples=1, frames=1, tile=4)
+    videos = decoder(latents)
+    assert videos.shape == whole.shape
+    difference = (videos - whole).abs()
+    assert 1e-4 < difference.mean() < 0.05
+    torch.testing.assert_close(stock(decoder.vae, latents), whole, rtol=0, atol=1e-5)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all tensors made and still alive, at their most."""
+
+    def __init__(self, *aside: Tensor) -> None:
+        super().__init__()
+        self.aside = {tensor.untyped_storage()._cdata for tensor in aside}
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.aside:
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.live = {key: kept for key, kept in self.live.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5, 4, 4), (1, 3, 8, 6)])
+def test_peak_bytes(vae: AutoencoderKLHunyuanVideo15, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Exact to 2 %; an upper bound where the last piece is a short one."""
+    cast = copy.deepcopy(vae)
+    torch.nn.Module.to(cast, dtype)
+    latents = latents_of(vae, *shape, dtype=dtype)
+    for frames in (shape[1], 2, 1):
+        live = Live(latents, *cast.parameters())
+        with live:
+            for piece in decode_frames(cast.decoder, latents, frames):
+                del piece
+        formula = peak_bytes(cast.decoder, tuple(latents.shape), frames, dtype.itemsize)
+        few_pieces = shape[1] // frames == 1 and frames < shape[1]
+        assert live.peak <= 1.001 * formula
+        assert few_pieces or live.peak >= 0.98 * formula
+
+
+@pytest.fixture(scope="module")
+def published() -> AutoencoderKLHunyuanVideo15:
+    with torch.device("meta"):
+        return AutoencoderKLHunyuanVideo15()
+
+
+HD = (32, 21, 30, 52)
+"""Latents of 81 frames of 480 x 832."""
+
+
+def test_choice_by_memory(published: AutoencoderKLHunyuanVideo15) -> None:
+    def peak(frames: int) -> int:
+        return peak_bytes(published.decoder, (1, *HD), frames, 2)
+
+    def chosen(usable: int, enough: int = 10**15) -> tuple[int, int, int]:
+        result = choose(published, HD, 2, int(usable / SHARE) + 2, enough)
+        assert result.bytes <= max(usable, peak(1)) + 2
+        return result.samples, result.frames, result.tile
+
+    assert peak(21) / 2**30 == pytest.approx(23.6, abs=0.1)
+    assert peak(1) / 2**30 == pytest.approx(4.0, abs=0.1)
+    assert chosen(3 * peak(21)) == (3, 21, 0)
+    assert chosen(3 * peak(21) - 9) == (2, 21, 0)
+    assert chosen(peak(21) - 9) == (1, 11, 0)
+    assert chosen(peak(4)) == (1, 4, 0)  # 6 pieces, 21 / 6 rounded up
+    assert chosen(peak(1)) == (1, 1, 0)
+    samples, frames, tile = chosen(peak(1) - 9)
+    assert (samples, frames) == (1, 1)
+    assert 4 <= tile < 52
+    assert tile % 4 == 0
+    # More than enough memory is not used for speed that is not there; the least is used even where it is more.
+    assert chosen(peak(21), enough=peak(4)) == (1, 4, 0)
+    assert chosen(peak(1), enough=1) == (1, 1, 0)
+    with pytest.raises(ValueError, match=r"latents of 21 x 30 x 52 needs [\d,]+ MiB in the smallest tiles.*height"):
+        chosen(100 * MIB)
+
+
+def test_the_plan_says_what_changes_values(published: AutoencoderKLHunyuanVideo15) -> None:
+    usable = peak_bytes(published.decoder, (1, *HD), 1, 2)
+    whole, tiles = (choose(published, HD, 2, int(usable / SHARE) + extra, 10**15) for extra in (2, -9))
+    assert str(whole).startswith("1 video and 1 latent frame at a time, 4,0")
+    assert str(tiles).endswith("latents, which change the values")
+
+
+def test_video_shape(vae: AutoencoderKLHunyuanVideo15) -> None:
+    latents = latents_of(vae, 2, 3, 2, 4)
+    assert video_shape(vae.decoder, tuple(latents.shape)) == tuple(stock(vae, latents).shape)
+
+
+def test_free_bytes() -> None:
+    assert MIB < free_bytes(CPU) < 2**50
+
+
+# -- streams, chunks --------------------------------------------------------------------------------------------------
+
+
+def test_submit_on_the_cpu() -> None:
+    model = tiny_model(settings())
+    latents = torch.randn(3, *model.latent_shape(settings().sampling))
+    assert torch.equal(model.decoder.submit(latents).result(), model.decode(latents))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_submit_runs_beside_the_current_stream() -> None:
+    vae = load_base()[1].cuda()
+    decoder = VideoDecoder(vae)
+    for _ in range(20):
+        latents = torch.randn(4, 16, 5, 4, 4, device="cuda")
+        expected = decoder(latents.clone())
+        pending = decoder.submit(latents)
+        del latents
+        torch.randn(4, 16, 5, 4, 4, device="cuda").fill_(9.0)  # may take over the memory of `latents`
+        torch.testing.assert_close(pending.result().clone(), expected, rtol=0, atol=1e-4)
+
+
+class OneChunk(BrightnessReward):
+    """Counts the videos that are alive when a chunk is scored."""
+
+    def __init__(self) -> None:
+        self.chunks: list[StorageWeakRef] = []
+        self.sizes: list[int] = []
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        assert all(chunk.expired() for chunk in self.chunks)
+        self.chunks.append(StorageWeakRef(videos.untyped_storage()))
+        self.sizes.append(len(videos))
+        return super().__call__(videos, prompts)
+
+
+def test_chunks_score_as_one_batch_and_are_held_one_at_a_time() -> None:
+    config = settings()
+    model = tiny_model(config)
+    latents = torch.randn(7, *model.latent_shape(config.sampling))
+    prompts = [f"prompt {i}" for i in range(7)]
+    reward = OneChunk()
+    scorer = VideoScorer(model.decoder, CompositeReward(reward, config.reward), Stopwatch(CPU))
+    for start in range(0, 7, 3):
+        scorer.submit(latents[start : start + 3], prompts[start : start + 3])
+    rewards, parts = scorer.finish()
+    assert reward.sizes == [3, 3, 1]
+    expected, expected_parts = CompositeReward(BrightnessReward(), config.reward)(model.decode(latents), prompts)
+    torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-6)
+    assert list(parts) == list(expected_parts)
+    for part, value in parts.items():
+        torch.testing.assert_close(value, expected_parts[part], rtol=0, atol=1e-6)
+
+
+def test_a_part_missing_from_one_chunk_is_missing() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    rewards, parts = join_scores([(one, {"vq": one, "sharpness": one}), (two, {"vq": two})])
+    assert len(rewards) == 3
+    assert list(parts) == ["vq"]
+
+
+def test_trainer_scores_by_chunks() -> None:
+    """6 samples in chunks of 4 and 2, and the plan's number for the larger one."""
+    config = settings(sampling__batch_size=4)
+    reward = OneChunk()
+    with torch.enable_grad():
+        row = tiny_trainer(config, reward).iteration(0)
+    assert reward.sizes == [4, 2]
+    assert row["reward/dropped"] == 0
+    held = plan(config, dict(tiny_model(config).policy.transformer.config)).other_memory
+    assert held["decoded videos (during decode and reward)"] == 4 * (4 * 17 * 3 * 32 * 32)
