@@ -16,10 +16,16 @@ except ImportError:
 else:
     extension = CppExtension(
         "sage_fast._C",
-        ["csrc/kernels.cpp", "csrc/transition_score.cpp", "csrc/transition_step.cpp"],
-        depends=["csrc/kernels.h", "csrc/kernels_api.h", "csrc/tensors.h"],
+        [
+            "csrc/kernels.cpp",
+            "csrc/norm_modulate.cpp",
+            "csrc/norm_rotate.cpp",
+            "csrc/transition_score.cpp",
+            "csrc/transition_step.cpp",
+        ],
+        depends=["csrc/kernels.h", "csrc/kernels_api.h", "csrc/norm_kernels.h", "csrc/tensors.h"],
         # Errno and floating-point traps are the two things that keep GCC from vectorising sqrt and selections.
-        extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"],
+        extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"],
         define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],  # stable ABI of torch 2.11 and later
         py_limited_api=True,
         optional=True,

@@ -1,4 +1,4 @@
-// Three builds of kernels.h in one object: baseline, AVX2 with FMA, and AVX-512. The standard headers come first, so
+// Three builds of kernels.h and norm_kernels.h in one object: baseline, AVX2 with FMA, and AVX-512. The standard headers come first, so
 // that none of their functions is compiled for an instruction set that the processor may lack.
 #include <algorithm>
 #include <cmath>
@@ -7,6 +7,7 @@
 
 #define KERNELS baseline
 #include "kernels.h"
+#include "norm_kernels.h"
 #undef KERNELS
 
 #if defined(__x86_64__)
@@ -14,6 +15,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #define KERNELS avx2
 #include "kernels.h"
+#include "norm_kernels.h"
 #undef KERNELS
 #pragma GCC pop_options
 
@@ -21,9 +23,14 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #define KERNELS avx512
 #include "kernels.h"
+#include "norm_kernels.h"
 #undef KERNELS
 #pragma GCC pop_options
 #endif
+
+#define SAGE_FAST_KERNELS(isa, name)                                                                       \
+  Kernels{isa::step,          isa::score,                  isa::score_backward, isa::norm_modulate,        \
+          isa::norm_modulate_backward, isa::norm_rotate,   isa::norm_rotate_backward, name}
 
 namespace sage_fast {
 
@@ -32,13 +39,13 @@ const Kernels& kernels() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
-      return Kernels{avx512::step, avx512::score, avx512::score_backward, "AVX-512"};
+      return SAGE_FAST_KERNELS(avx512, "AVX-512");
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-      return Kernels{avx2::step, avx2::score, avx2::score_backward, "AVX2"};
+      return SAGE_FAST_KERNELS(avx2, "AVX2");
     }
 #endif
-    return Kernels{baseline::step, baseline::score, baseline::score_backward, "baseline"};
+    return SAGE_FAST_KERNELS(baseline, "baseline");
   }();
   return chosen;
 }

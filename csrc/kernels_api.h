@@ -28,10 +28,40 @@ struct ScoreArgs {
   const float* row;
 };
 
+// Rows of one sample: x and grad [S, width]; scale and shift [width]. `out` is the result, or dx.
+struct ModulateArgs {
+  Array x, scale, shift, grad;
+  void* out;
+  int64_t width;
+  float eps;
+};
+
+// Heads of one sample's tokens, each `width` neighbours in memory; strides in elements.
+struct Heads {
+  Array array;
+  int64_t token_stride, head_stride;
+};
+
+// One sample: video tokens first, then text. `out` is the result, or the gradient of video, with `text_out` that of text.
+struct RotateArgs {
+  Heads video, text, grad;
+  const float *video_weight, *text_weight;
+  const float* rotary;  // [video_tokens, width / 2, 2]
+  void *out, *text_out;
+  int64_t video_tokens, heads, width;
+  float eps;
+};
+
+constexpr int64_t kModulateScratch = 7, kRotateScratch = 7;  // floats for each element of a row or head
+
 struct Kernels {
   double (*step)(const StepArgs&, int64_t begin, int64_t end);
   void (*score)(const ScoreArgs&, int64_t begin, int64_t end, double* sums);
   void (*score_backward)(const ScoreArgs&, const float* weight, void* dv, int64_t begin, int64_t end);
+  void (*norm_modulate)(const ModulateArgs&, int64_t begin, int64_t end, float* scratch);
+  void (*norm_modulate_backward)(const ModulateArgs&, int64_t begin, int64_t end, float* sums, float* scratch);
+  void (*norm_rotate)(const RotateArgs&, int64_t begin, int64_t end, float* scratch);
+  void (*norm_rotate_backward)(const RotateArgs&, int64_t begin, int64_t end, float* sums, float* scratch);
   const char* name;
 };
 

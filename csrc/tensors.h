@@ -19,6 +19,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t kColumns = 6;      // a, b, c, w, k, m
 constexpr int64_t kChunk = 1 << 15;  // elements of one sample that one task handles
+constexpr int64_t kRowChunk = 1 << 13;  // the same for the normalisations, whose samples may be small
 
 inline Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -94,6 +95,63 @@ void for_each_chunk(const Samples& x, const F& f) {
   });
 }
 
+// Calls f(sample, chunk, begin, end) for fixed chunks of every sample's rows of `width` elements, in parallel.
+inline int64_t rows_of_chunk(int64_t width) { return std::max<int64_t>(kRowChunk / std::max<int64_t>(width, 1), 1); }
+
+template <class F>
+void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
+  const int64_t size = rows_of_chunk(width), chunks = (rows + size - 1) / size;
+  torch::stable::parallel_for(0, samples * chunks, 1, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t begin = task % chunks * size;
+      f(task / chunks, task % chunks, begin, std::min(begin + size, rows));
+    }
+  });
+}
+
+// Two sums of `sum_width` floats by chunk of `for_each_rows`, added in order: they do not depend on the threads.
+class Partials {
+ public:
+  Partials(bool wanted, int64_t samples, int64_t rows, int64_t width, int64_t sum_width)
+      : chunks_((rows + rows_of_chunk(width) - 1) / rows_of_chunk(width)), width_(sum_width),
+        sums_(wanted ? samples * chunks_ * 2 * sum_width : 0) {}
+  Partials(bool wanted, int64_t samples, int64_t rows, int64_t width) : Partials(wanted, samples, rows, width, width) {}
+
+  float* of(int64_t sample, int64_t chunk) {
+    return sums_.empty() ? nullptr : &sums_[(sample * chunks_ + chunk) * 2 * width_];
+  }
+  void add(int64_t sample, int64_t k, float* out) const {
+    std::fill(out, out + width_, 0.0f);
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      const float* sums = &sums_[((sample * chunks_ + chunk) * 2 + k) * width_];
+      for (int64_t j = 0; j < width_; ++j) out[j] += sums[j];
+    }
+  }
+
+ private:
+  int64_t chunks_, width_;
+  std::vector<float> sums_;
+};
+
+// [B, d] with neighbours in d next to each other and any stride between rows, 0 included.
+class Rows2d {
+ public:
+  explicit Rows2d(const Tensor& tensor)
+      : tensor_(tensor.stride(1) == 1 || tensor.size(1) == 1 ? tensor : torch::stable::contiguous(tensor)),
+        type_(type_of(tensor)) {}
+  explicit Rows2d(const std::optional<Tensor>& tensor) {
+    if (tensor.has_value()) *this = Rows2d(*tensor);
+  }
+  Array operator[](int64_t row) const {
+    if (!tensor_.has_value()) return {};
+    return {static_cast<const char*>(tensor_->const_data_ptr()) + row * tensor_->stride(0) * size_of(type_), type_};
+  }
+
+ private:
+  std::optional<Tensor> tensor_;
+  Type type_ = Type::float32;
+};
+
 // Mean over a sample from its chunks' sums, added in order; 0 for samples without elements.
 inline double mean_of_chunks(const std::vector<double>& sums, int64_t sample, int64_t numel, int64_t width, int64_t k) {
   const int64_t chunks = (numel + kChunk - 1) / kChunk;
@@ -102,9 +160,14 @@ inline double mean_of_chunks(const std::vector<double>& sums, int64_t sample, in
   return sum / std::max<int64_t>(numel, 1);
 }
 
-inline Tensor new_floats(const Tensor& like, int64_t count) {
-  const int64_t sizes[] = {count};
-  return torch::stable::new_empty(like, {sizes, 1}, ScalarType::Float);
+inline Tensor new_sized(const Tensor& like, const std::vector<int64_t>& sizes) {
+  return torch::stable::new_empty(like, {sizes.data(), sizes.size()});
+}
+
+inline Tensor new_like(const Tensor& like) { return new_sized(like, {like.sizes().begin(), like.sizes().end()}); }
+
+inline Tensor new_floats(const Tensor& like, const std::vector<int64_t>& sizes) {
+  return torch::stable::new_empty(like, {sizes.data(), sizes.size()}, ScalarType::Float);
 }
 
 }  // namespace sage_fast

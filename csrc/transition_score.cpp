@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor, Tensor> transition_score(
   for_each_chunk(in.xs, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
     kernels().score(in[i], begin, end, &sums[(i * chunks + chunk) * 3]);
   });
-  Tensor out[3] = {new_floats(x, samples), new_floats(x, samples), new_floats(x, samples)};
+  Tensor out[3] = {new_floats(x, {samples}), new_floats(x, {samples}), new_floats(x, {samples})};
   for (int64_t i = 0; i < samples; ++i) {
     const float* row = in.rows[i];
     for (int k = 0; k < 3; ++k) {
@@ -54,8 +54,7 @@ Tensor transition_score_backward(
                            torch::stable::contiguous(grad_kl_old)};
   for (const Tensor& grad : grads) STD_TORCH_CHECK(grad.scalar_type() == ScalarType::Float, "gradients: expected float32");
 
-  const std::vector<int64_t> sizes(v.sizes().begin(), v.sizes().end());
-  Tensor dv = torch::stable::new_empty(v, {sizes.data(), sizes.size()});
+  Tensor dv = new_like(v);
   char* out = static_cast<char*>(dv.mutable_data_ptr());
   const int64_t numel = in.xs.numel();
   const double scale = 2.0 / std::max<int64_t>(numel, 1);

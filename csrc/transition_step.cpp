@@ -18,9 +18,8 @@ std::tuple<Tensor, Tensor> transition_step(
     scale = *static_cast<const float*>(guidance->const_data_ptr());
   }
 
-  const std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  Tensor x_next = torch::stable::new_empty(x, {sizes.data(), sizes.size()});
-  Tensor log_prob = new_floats(x, xs.count());
+  Tensor x_next = new_like(x);
+  Tensor log_prob = new_floats(x, {xs.count()});
   char* out = static_cast<char*>(x_next.mutable_data_ptr());
   const int64_t chunks = (xs.numel() + kChunk - 1) / kChunk;
   std::vector<double> sums(xs.count() * chunks);

@@ -34,6 +34,8 @@ has 2 tiles a program and, at batch 1, 3.9 programs for each of 132 SMs: 3 MB in
 latency."""
 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+NORM_BACKWARD_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""Half as many values a thread: with four warps, fp32 rows of 2048 values and their gradients spill on sm_100."""
 
 
 @triton.jit
@@ -241,3 +243,14 @@ def reduce(partial: Tensor, coefs: Tensor, step: Tensor, numel: int) -> list[Ten
         **LAUNCH_OPTIONS,
     )
     return results
+
+
+def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
+    """(programs, rows of each) of a sample for the normalisations.
+
+    Where every program leaves partial sums they are at most MAX_PROGRAMS over the batch; else a program has one row, or
+    a few where there are many times more rows than a GPU holds programs, to read scale and shift less often.
+    """
+    most = max(MAX_PROGRAMS // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
+    each = max(-(-rows // most), 1)
+    return -(-rows // each), each

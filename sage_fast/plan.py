@@ -75,16 +75,15 @@ def checkpointed_activation_bytes(architecture: Architecture, joint_tokens: int,
     return architecture["num_layers"] * joint_tokens * d * bytes_per_value
 
 
-SAVED_VALUES = {("lora", 4): 16, ("lora", 2): 29, ("full", 4): 23, ("full", 2): 27}
-"""(tuning, bytes of the activation type) -> values of that type that autograd keeps of one block, in units of d a
-token; counted for mlp ratio 4 and the default LoRA targets. bf16 LoRA keeps more than float32 LoRA because each
-float32 adapter keeps a float32 copy of its input."""
+SAVED_VALUES = {"lora": 16, "full": 17}
+"""tuning -> values that autograd keeps of one block, in units of d a token; counted for mlp ratio 4 and the default LoRA
+targets, in float32 and bfloat16 alike."""
 
 
 def block_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int, tuning: str) -> int:
     """Saved by one block without checkpointing, and at work in one block with it: SAVED_VALUES S d values."""
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    return bytes_per_value * (SAVED_VALUES[tuning, bytes_per_value] * joint_tokens * d)
+    return bytes_per_value * (SAVED_VALUES[tuning] * joint_tokens * d)
 
 
 def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sage_fast.choices import ATTENTION_BACKENDS
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.load import Model, load_model
@@ -617,6 +618,8 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 
 
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
-    assert {field.name for field in dataclasses.fields(model)} == {"path", "policy", "vae", "fps"}
+    names = {"path", "policy", "vae", "fps", "attention", "attention_milliseconds"}
+    assert {field.name for field in dataclasses.fields(model)} == names
+    assert model.attention in ATTENTION_BACKENDS
     assert model.path == str(checkpoint)
     assert model.fps == 24

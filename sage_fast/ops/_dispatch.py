@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sage_fast.choices import nearest
 from sage_fast.ops._common import LIBRARY
+from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
+from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 
 _OPERATORS = (  # name, kernels module, reference
+    ("norm_modulate", "norm_modulate", norm_modulate_reference),
+    ("norm_modulate_backward", "norm_modulate", norm_modulate_backward_reference),
+    ("norm_rotate", "norm_rotate", norm_rotate_reference),
+    ("norm_rotate_backward", "norm_rotate", norm_rotate_backward_reference),
     ("transition_step", "transition_step", transition_step_reference),
     ("transition_score", "transition_score", transition_score_reference),
     ("transition_score_backward", "transition_score", transition_score_backward_reference),
@@ -40,7 +47,7 @@ def _serve(fused: Callable[[], Callable[..., Any]], reference: Callable[..., Any
     """`fused()`, looked up at the call, for everything but float64."""
 
     def call(*args: Any) -> Any:
-        in_double = any(arg is not None and arg.dtype == torch.float64 for arg in args)
+        in_double = any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args)
         return reference(*args) if in_double else fused()(*args)
 
     return call

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 ARCHITECTURES = (80, 90, 100)
+NORM_SIZES = "d 2048, 16 heads of 128"
+"""The published transformer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Specialisation:
         aligned: whether numel is a multiple of 16, as it is for every latent with 16 or 32 channels.
         numel: `i32`, `i64` (samples of 2^31 elements or more) or `1` (Triton turns an argument of 1 into a constant).
         outputs: results of the second reduction stage, 1 for the step and 3 for the score.
+        sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
     """
 
     kernel: str
@@ -39,10 +42,13 @@ class Specialisation:
     aligned: bool = True
     numel: str = "i32"
     outputs: int = 0
+    sums: bool = False
 
     def __str__(self) -> str:
         if self.outputs:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}"
+        if "norm" in self.kernel:
+            return f"{self.x}, {NORM_SIZES}" + ", sums" * self.sums
         parts = [f"{self.x} x", f"{self.v} v"]
         parts += [name for name in ("guidance", "anchor", "old") if getattr(self, name)]
         parts += ["unaligned"] * (not self.aligned) + [f"{self.numel} numel"] * (self.numel != "i32")
@@ -73,6 +79,7 @@ class Row:
 
 
 _STEP, _FWD, _BWD = "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
+_NORMS = ("modulate", "rotate")
 _SCORE_INPUTS: tuple[dict[str, Any], ...] = (
     {},
     {"anchor": True},
@@ -90,6 +97,12 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     Specialisation(kernel=_STEP, guidance=True, aligned=False),
     Specialisation(kernel=_STEP, x="bf16", guidance=True, aligned=False),
     *(Specialisation(kernel=kernel, **inputs) for kernel in (_FWD, _BWD) for inputs in _SCORE_INPUTS),
+    *(Specialisation(kernel=f"_norm_{name}_fwd_kernel", x=x) for name in _NORMS for x in ("bf16", "fp32")),
+    *(
+        Specialisation(kernel=f"_norm_{name}_bwd_kernel", x=x, sums=sums)
+        for name in _NORMS
+        for x, sums in (("bf16", False), ("bf16", True), ("fp32", False))
+    ),
     Specialisation(kernel="_reduce_kernel", outputs=1),
     Specialisation(kernel="_reduce_kernel", outputs=3),
 )
@@ -103,16 +116,33 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sage_fast.kernels import common, transition_score, transition_step
+    from sage_fast.kernels import common, norm_modulate, norm_rotate, transition_score, transition_step
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
     kernel = next(
         getattr(module, specialisation.kernel)
-        for module in (common, transition_step, transition_score)
+        for module in (common, norm_modulate, norm_rotate, transition_step, transition_score)
         if hasattr(module, specialisation.kernel)
     )
     s = specialisation
+    if "norm" in s.kernel:
+        flags = {"WIDTH": 2048 if "modulate" in s.kernel else 128, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums}
+        constants = {name: flags[name] for name in kernel.arg_names if name in flags}
+        fp32 = ("rotary_ptr", "partial_ptr", "eps")
+        signature = {
+            name: "constexpr" if name in constants
+            else "fp32" if name == "eps"
+            else "i32" if not name.endswith("_ptr")
+            else f"*{'fp32' if name in fp32 else s.x}"
+            for name in kernel.arg_names
+        }  # fmt: skip
+        whole = ("width", *(name for name in kernel.arg_names if name.endswith("_stride")))
+        aligned = [name.endswith("_ptr") or name in whole for name in kernel.arg_names]
+        attributes = {(i,): [["tt.divisibility", 16]] for i, multiple in enumerate(aligned) if multiple}
+        source = ASTSource(kernel, signature, constants, attributes)
+        options = common.NORM_BACKWARD_OPTIONS if "bwd" in s.kernel else common.LAUNCH_OPTIONS
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     flags = {
         "HAS_GUIDANCE": s.guidance,
         "HAS_ANCHOR": s.anchor,

@@ -1,5 +1,107 @@
-import torch.nn.functional as F
+"""LayerNorm without weights, then AdaLN's scale and shift, in one pass:
+
+    out = (x - mean(x)) / sqrt(var(x) + eps) (1 + scale) + shift
+
+Nothing but x and scale is kept for the backward, which normalises the row that it reads anyway. Where scale and shift
+are frozen their gradients, sums over all tokens, are not computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.ops._common import LIBRARY, compute_dtype
+
+LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps) -> Tensor")
+LIBRARY.define(
+    "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 
 
-def norm_modulate(x, scale, shift, eps=1e-6):
-    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale[:, None]) + shift[:, None]
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
+    """AdaLN of a transformer block.
+
+    Args:
+        x: `[B, S, d]`, float32, bfloat16 or float16.
+        scale, shift: `[B, d]`, float32 or the type of x; one row expanded over B will do.
+        eps: added to the variance.
+
+    Returns:
+        `[B, S, d]` in the type of x, computed in float32. Differentiable in x, scale and shift.
+
+    Raises:
+        ValueError: a shape or device that does not fit.
+    """
+    if x.ndim != 3:
+        raise ValueError(f"x: expected [B, S, d], got {list(x.shape)}")
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if tensor.shape != (x.shape[0], x.shape[2]):
+            raise ValueError(f"{name}: expected {[x.shape[0], x.shape[2]]}, got {list(tensor.shape)}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: is on {tensor.device}, x is on {x.device}")
+    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps)
+
+
+def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x - mean) / std, and 1 / std `[..., 1]`."""
+    centered = x - x.mean(-1, keepdim=True)
+    rstd = (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return centered * rstd, rstd
+
+
+def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """The specification, in plain PyTorch; also differentiable by autograd itself."""
+    dtype = compute_dtype(x)
+    normed, _ = _normalize(x.to(dtype), eps)
+    return (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
+
+
+def norm_modulate_backward_reference(
+    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in x, and float32 `[B, d]` in scale and shift; those are empty unless `modulation`."""
+    dtype = compute_dtype(x)
+    normed, rstd = _normalize(x.to(dtype), eps)
+    grad = grad.to(dtype)
+    inner = grad * (1 + scale.to(dtype)[:, None])
+    dx = rstd * (inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True))
+    rows = len(x) if modulation else 0
+    return dx.to(x.dtype), (grad * normed).sum(1)[:rows], grad.sum(1)[:rows]
+
+
+LIBRARY.impl("norm_modulate", norm_modulate_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("norm_modulate_backward", norm_modulate_backward_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sage_fast::norm_modulate", lib=LIBRARY)
+def _fake(x, scale, shift, eps):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("sage_fast::norm_modulate_backward", lib=LIBRARY)
+def _fake_backward(grad, x, scale, eps, modulation):  # type: ignore[no-untyped-def]
+    rows = x.shape[0] if modulation else 0
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, *(x.new_empty(rows, x.shape[2], dtype=compute_dtype(x)) for _ in range(2))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, scale, shift, ctx.eps = inputs
+    ctx.shift_dtype = shift.dtype
+    ctx.save_for_backward(x, scale)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale = ctx.saved_tensors
+    modulation = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(grad, x, scale, ctx.eps, modulation)
+    if not modulation:
+        return dx, None, None, None
+    return dx, dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None
+
+
+torch.library.register_autograd("sage_fast::norm_modulate", _backward, setup_context=_setup_context, lib=LIBRARY)

@@ -7,11 +7,8 @@ one the same tests run the compiled kernels. Either way the launchers are called
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
-from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +36,8 @@ if DEVICE.type == "cpu" and isinstance(_noise, triton.runtime.JITFunction):
         "Triton was imported before TRITON_INTERPRET=1 was set "
         f"(now {os.environ.get('TRITON_INTERPRET')!r}); tests/conftest.py must set it first"
     )
+
+pytestmark = pytest.mark.usefixtures("interpreter_rounds_to_nearest", "guarded_empty")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -114,48 +113,6 @@ def assert_accurate(name: str, fused: Tensor, plain: Tensor, exact: Tensor, atol
 
 def double(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.double() for tensor in tensors]
-
-
-@pytest.fixture(autouse=True)
-def interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of Triton 3.6 to 3.9 truncates fp32 to bf16; compiled kernels round to nearest even."""
-    if DEVICE.type != "cpu":
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    convert = interpreter._convert_float
-
-    def rounding(data: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(data, source, target, mode)
-        return torch.from_numpy(data.astype(np.float32)).bfloat16().view(torch.uint16).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounding)
-
-
-@pytest.fixture(autouse=True)
-def guarded_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty* filled with NaN and followed by a guard that must still be NaN when the test is over."""
-    buffers: list[tuple[Tensor, int]] = []
-
-    def patch(owner: object, name: str) -> None:
-        original: Callable[..., Tensor] = getattr(owner, name)
-
-        def empty(*args: object, **kwargs: object) -> Tensor:
-            like = original(*args, **kwargs)
-            if not like.is_floating_point() or not like.is_contiguous():
-                return like
-            buffer = torch.full((like.numel() + 64,), float("nan"), dtype=like.dtype, device=like.device)
-            buffers.append((buffer, like.numel()))
-            return buffer[: like.numel()].view(like.shape)
-
-        monkeypatch.setattr(owner, name, empty)
-
-    patch(torch, "empty")
-    patch(torch, "empty_like")
-    patch(Tensor, "new_empty")
-    yield
-    for buffer, numel in buffers:
-        assert buffer[numel:].isnan().all(), "written past the end of a tensor"
 
 
 def check_step(case: Case, with_guidance: bool) -> None:

@@ -1,0 +1,158 @@
+"""LayerNorm and AdaLN's scale and shift on the GPU, a row of d values at a time in registers.
+
+x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results `[B, S, d]`. Forward: x read and
+the result written once. Backward: gradient and x read, dx written; the sums for scale and shift, where they are wanted,
+are kept in registers over a program's rows and added in a second stage, without atomics.
+`sage_fast.ops.norm_modulate` is the specification.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from sage_fast.kernels.common import LAUNCH_OPTIONS, NORM_BACKWARD_OPTIONS, rows_of_programs
+from torch import Tensor
+
+
+@triton.jit
+def _normed(x, mask, width, eps):
+    """(x - mean) / std, 0 where masked, and 1 / std."""
+    mean = tl.sum(x) / width
+    centered = tl.where(mask, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered) / width + eps)
+    return centered * rstd, rstd
+
+
+@triton.jit
+def _norm_modulate_fwd_kernel(
+    x_ptr,
+    scale_ptr,
+    shift_ptr,
+    out_ptr,
+    rows,
+    width,
+    scale_stride,
+    shift_stride,
+    eps,
+    each,
+    WIDTH: tl.constexpr,
+):
+    """Grid `(B, programs)`; program p does `each` rows from p each on."""
+    sample = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * each
+    column = tl.arange(0, WIDTH)
+    mask = column < width
+    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
+    offset = tl.load(shift_ptr + sample * shift_stride + column, mask=mask, other=0.0).to(tl.float32)
+    for turn in range(each):
+        row = first + turn
+        inside = column < tl.where(row < rows, width, 0)
+        at = (sample * rows + row) * width + column
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        normed, _ = _normed(x, mask, width, eps)
+        tl.store(out_ptr + at, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_modulate_bwd_kernel(
+    grad_ptr,
+    x_ptr,
+    scale_ptr,
+    dx_ptr,
+    partial_ptr,
+    rows,
+    width,
+    scale_stride,
+    eps,
+    each,
+    MODULATION: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """dx, and with MODULATION this program's sums for scale and shift, partial `[B, programs, 2, width]`."""
+    sample = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    mask = column < width
+    gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
+    dscale = tl.zeros([WIDTH], tl.float32)
+    dshift = tl.zeros([WIDTH], tl.float32)
+    for turn in range(each):
+        row = program * each + turn
+        inside = column < tl.where(row < rows, width, 0)
+        at = (sample * rows + row) * width + column
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        normed, rstd = _normed(x, mask, width, eps)
+        if MODULATION:
+            dscale = tl.fma(grad, normed, dscale)
+            dshift += grad
+        inner = grad * gain
+        mean = tl.sum(inner) / width
+        slope = tl.sum(inner * normed) / width
+        dx = rstd * (inner - mean - normed * slope)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    if MODULATION:
+        out = partial_ptr + (sample * tl.num_programs(1) + program) * 2 * width + column
+        tl.store(out, dscale, mask=mask)
+        tl.store(out + width, dshift, mask=mask)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Launch the forward; arguments as `sage_fast::norm_modulate`. An x that is not contiguous is copied first."""
+    x, scale, shift = x.contiguous(), _rows(scale), _rows(shift)
+    out = torch.empty_like(x)
+    if x.numel() == 0:
+        return out
+    batch, rows, width = x.shape
+    programs, each = rows_of_programs(rows, batch)
+    with torch.cuda.device_of(x):
+        _norm_modulate_fwd_kernel[(batch, programs)](
+            x,
+            scale,
+            shift,
+            out,
+            rows,
+            width,
+            scale.stride(0),
+            shift.stride(0),
+            eps,
+            each,
+            WIDTH=triton.next_power_of_2(width),
+            **LAUNCH_OPTIONS,
+        )
+    return out
+
+
+def norm_modulate_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the backward; arguments as `sage_fast::norm_modulate_backward`."""
+    grad, x, scale = grad.contiguous(), x.contiguous(), _rows(scale)
+    batch, rows, width = x.shape
+    dx = torch.empty_like(x)
+    programs, each = rows_of_programs(rows, batch, sums=modulation)
+    partial = torch.empty(batch if modulation else 0, programs, 2, width, dtype=torch.float32, device=x.device)
+    if x.numel() > 0:
+        with torch.cuda.device_of(x):
+            _norm_modulate_bwd_kernel[(batch, programs)](
+                grad,
+                x,
+                scale,
+                dx,
+                partial,
+                rows,
+                width,
+                scale.stride(0),
+                eps,
+                each,
+                MODULATION=modulation,
+                WIDTH=triton.next_power_of_2(width),
+                **NORM_BACKWARD_OPTIONS,
+            )
+    dscale, dshift = partial.sum(1).unbind(1) if rows > 0 else partial.new_zeros(len(partial), 2, width).unbind(1)
+    return dx, dscale.contiguous(), dshift.contiguous()
