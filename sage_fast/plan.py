@@ -76,8 +76,8 @@ def checkpointed_activation_bytes(architecture: Architecture, joint_tokens: int,
 
 
 SAVED_VALUES = {"lora": 16, "full": 17}
-"""tuning -> values that autograd keeps of one block, in units of d a token; counted for mlp ratio 4 and the default LoRA
-targets, in float32 and bfloat16 alike."""
+"""tuning -> values that autograd keeps of one block, in units of d a token; counted for mlp ratio 4 and the default
+LoRA targets, in float32 and bfloat16 alike."""
 
 
 def block_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int, tuning: str) -> int:

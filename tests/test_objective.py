@@ -8,8 +8,9 @@ from torch import Tensor
 
 from sage_fast.choices import KL_STRATEGIES
 from sage_fast.config import KLConfig, ObjectiveConfig
-from sage_fast.metrics import Metrics
+from sage_fast.metrics import Metrics, Stopwatch
 from sage_fast.objective import KLController, group_advantages, sage_loss, surrogate
+from sage_fast.scoring import VideoScorer
 from sage_fast.trainer import Trainer, _Batch, trained_steps
 from tests.tiny import perturb, settings, tiny_trainer
 
@@ -106,13 +107,18 @@ def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
     steps = trained_steps(table, trainer.config, 0)
     coefs = table.coefficients(1280, trainer.config.objective.log_prob).to(torch.float64)
     groups = trainer._draw_groups(0)
-    rows = trainer._rollout(groups, table, coefs, steps)
-    samples = len(rows.latents)
+    conditioning = trainer.policy.conditioning_table(table.sigmas[:-1], trainer.embeddings)
+    watch = Stopwatch(trainer.device)
+    scorer = VideoScorer(trainer.model.decoder, trainer.reward, watch)
+    rows = trainer._rollout(groups, table, coefs, steps, conditioning, scorer, watch)
+    rows.states, rows.log_probs = ({t: x.double() for t, x in of.items()} for of in (rows.states, rows.log_probs))
+    samples = rows.count
     batch = _Batch(
         table=table,
         coefs=coefs,
         trajectories=rows,
-        texts=[trainer.embeddings[prompt] for prompt in trainer._prompts_of(groups)],
+        conditioning=conditioning,
+        prompts=trainer._prompts_of(groups),
         advantages=torch.linspace(-1.5, 1.5, samples, dtype=torch.float64),
         anchor_velocities={},
     )

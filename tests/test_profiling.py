@@ -76,10 +76,12 @@ def test_ranges_of_an_iteration(domain: RecordingDomain) -> None:
         [("rollout", f"step {k}"), ("rollout", f"step {k}", "transformer"), ("rollout", f"step {k}", "transition")]
         for k in range(config.sampling.steps)
     ]
+    rollout = [("rollout",), *[path for step in steps for path in step]]
+    submit, score = [("decode",)], [("decode",), ("reward",)]  # a chunk is scored after the next one's rollout
     assert domain.pushed == [
-        ("rollout",),
-        *[path for _ in range(2) for step in steps for path in step],
-        *[("decode",), ("reward",), ("anchor",), ("train",), ("train", "optimizer")],
+        ("rollout",),  # conditioning
+        *[*rollout, *submit, *rollout, *score, *submit, *score],
+        *[("anchor",), ("train",), ("train", "optimizer")],
     ]
     assert not any(domain.stacks.values())
 

@@ -127,22 +127,7 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
     )
     s = specialisation
     if "norm" in s.kernel:
-        flags = {"WIDTH": 2048 if "modulate" in s.kernel else 128, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums}
-        constants = {name: flags[name] for name in kernel.arg_names if name in flags}
-        fp32 = ("rotary_ptr", "partial_ptr", "eps")
-        signature = {
-            name: "constexpr" if name in constants
-            else "fp32" if name == "eps"
-            else "i32" if not name.endswith("_ptr")
-            else f"*{'fp32' if name in fp32 else s.x}"
-            for name in kernel.arg_names
-        }  # fmt: skip
-        whole = ("width", *(name for name in kernel.arg_names if name.endswith("_stride")))
-        aligned = [name.endswith("_ptr") or name in whole for name in kernel.arg_names]
-        attributes = {(i,): [["tt.divisibility", 16]] for i, multiple in enumerate(aligned) if multiple}
-        source = ASTSource(kernel, signature, constants, attributes)
-        options = common.NORM_BACKWARD_OPTIONS if "bwd" in s.kernel else common.LAUNCH_OPTIONS
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        return _compile_norm(kernel, s, arch)
     flags = {
         "HAS_GUIDANCE": s.guidance,
         "HAS_ANCHOR": s.anchor,
@@ -176,6 +161,31 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
     }
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=common.LAUNCH_OPTIONS)
+
+
+def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sage_fast.kernels import common
+
+    width = 2048 if "modulate" in s.kernel else 128
+    flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums}
+    constants = {name: flags[name] for name in kernel.arg_names if name in flags}
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_ptr"):
+            return "*fp32" if name in ("rotary_ptr", "partial_ptr") else f"*{s.x}"
+        return "fp32" if name == "eps" else "i32"
+
+    aligned = ("_ptr", "_stride", "width")  # what Triton finds to be multiples of 16 at these sizes
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(aligned)}
+    source = ASTSource(kernel, {name: kind(name) for name in kernel.arg_names}, constants, attributes)
+    options = common.NORM_BACKWARD_OPTIONS if "bwd" in s.kernel else common.LAUNCH_OPTIONS
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
