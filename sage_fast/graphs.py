@@ -25,7 +25,7 @@ from sage_fast.profiling import annotate
 MAX_TOKENS = 8192
 """Tokens of a batch above which the kernels outlast their launches by far: 54 blocks take the host some 30 ms to issue
 and an H200 at its ceiling 80 ms to compute."""
-MAX_GRAPHS = 4
+MAX_GRAPHS = 16
 MAX_MEMORY_SHARE = 0.25
 """Of the device, for what the graphs keep allocated between replays."""
 
@@ -100,7 +100,7 @@ class StepGraphs:
 
     Args:
         policy: whose steps are recorded.
-        record: `record_cuda`.
+        record: a `CudaRecorder`.
         max_memory: bytes that all graphs together may keep.
         say: told once for each reason why a step runs without a graph.
     """
@@ -114,11 +114,15 @@ class StepGraphs:
         self.say = say
         self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
         self._refused: set[tuple[Any, ...]] = set()
+        self._seen: set[tuple[Any, ...]] = set()
 
     def prepare(
         self, coefs: Tensor, schedule: ConditioningSchedule, seeds: Tensor, latents: Tensor
     ) -> StepGraph | None:
-        """The graph of these shapes, loaded with these values; None where the step has to run without one."""
+        """The graph of these shapes, loaded with these values; None where the step runs without one.
+
+        The first rollout of a shape does: recording costs as much as some steps, and a shape may never come back.
+        """
         inputs = (coefs, schedule, seeds, latents)
         tokens = len(latents) * (latents[0, 0].numel() + schedule.context.shape[2])
         if tokens > MAX_TOKENS:
@@ -127,6 +131,9 @@ class StepGraphs:
         shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents))
         key = (weights_key(self.policy), shapes)
         if key in self._refused:
+            return None
+        if key not in self._seen:
+            self._seen.add(key)
             return None
         if key not in self._graphs:
             for other in [other for other in self._graphs if other[0] != key[0]]:
@@ -167,20 +174,26 @@ def weights_key(policy: HunyuanVideo15Policy) -> int:
     return hash((*addresses, *adapters, policy.guidance_scale, policy.forward.attention))
 
 
-def record_cuda(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
-    """Record `run` after a warm-up on a side stream (Triton compiles, cuBLAS takes its workspace there)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    before = torch.cuda.memory_reserved()
-    with torch.cuda.graph(graph):
-        outputs = run()
-    return graph.replay, outputs, torch.cuda.memory_reserved() - before
+class CudaRecorder:
+    """Records into one memory pool: graphs that never run at the same time may share it."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+        """Record `run` after a warm-up on a side stream (Triton compiles, cuBLAS takes its workspace there)."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_reserved()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = run()
+        return graph.replay, outputs, torch.cuda.memory_reserved() - before
 
 
 def step_graphs(policy: HunyuanVideo15Policy, say: Callable[[str], object]) -> StepGraphs | None:
@@ -188,4 +201,4 @@ def step_graphs(policy: HunyuanVideo15Policy, say: Callable[[str], object]) -> S
     if policy.device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(policy.device).total_memory
-    return StepGraphs(policy, record_cuda, int(MAX_MEMORY_SHARE * total), say)
+    return StepGraphs(policy, CudaRecorder(), int(MAX_MEMORY_SHARE * total), say)

@@ -29,7 +29,8 @@ from sage_fast.plan import plan
 from sage_fast.policy.load import transformer_config
 from sage_fast.profiling import DOMAIN, annotate, ranges
 from sage_fast.run import load_setup
-from sage_fast.trainer import Trainer, check_trainable
+from sage_fast.schedule import check_trainable
+from sage_fast.trainer import Trainer
 
 PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer", "other")
 """What the trainer's Stopwatch times, and the rest of an iteration."""
@@ -38,7 +39,7 @@ PART_OF_PLAN = {"rollout": "rollout", "anchor": "anchor", "train": "training"}
 
 PYTHON = "Python between operators"
 FAMILIES = {
-    "sage_fast operators": r"sage_fast|transition_(step|score)|philox",
+    "sage_fast operators": r"sage_fast|transition_(step|score)|norm_(modulate|rotate)|philox",
     "attention": r"attention|attn|flash|fmha|softmax",
     "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
     "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcmul|addcdiv)",

@@ -18,8 +18,8 @@ from sage_fast.config import Config
 from sage_fast.objective import uses_anchor, uses_velocity
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.schedule import configured_table, iteration_table, trained_steps
 from sage_fast.testbed.model import TestbedTransformer
-from sage_fast.trainer import configured_table, iteration_table, trained_steps
 
 TESTBED_TEXT_TOKENS = 7
 """Length of every prompt of the testbed."""

@@ -30,7 +30,8 @@ from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding, encode_cached
 from sage_fast.report import format_paired_table, paired_table, write_report
 from sage_fast.rewards import CompositeReward, RewardError, load_reward
-from sage_fast.trainer import Trainer, check_trainable
+from sage_fast.schedule import check_trainable
+from sage_fast.trainer import Trainer
 from sage_fast.videos import comparison_sheet, contact_sheet, save_mp4
 
 

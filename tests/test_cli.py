@@ -157,6 +157,15 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert not run.exists()
 
 
+def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(run, "--train.group_size", "1000000000") == 2
+    assert "GiB are free; " in capsys.readouterr().err
+    assert not run.exists()
+
+
 def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import save_file
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.text import TextBatch, collate
+from sage_fast.stock import StockPolicy
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
@@ -37,22 +38,14 @@ class Operators(TorchDispatchMode):
 
 
 def stock_velocity(transformer: Any, x: Tensor, sigma: Tensor, text: TextBatch) -> Tensor:
-    def mask(tokens: Tensor, given: Tensor | None) -> Tensor:
-        return torch.ones(tokens.shape[:2], dtype=torch.int64) if given is None else given
-
-    config = transformer.config
-    condition = x.new_zeros(len(x), config.in_channels - x.shape[1], *x.shape[2:])
-    return transformer(
-        torch.cat([x, condition], 1), 1000 * sigma, text.text, mask(text.text, text.text_mask),
-        encoder_hidden_states_2=text.glyphs, encoder_attention_mask_2=mask(text.glyphs, text.glyphs_mask),
-        image_embeds=x.new_zeros(len(x), 0, config.image_embed_dim), return_dict=False,
-    )[0]  # fmt: skip
+    policy = StockPolicy(transformer, dtype=x.dtype)
+    return policy.velocity(x, policy.condition(sigma, text))
 
 
 @pytest.fixture
-def pair() -> tuple[Any, HunyuanVideo15Policy]:
-    """A stock transformer, and a policy around a copy of it; LoRA weights that are not zero."""
-    trainer = tiny_trainer(settings())
+def pair(request: pytest.FixtureRequest) -> tuple[Any, HunyuanVideo15Policy]:
+    """A stock transformer, and a policy around a copy of it; trained weights that are not as they began."""
+    trainer = tiny_trainer(settings(model__tuning=getattr(request, "param", "lora")))
     perturb(trainer)
     ours = trainer.policy
     stock = copy.deepcopy(ours.transformer)
@@ -68,6 +61,7 @@ def inputs(prompts: list[str]) -> tuple[Tensor, Tensor, TextBatch]:
     return x, torch.rand(len(prompts)), text
 
 
+@pytest.mark.parametrize("pair", ["lora", "full"], indirect=True)
 @pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0], ""]], ids=["one length", "mixed lengths"])
 def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: list[str]) -> None:
     stock, ours = pair
@@ -75,14 +69,15 @@ def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: l
     upstream = torch.randn_like(x)
     expected, actual = stock_velocity(stock, x, sigma, text), ours.velocity(x, ours.condition(sigma, text))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    theirs = [p for p in stock.parameters() if p.requires_grad]
-    gradients = zip(
-        ours.parameters(),
-        torch.autograd.grad(actual, list(ours.parameters().values()), upstream),
-        torch.autograd.grad(expected, theirs, upstream),
+    parameters = ours.parameters()
+    mine, reference = (
+        torch.autograd.grad(out, list(of), upstream, allow_unused=True)
+        for out, of in ((actual, parameters.values()), (expected, [p for p in stock.parameters() if p.requires_grad]))
     )
-    for name, mine, reference in gradients:
-        assert (mine - reference).norm() <= 1e-4 * reference.norm() + 1e-6, name
+    for (name, p), *gradients in zip(parameters.items(), mine, reference, strict=True):
+        gradient, exact = (torch.zeros_like(p) if g is None else g for g in gradients)  # no prompt here has glyphs
+        assert (gradient - exact).norm() <= 1e-4 * exact.norm() + 1e-6, name
+    assert sum(g is not None for g in mine) > 20
 
 
 def test_the_stock_forward_of_our_transformer_still_works(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
@@ -116,3 +111,58 @@ def test_captures_as_one_graph() -> None:
         captured = torch.compile(policy.forward, backend="eager", fullgraph=True)
         actual = captured(x, policy.condition(sigma, text))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1] * 3, [*PROMPTS, PROMPTS[0]], [PROMPTS[0], "", PROMPTS[1]]], ids=str)
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance: float) -> None:
+    """For one step of all samples and for a step of each, as rollout and training ask for it."""
+    policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
+    sigmas = torch.tensor([0.95, 0.6, 0.2])
+    texts = embeddings(prompts)
+    schedule = policy.conditioning_table(sigmas, texts).of(prompts)
+    x = torch.randn(3, 16, 5, 4, 4)
+    text, negative = (collate([texts[p] for p in of], x.device, x.dtype) for of in (prompts, [""] * len(prompts)))
+    for steps in ([1], [2, 0, 1]):
+        fresh = policy.condition(sigmas[steps].expand(3), text, negative if guidance != 1 else None)
+        tabulated = schedule.at(torch.tensor(steps))
+        assert (tabulated.negative is None) == (guidance == 1)
+        with torch.no_grad():
+            expected, actual = policy.velocities(x, fresh), policy.velocities(x, tabulated)
+        for mine, theirs in zip(actual, expected):
+            if theirs is not None:
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_trained_decides_what_may_be_tabulated() -> None:
+    assert tiny_model(settings()).policy.conditioning_is_frozen
+    assert not tiny_trainer(settings(model__tuning="full")).policy.conditioning_is_frozen
+    targets = r"transformer_blocks\.\d+\.norm1\.linear"
+    assert not tiny_model(settings(model__lora_targets=targets)).policy.conditioning_is_frozen
+
+
+def test_a_lora_on_adaln_is_trained() -> None:
+    """Its rollouts read a table made by the present weights, its updates make AdaLN anew."""
+    config = settings(model__lora_targets=r"transformer_blocks\.\d+\.norm1\.linear", train__optimizer_steps=2)
+    row = tiny_trainer(config).iteration(0)
+    assert row["grad_norm"] > 0
+    assert row["log_prob/parity"] < 1e-4
+
+
+@pytest.mark.parametrize("change", ["disable", "merge", "dropout"])
+def test_adapters_that_are_not_plain_run_as_peft_runs_them(pair: tuple[Any, HunyuanVideo15Policy], change: str) -> None:
+    stock, ours = pair
+    x, sigma, text = inputs(PROMPTS)
+    for transformer in (stock, ours.transformer):
+        if change == "disable":
+            transformer.disable_adapters()
+        if change == "merge":
+            transformer.fuse_lora()
+        if change == "dropout":
+            for module in transformer.modules():
+                if hasattr(module, "lora_dropout"):
+                    module.lora_dropout["default"] = torch.nn.Dropout(0.5).eval()
+    with torch.no_grad():
+        expected = stock_velocity(stock, x, sigma, text)
+        actual = ours.velocity(x, ours.condition(sigma, text))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_fast import graphs as module
-from sage_fast.graphs import Run, StepGraphs, record_cuda, step_graphs
+from sage_fast.graphs import CudaRecorder, Run, StepGraphs, step_graphs
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.rollout import initial_latents, rollout
 from sage_fast.seeding import sample_seeds
@@ -50,6 +50,12 @@ def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graph
     return latents, kept
 
 
+def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) -> Any:
+    """The second rollout of a shape, which is recorded."""
+    roll(policy, prompts, 0, graphs)
+    return roll(policy, prompts, 0, graphs)
+
+
 def assert_same_bits(ours: Any, theirs: Any) -> None:
     assert torch.equal(ours[0], theirs[0])
     for mine, other in zip(ours[1], theirs[1], strict=True):
@@ -60,10 +66,11 @@ def assert_same_bits(ours: Any, theirs: Any) -> None:
 def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
     graphs = StepGraphs(policy, rerun, max_memory=1000)
-    for index, prompts in enumerate((PROMPTS[:1] * 2, PROMPTS[1:2] * 2)):
+    for index, prompts in enumerate((PROMPTS[:1] * 2, PROMPTS[1:2] * 2, PROMPTS[2:] * 2)):
         assert_same_bits(roll(policy, prompts, index, graphs), roll(policy, prompts, index))
-    assert len(graphs) == 1
-    assert_same_bits(roll(policy, PROMPTS[:2], 2, graphs), roll(policy, PROMPTS[:2], 2))  # a prompt for each sample
+        assert len(graphs) == min(index, 1)  # recorded when the shape comes for the second time
+    for _ in range(2):  # a prompt for each sample
+        assert_same_bits(roll(policy, PROMPTS[:2], 2, graphs), roll(policy, PROMPTS[:2], 2))
     assert len(graphs) == 2
 
 
@@ -71,7 +78,7 @@ def test_weights_in_place_and_replaced() -> None:
     policy = tiny_model(settings()).policy
     recordings: list[Run] = []
     graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=1000)
-    before = roll(policy, PROMPTS[:1], 0, graphs)[0]
+    before = twice(policy, PROMPTS[:1], graphs)[0]
     with torch.no_grad():
         for p in policy.parameters().values():
             p.add_(0.05)
@@ -81,30 +88,31 @@ def test_weights_in_place_and_replaced() -> None:
     assert len(recordings) == 1  # in place: the recording sees the new weights
     name, p = next(iter(policy.parameters().items()))
     policy.transformer.get_parameter(name).data = p.detach().clone()
-    assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), after)
+    assert_same_bits(twice(policy, PROMPTS[:1], graphs), after)
     assert len(recordings) == 2
     policy.transformer.disable_adapters()
-    assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
+    assert_same_bits(twice(policy, PROMPTS[:1], graphs), roll(policy, PROMPTS[:1]))
     assert len(recordings) == 3
     assert len(graphs) == 1  # those of other weights are gone
 
 
-def test_bounded_number_and_memory() -> None:
+def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny_model(settings()).policy
     graphs = StepGraphs(policy, rerun, max_memory=250)
     for count in (1, 2, 3):
-        roll(policy, PROMPTS[:1] * count, 0, graphs)
+        twice(policy, PROMPTS[:1] * count, graphs)
     assert len(graphs) == 2  # 100 bytes each
     said: list[str] = []
     graphs = StepGraphs(policy, rerun, max_memory=50, say=said.append)
-    for _ in range(2):
+    for _ in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
     assert len(graphs) == 0
     assert len(said) == 1
     graphs = StepGraphs(policy, rerun, max_memory=10**6)
-    for count in range(1, module.MAX_GRAPHS + 3):
-        roll(policy, PROMPTS[:1] * count, 0, graphs)
-    assert len(graphs) == module.MAX_GRAPHS
+    monkeypatch.setattr(module, "MAX_GRAPHS", 3)
+    for count in range(1, 6):
+        twice(policy, PROMPTS[:1] * count, graphs)
+    assert len(graphs) == 3
 
 
 def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +123,7 @@ def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nand a page of advice")
 
     graphs = StepGraphs(policy, fail, max_memory=1000, say=said.append)
-    for _ in range(2):
+    for _ in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
     assert said == ["no CUDA graph for this rollout: operation not permitted when stream is capturing"]
 
@@ -153,7 +161,7 @@ def test_replay_gives_the_same_bits_on_a_gpu(guidance: float, dtype: torch.dtype
     policy = tiny_model(settings(sampling__guidance_scale=guidance), dtype).policy
     policy.transformer.cuda()
     said: list[str] = []
-    graphs = StepGraphs(policy, record_cuda, max_memory=2**30, say=said.append)
+    graphs = StepGraphs(policy, CudaRecorder(), max_memory=2**30, say=said.append)
     for index in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1] * 2, index, graphs), roll(policy, PROMPTS[:1] * 2, index))
     assert not said

@@ -10,8 +10,9 @@ from sage_fast.choices import KL_STRATEGIES
 from sage_fast.config import KLConfig, ObjectiveConfig
 from sage_fast.metrics import Metrics, Stopwatch
 from sage_fast.objective import KLController, group_advantages, sage_loss, surrogate
+from sage_fast.schedule import trained_steps
 from sage_fast.scoring import VideoScorer
-from sage_fast.trainer import Trainer, _Batch, trained_steps
+from sage_fast.trainer import Trainer, _Batch
 from tests.tiny import perturb, settings, tiny_trainer
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.engine.engine import NonFiniteError
+from sage_fast.evaluation import generate
 from sage_fast.rewards import RewardError
-from sage_fast.trainer import ParityError, Trainer, check_trainable, iteration_table, trained_steps
+from sage_fast.schedule import check_trainable, iteration_table, trained_steps
+from sage_fast.trainer import ParityError, Trainer
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
 
@@ -335,3 +337,17 @@ def test_recorded_gradient_norm_is_that_at_the_velocity(monkeypatch: pytest.Monk
     transitions = 2 * 3 * 5
     assert len(norms) == transitions
     assert sum(recorded) / len(recorded) == pytest.approx(sum(norms) / transitions * transitions, rel=1e-4)
+
+
+def test_videos_come_back_in_the_order_of_the_prompts() -> None:
+    """Sampled by length, returned as asked for; each is what it is alone."""
+    config = settings(sampling__batch_size=2)
+    trainer = tiny_trainer(config)
+    prompts = ["a red circle moves left quickly", "", "a blue square moves up slowly", ""]
+    seeds = torch.arange(4)
+    videos = generate(config, trainer.model, prompts, trainer.embeddings, seeds)
+    for i, prompt in enumerate(prompts):
+        (alone,) = generate(config, trainer.model, [prompt], trainer.embeddings, seeds[i : i + 1])
+        torch.testing.assert_close(videos[i], alone, rtol=1e-3, atol=1e-3)
+    assert (videos[0] - videos[2]).abs().max() > 0.01
+    assert (videos[1] - videos[3]).abs().max() > 0.01

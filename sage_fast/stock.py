@@ -1,0 +1,108 @@
+"""diffusers' own forward and decode behind our interfaces: what benchmarks and tests compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
+
+from sage_fast.policy.decode import VideoDecoder
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.policy.text import TextBatch, TextEmbedding, collate
+from sage_fast.testbed.model import allow_batches
+
+PADDED_TEXT, PADDED_GLYPHS, IMAGE_TOKENS = 1000, 256, 729
+"""What the published pipeline pads a prompt to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StockConditioning:
+    """What the stock forward is given: it computes everything else anew in every forward."""
+
+    sigma: Tensor
+    text: TextBatch
+    negative: StockConditioning | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StockSchedule:
+    sigmas: Tensor
+    text: TextBatch
+    negative: StockSchedule | None = None
+
+    def at(self, steps: Tensor) -> StockConditioning:
+        sigma = self.sigmas[steps].expand(len(self.text.text))
+        return StockConditioning(sigma, self.text, self.negative.at(steps) if self.negative else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class StockTable:
+    policy: StockPolicy
+    sigmas: Tensor
+    embeddings: Mapping[str, TextEmbedding]
+
+    def of(self, prompts: Sequence[str]) -> StockSchedule:
+        negative = self.of([""] * len(prompts)) if self.policy.uses_guidance and set(prompts) != {""} else None
+        texts = [self.embeddings[prompt] for prompt in prompts]
+        return StockSchedule(self.sigmas, collate(texts, self.policy.device, self.policy.dtype), negative)
+
+
+class StockPolicy(HunyuanVideo15Policy):
+    """The policy through diffusers' own forward. `padded` pads the text as the published pipeline does."""
+
+    padded = False
+    conditioning_is_frozen = False  # nothing is computed beforehand
+
+    def velocity(self, x: Tensor, conditioning: Any) -> Tensor:
+        with self._autocast():
+            return self.stock_forward(x.to(self.dtype), 1000 * conditioning.sigma, conditioning.text)
+
+    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Any:
+        return StockConditioning(sigma, text, StockConditioning(sigma, negative) if negative else None)
+
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[str, TextEmbedding]) -> Any:
+        return StockTable(self, sigmas.to(self.device, torch.float32), embeddings)
+
+    def stock_forward(self, x: Tensor, timestep: Tensor, text: TextBatch) -> Tensor:
+        config, batch = self.transformer.config, len(x)
+        tokens, mask = _padded(text.text, text.text_mask, PADDED_TEXT if self.padded else 0)
+        glyphs, glyphs_mask = _padded(text.glyphs, text.glyphs_mask, PADDED_GLYPHS if self.padded else 0)
+        condition = x.new_zeros(batch, config.in_channels - x.shape[1], *x.shape[2:])
+        images = x.new_zeros(batch, IMAGE_TOKENS if self.padded else 0, config.image_embed_dim)
+        return self.transformer(
+            torch.cat([x, condition], dim=1), timestep, tokens, mask, encoder_hidden_states_2=glyphs,
+            encoder_attention_mask_2=glyphs_mask, image_embeds=images, return_dict=False,
+        )[0]  # fmt: skip
+
+
+class StockDecoder(VideoDecoder):
+    """diffusers' own decode of the testbed's autoencoder, or of a published one, a video at a time."""
+
+    def __init__(self, vae: AutoencoderKLHunyuanVideo15, batches: bool) -> None:
+        super().__init__(vae)
+        for weight in vae.decoder.parameters():
+            weight.data = weight.data.contiguous()
+        if batches:
+            allow_batches(vae)
+        else:
+            vae.enable_slicing()
+
+    @torch.no_grad()
+    def __call__(self, latents: Tensor) -> Tensor:
+        latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
+        video = self.vae.decode(latents, return_dict=False)[0]
+        return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
+
+
+def _padded(tokens: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    if mask is None:
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    extra = max(length - tokens.shape[1], 0)
+    return (
+        torch.nn.functional.pad(tokens, (0, 0, 0, extra)),
+        torch.nn.functional.pad(mask, (0, extra)).to(torch.int64),
+    )
