@@ -75,9 +75,9 @@ def _norm_rotate_fwd_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid `(B, tokens)`."""
-    sample = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1).to(tl.int64)
+    """Grid `(tokens, B)`: only the first dimension may pass 65,535, and 720p has 75,600 tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    sample = tl.program_id(1).to(tl.int64)
     out_at = (sample * tokens + token) * heads * width
     if token < video_tokens:
         at = sample * video_batch_stride + token * video_token_stride
@@ -178,7 +178,7 @@ def norm_rotate(
     if out.numel() == 0:
         return out
     with torch.cuda.device_of(video):
-        _norm_rotate_fwd_kernel[(batch, tokens)](
+        _norm_rotate_fwd_kernel[(tokens, batch)](
             video,
             text,
             video_weight.contiguous(),
