@@ -8,6 +8,7 @@ table.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -84,7 +85,7 @@ class ConditioningTable:
         modulation: `[T, layers, 2, 6, d]`.
         final: `[T, 2, d]`.
         embeddings: prompt -> embedding; holds the empty prompt where there is guidance.
-        contextualize: embedding -> `[T, L, d]`.
+        contextualize: P embeddings of one length -> `[T, P, L, d]`.
         uses_guidance: whether there is an unconditional pass.
     """
 
@@ -93,7 +94,7 @@ class ConditioningTable:
         modulation: Tensor,
         final: Tensor,
         embeddings: Mapping[str, TextEmbedding],
-        contextualize: Callable[[TextEmbedding], Tensor],
+        contextualize: Callable[[Sequence[TextEmbedding]], Tensor],
         uses_guidance: bool,
     ) -> None:
         self.modulation = modulation
@@ -109,15 +110,22 @@ class ConditioningTable:
         return dataclasses.replace(self._schedule(prompts), negative=negative)
 
     def _schedule(self, prompts: Sequence[str]) -> ConditioningSchedule:
+        self._fill(prompts)
         if len(set(prompts)) == 1:
-            context, mask = self._context(prompts[0])[:, None], None
+            context, mask = self._contexts[prompts[0]][:, None], None
         else:
-            padded, mask = pad([self._context(prompt).transpose(0, 1) for prompt in prompts])  # [B, L, T, d]
+            padded, mask = pad([self._contexts[prompt].transpose(0, 1) for prompt in prompts])  # [B, L, T, d]
             context = padded.permute(2, 0, 1, 3)
         return ConditioningSchedule(modulation=self.modulation, final=self.final, context=context, mask=mask)
 
     @torch.no_grad()
-    def _context(self, prompt: str) -> Tensor:
-        if prompt not in self._contexts:
-            self._contexts[prompt] = self.contextualize(self.embeddings[prompt])
-        return self._contexts[prompt]
+    def _fill(self, prompts: Sequence[str]) -> None:
+        """Compute what is missing, prompts of one length together."""
+        missing: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for prompt in dict.fromkeys(prompts):
+            if prompt not in self._contexts:
+                embedding = self.embeddings[prompt]
+                missing[len(embedding.text), len(embedding.glyphs)].append(prompt)
+        for group in missing.values():
+            contexts = self.contextualize([self.embeddings[prompt] for prompt in group])
+            self._contexts.update(zip(group, contexts.unbind(1)))

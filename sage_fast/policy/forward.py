@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.ops import norm_modulate
 from sage_fast.policy.attention import ATTENTION, Attention
@@ -54,11 +54,9 @@ class TextToVideoForward:
         """
         model = self.transformer
         config = model.config
-        batch, channels, *space = x.shape
-        # Text-to-video: no conditioning frames, mask 0, no image tokens.
-        condition = x.new_zeros(batch, config.in_channels - channels, *space)
+        batch, _, *space = x.shape
         rotary = self._rotary_of(x)
-        hidden = model.x_embedder(torch.cat([x, condition], dim=1))
+        hidden = self._embed(x)
         context = conditioning.context.expand(batch, -1, -1)
         mask = conditioning.mask
         if mask is not None:
@@ -119,6 +117,14 @@ class TextToVideoForward:
         modules = [model.time_embed, model.context_embedder, model.context_embedder_2, model.cond_type_embed]
         modules += [norm for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)]
         return not any(p.requires_grad for module in [*modules, model.norm_out] for p in module.parameters())
+
+    def _embed(self, x: Tensor) -> Tensor:
+        """Video tokens `[B, N, d]`. Text-to-video: the conditioning frames and their mask, further channels, are 0."""
+        proj, channels = self.transformer.x_embedder.proj, x.shape[1]
+        if type(proj) is nn.Conv3d and proj.kernel_size == (1, 1, 1):  # the published patch: a matmul, and no zeros
+            return F.linear(x.flatten(2).transpose(1, 2), proj.weight[:, :channels].flatten(1), proj.bias)
+        zeros = x.new_zeros(len(x), self.transformer.config.in_channels - channels, *x.shape[2:])
+        return self.transformer.x_embedder(torch.cat([x, zeros], dim=1))
 
     def _rotary_of(self, x: Tensor) -> Tensor:
         """The rotary table of this latent size, float32 `[N, head_dim / 2, 2]`, computed once."""

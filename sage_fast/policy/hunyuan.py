@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,12 @@ class HunyuanVideo15Policy:
         """
         timesteps = 1000 * sigmas.to(self.device, torch.float32)
 
-        def contextualize(embedding: TextEmbedding) -> Tensor:
+        def contextualize(embeddings: Sequence[TextEmbedding]) -> Tensor:
+            rows = [embedding for _ in timesteps for embedding in embeddings]
             with self._autocast():
-                text = collate([embedding] * len(timesteps), self.device, self.dtype)
-                return self.forward.context(timesteps, text)[0].to(self.dtype)
+                text = collate(rows, self.device, self.dtype)
+                context, _ = self.forward.context(timesteps.repeat_interleave(len(embeddings)), text)
+            return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings)))
 
         with self._autocast():
             modulation, final = self.forward.modulation(timesteps, self.dtype)
