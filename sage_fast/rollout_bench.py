@@ -21,7 +21,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
 from sage_fast.bench import environment
-from sage_fast.config import Config
+from sage_fast.config import Config, ModelConfig
 from sage_fast.graphs import CudaRecorder, StepGraphs, denoise
 from sage_fast.iteration_profile import matmul_ceiling
 from sage_fast.plan import attention_flops, forward_flops, training_flops
@@ -64,10 +64,17 @@ CPU_SIZES = ("testbed batch 1", "testbed batch 32")
 
 
 def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
-    """The architecture with random weights and a LoRA adapter that does something, made on the device."""
+    """The architecture with random weights, made on the device."""
     with torch.device("meta"):
-        transformer = (TestbedTransformer if testbed else HunyuanVideo15Transformer3DModel)(**PUBLISHED[testbed])
-    transformer = torch.nn.Module.to(transformer, dtype).to_empty(device=device).eval()
+        transformer = TestbedTransformer() if testbed else HunyuanVideo15Transformer3DModel()  # the published 8.3 B
+    return randomize(torch.nn.Module.to(transformer, dtype).to_empty(device=device).eval(), rank=16 if testbed else 64)
+
+
+def randomize(transformer: HunyuanVideo15Transformer3DModel, rank: int) -> HunyuanVideo15Transformer3DModel:
+    """Random weights and a LoRA adapter that is not zero; gates are small, as in a trained model, so that rounding does
+    not grow from block to block.
+    """
+    device = transformer.device
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
         for p in transformer.parameters():
@@ -75,31 +82,14 @@ def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) 
         for name, p in transformer.named_parameters():
             if "norm" in name and p.ndim == 1 and name.endswith("weight"):
                 p.fill_(1)
-    targets = Config().model.lora_targets
-    add_lora(transformer, rank=16 if testbed else 64, alpha=16, targets=targets, seed=0)
+            if ".linear." in name and "norm1" in name:
+                p.mul_(0.1)
+    add_lora(transformer, rank=rank, alpha=16, targets=ModelConfig().lora_targets, seed=0)
     with torch.no_grad():
         for name, p in transformer.named_parameters():
             if ".lora_B." in name:
                 p.normal_(std=0.02, generator=generator)
     return transformer
-
-
-PUBLISHED: dict[bool, dict[str, Any]] = {
-    True: {},
-    False: {
-        "in_channels": 65,
-        "out_channels": 32,
-        "num_attention_heads": 16,
-        "attention_head_dim": 128,
-        "num_layers": 54,
-        "num_refiner_layers": 2,
-        "patch_size": 1,
-        "text_embed_dim": 3584,
-        "text_embed_2_dim": 1472,
-        "image_embed_dim": 1152,
-    },
-}
-"""Arguments of the testbed's class (its defaults) and of the published 480p checkpoint, by `testbed`."""
 
 
 class Rung:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast.graphs import denoise
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.text import TextBatch, collate
 from sage_fast.stock import StockPolicy
+from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]
@@ -88,17 +90,23 @@ def test_the_stock_forward_of_our_transformer_still_works(pair: tuple[Any, Hunyu
 
 
 def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
+    """In a whole denoising step: transformer and transition."""
     stock, ours = pair
     x, sigma, text = inputs(PROMPTS)
+    table = transition_table(sigma_schedule(4, 3.0), "sage", 0.5)
+    coefs, seeds, step = table.coefficients(x[0].numel()), torch.arange(2), torch.tensor([1])
     with torch.no_grad():
-        ours.velocity(x, ours.condition(sigma, text))  # the rotary table is made once
+        schedule = ours.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS)
+        denoise(ours, coefs, schedule, seeds, x, step)  # the rotary table is made once
         with Operators() as mine:
-            ours.velocity(x, ours.condition(sigma, text))
+            denoise(ours, coefs, schedule, seeds, x, step)
         with Operators() as theirs:
             stock_velocity(stock, x, sigma, text)
+    assert mine.counts["transition_step"] == 1
     assert not SYNCHRONISING & mine.counts.keys()
     assert mine.largest_mask == 0
-    assert "arange" not in mine.counts or mine.counts["arange"] <= 2  # the sinusoids of the two timestep embeddings
+    assert "arange" not in mine.counts  # nothing is computed that a rollout knows beforehand
+    assert "silu" not in mine.counts
     assert SYNCHRONISING & theirs.counts.keys()  # what the stock forward does, so that this test can fail
     assert theirs.largest_mask >= 2 * (80 + 7) ** 2
 
