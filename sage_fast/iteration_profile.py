@@ -42,7 +42,7 @@ FAMILIES = {
     "sage_fast operators": r"sage_fast|transition_(step|score)|norm_(modulate|rotate)|philox",
     "attention": r"attention|attn|flash|fmha|softmax",
     "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
-    "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcmul|addcdiv)",
+    "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcdiv)",
     "matmul": r"gemm|gemv|mm\b|matmul|linear\b|nvjet|cutlass|cublas|splitk",
     "reductions": r"reduce|vector_norm|aten::(sum|mean|std|amin|amax|max|min|any|all|cumsum)\b",
     "views and autograd": r"autograd::|backward\d*$|^detach|aten::(as_strided|view|_?reshape|t\b|transpose|permute"
