@@ -246,11 +246,12 @@ def reduce(partial: Tensor, coefs: Tensor, step: Tensor, numel: int) -> list[Ten
 
 
 def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
-    """(programs, rows of each) of a sample for the normalisations.
+    """(programs, rows of each, a power of two) of a sample for the normalisations.
 
     Where every program leaves partial sums they are at most MAX_PROGRAMS over the batch; else a program has one row, or
-    a few where there are many times more rows than a GPU holds programs, to read scale and shift less often.
+    a few where there are many times more rows than a GPU holds programs, to read scale and shift less often. A power
+    of two, since the kernels are compiled for it.
     """
     most = max(MAX_PROGRAMS // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
-    each = max(-(-rows // most), 1)
+    each = triton.next_power_of_2(max(-(-rows // most), 1))
     return -(-rows // each), each

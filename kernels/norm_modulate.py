@@ -35,17 +35,17 @@ def _norm_modulate_fwd_kernel(
     scale_stride,
     shift_stride,
     eps,
-    each,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid `(B, programs)`; program p does `each` rows from p each on."""
+    """Grid `(B, programs)`; program p does the ROWS rows from p ROWS on."""
     sample = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * each
+    first = tl.program_id(1) * ROWS
     column = tl.arange(0, WIDTH)
     mask = column < width
     gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
     offset = tl.load(shift_ptr + sample * shift_stride + column, mask=mask, other=0.0).to(tl.float32)
-    for turn in range(each):
+    for turn in range(ROWS):
         row = first + turn
         inside = column < tl.where(row < rows, width, 0)
         at = (sample * rows + row) * width + column
@@ -65,8 +65,8 @@ def _norm_modulate_bwd_kernel(
     width,
     scale_stride,
     eps,
-    each,
     MODULATION: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """dx, and with MODULATION this program's sums for scale and shift, partial `[B, programs, 2, width]`."""
@@ -77,8 +77,8 @@ def _norm_modulate_bwd_kernel(
     gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
     dscale = tl.zeros([WIDTH], tl.float32)
     dshift = tl.zeros([WIDTH], tl.float32)
-    for turn in range(each):
-        row = program * each + turn
+    for turn in range(ROWS):
+        row = program * ROWS + turn
         inside = column < tl.where(row < rows, width, 0)
         at = (sample * rows + row) * width + column
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -121,7 +121,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor
             scale.stride(0),
             shift.stride(0),
             eps,
-            each,
+            ROWS=each,
             WIDTH=triton.next_power_of_2(width),
             **LAUNCH_OPTIONS,
         )
@@ -149,8 +149,8 @@ def norm_modulate_backward(
                 width,
                 scale.stride(0),
                 eps,
-                each,
                 MODULATION=modulation,
+                ROWS=each,
                 WIDTH=triton.next_power_of_2(width),
                 **NORM_BACKWARD_OPTIONS,
             )

@@ -117,19 +117,19 @@ def _norm_rotate_bwd_kernel(
     text_token_stride,
     text_head_stride,
     eps,
-    each,
     WEIGHTS: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Gradients of this program's `each` tokens; with WEIGHTS also its sums for both, partial `[B, programs, 2, D]`."""
+    """Gradients of this program's TOKENS tokens; with WEIGHTS also its sums for both, partial `[B, programs, 2, D]`."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, WIDTH)
     of_video = tl.zeros([WIDTH], tl.float32)
     of_text = tl.zeros([WIDTH], tl.float32)
-    for turn in range(each):
-        token = program * each + turn
+    for turn in range(TOKENS):
+        token = program * TOKENS + turn
         if token < tokens:
             at = sample * grad_batch_stride + token * grad_token_stride
             grad = _heads(grad_ptr, at, grad_head_stride, heads, width, HEADS, WIDTH)
@@ -236,8 +236,8 @@ def norm_rotate_backward(
                 *video.stride()[:3],
                 *text.stride()[:3],
                 eps,
-                each,
                 WEIGHTS=weights,
+                TOKENS=each,
                 HEADS=triton.next_power_of_2(heads),
                 WIDTH=triton.next_power_of_2(width),
                 **NORM_BACKWARD_OPTIONS,

@@ -171,7 +171,7 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
     from sage_fast.kernels import common
 
     width = 2048 if "modulate" in s.kernel else 128
-    flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums}
+    flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums, "ROWS": 8, "TOKENS": 8}
     constants = {name: flags[name] for name in kernel.arg_names if name in flags}
 
     def kind(name: str) -> str:

@@ -210,6 +210,23 @@ def test_the_reference_is_that_of_diffusers() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+def test_several_rows_a_program(
+    monkeypatch: pytest.MonkeyPatch, interpreter_rounds_to_nearest: None, guarded_empty: None
+) -> None:
+    """Long videos: programs loop, the last one over rows that are not there."""
+    functions, device = _kernels("triton")
+    monkeypatch.setattr("sage_fast.kernels.common.MAX_PROGRAMS", 1)
+    x, grad = (torch.randn(2, 37, 20, device=device) for _ in range(2))
+    scale, shift = modulation(2, 20, FP32, "chunks", device)
+    compare(["out"], functions.modulate, norm_modulate_reference, x, scale, shift, 1e-6)
+    compare(
+        ["dx", "dscale", "dshift"], functions.modulate_backward, norm_modulate_backward_reference,
+        grad, x, scale, 1e-6, True,
+    )  # fmt: skip
+    shape = (2, 30, 7, 2, 16)
+    check_rotate(functions, rotate_inputs(shape, FP32, FP32, device), torch.randn(2, 37, 2, 16, device=device))
+
+
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
