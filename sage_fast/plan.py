@@ -233,14 +233,16 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
     )
 
 
+def format_bytes(count: float) -> str:
+    """In the largest unit that fits, such as `15.51 GiB`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count:.0f} B"
+
+
 def format_plan(plan: Plan) -> str:
     """The plan for a terminal."""
-
-    def size(count: float) -> str:
-        for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-            if count >= scale:
-                return f"{count / scale:,.2f} {unit}"
-        return f"{count:.0f} B"
 
     def line(label: str, *cells: str) -> str:
         return f"  {label:<42}{''.join(f'{cell:>14}' for cell in cells)}"
@@ -268,12 +270,12 @@ def format_plan(plan: Plan) -> str:
         "  where there is one. The anchor is free in the iteration after its refresh. Left out: decode, rewards.",
         "",
         "memory on each GPU while it trains",
-        *(line(part, size(count)) for part, count in plan.memory.items()),
-        line("together", size(sum(plan.memory.values()))),
+        *(line(part, format_bytes(count)) for part, count in plan.memory.items()),
+        line("together", format_bytes(sum(plan.memory.values()))),
         "  Left out: autoencoder, text encoders, rewards, fragmentation.",
         "",
         "for comparison",
-        *(line(part, size(count)) for part, count in plan.other_memory.items()),
+        *(line(part, format_bytes(count)) for part, count in plan.other_memory.items()),
     ]
     return "\n".join(text.rstrip() for text in lines)
 

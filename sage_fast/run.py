@@ -25,7 +25,7 @@ from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.engine.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.metrics import MetricsWriter, read_lines
-from sage_fast.plan import trajectory_bytes
+from sage_fast.plan import format_bytes, trajectory_bytes
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding, encode_cached
 from sage_fast.report import format_paired_table, paired_table, write_report
@@ -130,10 +130,10 @@ def check_trajectories(config: Config, model: Model) -> str:
     if size > free:
         way = "set sampling.offload_trajectories = true, or " if on_gpu else ""
         raise ValueError(
-            f"the rollouts of an iteration take {size / 2**30:.2f} GiB of {where} and {free / 2**30:.2f} GiB are free; "
+            f"the rollouts of an iteration take {format_bytes(size)} of {where}; {format_bytes(free)} are free; "
             f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
         )
-    return f"stored rollouts: {samples} of {size / samples / 2**20:.2f} MiB, {size / 2**30:.3f} GiB of {where}"
+    return f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:

@@ -162,7 +162,7 @@ def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
 ) -> None:
     run = tmp_path / "run"
     assert train(run, "--train.group_size", "1000000000") == 2
-    assert "GiB are free; " in capsys.readouterr().err
+    assert "are free; lower train.group_size" in capsys.readouterr().err
     assert not run.exists()
 
 
