@@ -77,7 +77,7 @@ class StepGraph:
             self._x_before.copy_(x)
             outputs = denoise(policy, coefs, schedule, seeds, x, step)
             x.copy_(outputs[0])
-            step.add_(1)
+            step.add_(1).remainder_(len(coefs))  # warming up and benchmarks may take more steps than there are
             return outputs
 
         self._replay, self._outputs, self.memory = record(run)
