@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.rollout_bench import CPU_SIZES, GPU_SIZES, SIZES, Rung, random_transformer
+from sage_fast.measure.rollout import CPU_SIZES, GPU_SIZES, SIZES, Rung, random_transformer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.bench import Case, contenders
+from sage_fast.measure.operators import Case, contenders
 
 
 @pytest.mark.parametrize("name", ["fused", "eager", "compiled", "copy"])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sage_fast.bench import SIZES, Case, check
+from sage_fast.measure.operators import SIZES, Case, check
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

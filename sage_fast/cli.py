@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sage_fast import __version__
+from sage_fast.errors import RunError, UserError
 from sage_fast.profiling import ranges, tools_of_environment
 
 EPILOG = """examples:
@@ -20,10 +21,6 @@ EPILOG = """examples:
 
 Any setting of the YAML file can be given on the command line: --sampling.eta 0.7 --train.iterations 10
 """
-
-
-class UserError(Exception):
-    """A mistake in the command line."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,20 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown option --{next(iter(overrides))}")
         with ranges(*tools_of_environment()):
             return _COMMANDS[options.command](options, overrides)
-    except (UserError, ValueError) as error:
+    except (UserError, RunError) as error:
         print(f"sage-fast {options.command}: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         return 130
-    except RuntimeError as error:
-        from sage_fast.engine.engine import NonFiniteError
-        from sage_fast.rewards import RewardError
-        from sage_fast.trainer import ParityError
-
-        if not isinstance(error, NonFiniteError | RewardError | ParityError):
-            raise
-        print(f"sage-fast {options.command}: {error}", file=sys.stderr)
-        return 1
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -133,14 +121,14 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     config = load(options.config, overrides)
     if options.dry_run:
-        from sage_fast.plan import format_plan, plan
+        from sage_fast.measure.plan import format_plan, plan
         from sage_fast.policy.load import check_path, transformer_config
 
         check_path(config.model.path)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         print(format_plan(plan(config, transformer_config(config.model.path), ranks=ranks)))
         return 0
-    from sage_fast.run import train
+    from sage_fast.run.train import train
 
     train(config, resume=options.resume, quiet=options.quiet)
     return 0
@@ -170,15 +158,16 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     prompts = options.prompt + (read_prompts(options.prompts) if options.prompts else [])
     if not prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
-    from sage_fast.evaluation import generate
-    from sage_fast.run import load_setup, save_videos
+    from sage_fast.run.evaluation import generate
+    from sage_fast.run.folder import save_videos
+    from sage_fast.run.setup import load_setup
     from sage_fast.seeding import sample_seeds
 
     folder = Path(options.folder)
     setup = load_setup(config, prompts)
     setup.encode(folder / "embeddings", quiet=options.quiet)
     seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
-    videos = generate(config, setup.model, prompts, setup.embeddings, seeds, progress=not options.quiet)
+    videos = generate(config, setup.model, prompts, setup.embeddings, seeds, quiet=options.quiet)
     for path in save_videos(videos, prompts, folder, setup.model.fps):
         print(path)
     return 0
@@ -191,9 +180,9 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.config import load
 
     config = load(*_of_run(options.config, overrides))
-    from sage_fast.evaluation import evaluate
-    from sage_fast.report import format_scores
-    from sage_fast.run import load_setup
+    from sage_fast.report.comparison import format_scores
+    from sage_fast.run.evaluation import evaluate
+    from sage_fast.run.setup import load_setup
 
     setup = load_setup(config)
     with tempfile.TemporaryDirectory() as scratch:
@@ -205,7 +194,7 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         setup.eval_prompts,
         setup.embeddings,
         iteration=0,
-        progress=not options.quiet,
+        quiet=options.quiet,
     )
     print(format_scores(result.to_json()))
     if options.json:
@@ -214,7 +203,7 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.report import write_report
+    from sage_fast.report.page import write_report
 
     print(write_report(Path(options.run)))
     return 0
@@ -222,29 +211,29 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.compile:
-        from sage_fast.ops.compile_report import compile_report, format_table
+        from sage_fast.measure.compile_report import compile_report, format_table
 
         print(format_table(compile_report()))
         return 0
-    from sage_fast.bench import write_json
+    from sage_fast.measure.harness import write_json
 
     if options.repetitions < 1:
         raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
     if (options.part == "iteration") != bool(options.config):
         raise UserError("`bench iteration` and --config FILE go together")
     if options.part == "iteration":
-        from sage_fast import rollout_bench
         from sage_fast.config import load
+        from sage_fast.measure import rollout as rollout_bench
 
         result = rollout_bench.iterations(load(options.config), options.repetitions)
         print(rollout_bench.format_iterations(result))
     elif options.part == "rollout":
-        from sage_fast import rollout_bench
+        from sage_fast.measure import rollout as rollout_bench
 
         result = rollout_bench.run(_known(options.size, rollout_bench.SIZES), options.repetitions)
         print(rollout_bench.format_rollout(result))
     else:
-        from sage_fast import bench
+        from sage_fast.measure import operators as bench
 
         result = bench.run(_known(options.size, bench.SIZES), options.repetitions)
         print(bench.format_result(result))
@@ -254,7 +243,7 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _known(names: list[str] | None, sizes: Mapping[str, object]) -> list[str] | None:
-    from sage_fast.choices import nearest
+    from sage_fast.errors import nearest
 
     for name in names or []:
         if name not in sizes:
@@ -268,7 +257,7 @@ def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
     config = load(*_of_run(options.config, overrides))
-    from sage_fast.iteration_profile import format_profile, profile_iteration
+    from sage_fast.measure.profile import format_profile, profile_iteration
 
     result = profile_iteration(
         config,

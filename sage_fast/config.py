@@ -11,25 +11,24 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sage_fast.choices import (
-    ATTENTION_BACKENDS,
-    DTYPES,
-    FEEDBACKS,
-    KL_STRATEGIES,
-    ON_FAILURE,
-    REDUCTIONS,
-    SAMPLERS,
-    SURROGATES,
-    TUNINGS,
-    VELOCITY_TERMS,
-    nearest,
-)
+from sage_fast.errors import UserError, nearest
+
+Sampler = Literal["sage", "flow", "dance", "cps", "exact", "ode"]
+Reduction = Literal["mean", "sum", "unscaled"]
+Surrogate = Literal["clip", "log_prob"]
+KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
+VelocityTerm = Literal["rollout", "closed_form"]
+Feedback = Literal["paper", "ppo", "off"]
+DType = Literal["float32", "bfloat16"]
+Tuning = Literal["lora", "full"]
+AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
+OnFailure = Literal["stop", "drop"]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -37,9 +36,9 @@ class ModelConfig:
     path: str = "testbed"
     """`testbed`, a local folder in diffusers format, or a hub id such as
     hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v."""
-    dtype: str = "bfloat16"
+    dtype: DType = "bfloat16"
     """Storage type of the frozen weights and of activations; latents are float32 always."""
-    tuning: str = "lora"
+    tuning: Tuning = "lora"
     """`lora` or `full`."""
     weights: str | None = None
     """Trained weights to start from, as a run leaves them: LoRA in diffusers format (its rank and alpha
@@ -50,7 +49,7 @@ class ModelConfig:
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
     )
     """Regular expression over module names."""
-    attention: str = "auto"
+    attention: AttentionBackend = "auto"
     """`sdpa`, `cudnn`, `flash` (flash-attn 2), `flash3`, `xformers`, or `auto`: the fastest that is there, measured."""
     gradient_checkpointing: bool = True
     """Recompute each transformer block in the backward pass."""
@@ -68,7 +67,7 @@ class DataConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class SamplingConfig:
-    sampler: str = "sage"
+    sampler: Sampler = "sage"
     eta: float = 1.0
     """Noise level of the sampler; 0 is the ODE."""
     steps: int = 20
@@ -97,16 +96,16 @@ class RewardConfig:
     """`testbed`, or `package.module:name` of a callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B]."""
     weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
     """Composite reward R = sum of weight x part; the paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1."""
-    on_failure: str = "stop"
+    on_failure: OnFailure = "stop"
     """`stop`, or `drop`: leave a sample with a non-finite reward out, counted as `reward/dropped`."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class ObjectiveConfig:
-    surrogate: str = "clip"
+    surrogate: Surrogate = "clip"
     """`clip`: clipped ratio; `log_prob`: the plain log-prob of Eq. 43."""
     clip_range: float = 1e-4
-    log_prob: str = "mean"
+    log_prob: Reduction = "mean"
     """Reduction of the log-prob over a sample: `mean`, `sum` or `unscaled`."""
     equalizer: bool = True
     """Temporal gradient equalizer S_t (Eq. 9)."""
@@ -117,9 +116,9 @@ class ObjectiveConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class KLConfig:
-    strategy: str = "dual"
+    strategy: KLStrategyName = "dual"
     """`none`, `fixed` (anchor = base model), `stepwise`, `moving`, `dual`."""
-    velocity_term: str = "rollout"
+    velocity_term: VelocityTerm = "rollout"
     """`rollout`: logp_old - logp (Eq. 15); `closed_form`: the same KL without sampling noise."""
     beta_pos: float = 1.0
     beta_vel: float = 0.1
@@ -129,7 +128,7 @@ class KLConfig:
     lambda_max: float = 1e-5
     warmup_steps: int = 100
     """K of Eq. 41, in optimizer steps."""
-    feedback: str = "paper"
+    feedback: Feedback = "paper"
     """After the warm-up: `paper` (Eq. 42 as printed), `ppo` (the usual direction), `off`."""
     target: float = 1e-4
     """KL that the feedback steers towards, per element."""
@@ -193,17 +192,17 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
     """Read a YAML file, apply `overrides` (dotted key -> YAML scalar) and validate.
 
     Raises:
-        ValueError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
+        UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"config {path}: no such file")
+        raise UserError(f"config {path}: no such file")
     try:
         loaded = OmegaConf.load(path)
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"config {path}: not valid YAML: {error}") from error
+        raise UserError(f"config {path}: not valid YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
-        raise ValueError(f"config {path}: expected a mapping of settings")
+        raise UserError(f"config {path}: expected a mapping of settings")
     settings = dict(_leaves(OmegaConf.to_container(loaded)))
     for key, value in (overrides or {}).items():
         settings[key] = OmegaConf.create({"value": yaml.safe_load(value)}).value
@@ -218,11 +217,11 @@ def build(settings: Mapping[str, Any]) -> Config:
         OmegaConf.update(tree, "reward.weights", {}, merge=False)  # named weights replace the default three
     for key, value in settings.items():
         if key not in known and not key.startswith("reward.weights."):
-            raise ValueError(f"unknown setting {key!r}; {_nearest_key(key, known)}")
+            raise UserError(f"unknown setting {key!r}; {_nearest_key(key, known)}")
         try:
             OmegaConf.update(tree, key, value)
         except OmegaConfBaseException as error:
-            raise ValueError(f"{key} = {value!r}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"{key} = {value!r}: {str(error).splitlines()[0]}") from error
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
     validate(config)
@@ -252,12 +251,12 @@ def _nearest_key(key: str, known: list[str]) -> str:
 
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise ValueError(f"{name} = {value!r}: {expected}")
+        raise UserError(f"{name} = {value!r}: {expected}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} = {value!r}: {nearest(value, choices)}")
+        raise UserError(f"{name} = {value!r}: {nearest(value, choices)}")
 
 
 def _multiple(name: str, value: int, base: int, offset: int = 0) -> None:
@@ -265,20 +264,20 @@ def _multiple(name: str, value: int, base: int, offset: int = 0) -> None:
     if value < max(offset, 1) or (value - offset) % base:
         kind = f"a multiple of {base}" if offset == 0 else f"{base}k + {offset}"
         valid = str(below) if below > value else f"{below} and {below + base}"
-        raise ValueError(f"{name} = {value}: expected {kind}; the nearest valid values are {valid}")
+        raise UserError(f"{name} = {value}: expected {kind}; the nearest valid values are {valid}")
 
 
 def validate(config: Config) -> None:
     """Everything that can be known to be wrong before a model is built.
 
     Raises:
-        ValueError: names the setting, its value, what was expected and the nearest valid choice.
+        UserError: names the setting, its value, what was expected and the nearest valid choice.
     """
     model, s, objective, kl, train = config.model, config.sampling, config.objective, config.kl, config.train
-    _one_of("model.dtype", model.dtype, DTYPES)
-    _one_of("model.attention", model.attention, ATTENTION_BACKENDS)
-    _one_of("model.tuning", model.tuning, TUNINGS)
-    _one_of("sampling.sampler", s.sampler, SAMPLERS)
+    _one_of("model.dtype", model.dtype, get_args(DType))
+    _one_of("model.attention", model.attention, get_args(AttentionBackend))
+    _one_of("model.tuning", model.tuning, get_args(Tuning))
+    _one_of("sampling.sampler", s.sampler, get_args(Sampler))
     _require(math.isfinite(s.eta) and s.eta >= 0, "sampling.eta", s.eta, "expected at least 0; the nearest is 0")
     _require(s.sampler != "cps" or s.eta <= 1, "sampling.eta", s.eta, "cps is defined up to 1; the nearest is 1")
     _require(s.steps >= 1, "sampling.steps", s.steps, "expected at least 1; the nearest is 1")
@@ -288,13 +287,13 @@ def validate(config: Config) -> None:
     _multiple("sampling.height", s.height, 16)
     _multiple("sampling.width", s.width, 16)
     _require(0 <= s.sde_window <= s.steps, "sampling.sde_window", s.sde_window, f"expected 0 (all steps) to {s.steps}")
-    _one_of("objective.surrogate", objective.surrogate, SURROGATES)
-    _one_of("objective.log_prob", objective.log_prob, REDUCTIONS)
+    _one_of("objective.surrogate", objective.surrogate, get_args(Surrogate))
+    _one_of("objective.log_prob", objective.log_prob, get_args(Reduction))
     _require(objective.clip_range > 0, "objective.clip_range", objective.clip_range, "expected above 0, such as 1e-4")
     _require(objective.advantage_clamp > 0, "objective.advantage_clamp", objective.advantage_clamp, "expected above 0")
-    _one_of("kl.strategy", kl.strategy, KL_STRATEGIES)
-    _one_of("kl.velocity_term", kl.velocity_term, VELOCITY_TERMS)
-    _one_of("kl.feedback", kl.feedback, FEEDBACKS)
+    _one_of("kl.strategy", kl.strategy, get_args(KLStrategyName))
+    _one_of("kl.velocity_term", kl.velocity_term, get_args(VelocityTerm))
+    _one_of("kl.feedback", kl.feedback, get_args(Feedback))
     _require(
         0 <= kl.lambda_min <= kl.lambda_max, "kl.lambda_min", kl.lambda_min, f"expected 0 to lambda_max {kl.lambda_max}"
     )
@@ -325,7 +324,7 @@ def validate(config: Config) -> None:
     _require(train.max_grad_norm > 0, "train.max_grad_norm", train.max_grad_norm, "expected above 0, such as 1.0")
     _require(0 <= train.ema_decay < 1, "train.ema_decay", train.ema_decay, "expected 0 (off) to below 1")
     weights = config.reward.weights
-    _one_of("reward.on_failure", config.reward.on_failure, ON_FAILURE)
+    _one_of("reward.on_failure", config.reward.on_failure, get_args(OnFailure))
     _require(
         any(w != 0 for w in weights.values()) and all(map(math.isfinite, weights.values())),
         "reward.weights",

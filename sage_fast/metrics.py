@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
-from sage_fast.engine.distributed import all_gather_object
+from sage_fast.distributed import all_gather, all_gather_object
+from sage_fast.errors import NonFiniteError
+from sage_fast.objective import Loss
 from sage_fast.profiling import annotate
+
+REWARD_PART = "reward_part/"
+"""Prefix of the parts of a reward, whose names its author chooses; statistics are under `reward/`."""
 
 
 class Metrics:
@@ -73,6 +74,58 @@ class Metrics:
         return [total / count if count else None for total, count in zip(sums, counts)]
 
 
+def record_rewards(
+    metrics: Metrics,
+    rewards: Tensor,
+    parts: Mapping[str, Tensor],
+    advantages: Tensor,
+    valid: Tensor,
+    equal: Tensor,
+    device: torch.device,
+) -> None:
+    """Statistics of the composite as `reward/<statistic>`, means of its parts as `reward_part/<part>`, over all ranks.
+
+    Args:
+        metrics: takes them.
+        rewards, advantages: `[P, G]`, of this rank's groups.
+        parts: each `[P G]`.
+        valid: bool `[P, G]`, False for a failed reward.
+        equal: bool `[P]`, groups without an advantage.
+        device: of the process group.
+
+    Raises:
+        NonFiniteError: every reward failed.
+    """
+    rewards, valid, advantages = (all_gather(t, device) for t in (rewards, valid, advantages))
+    equal = all_gather(equal, device)
+    counted = rewards[valid]
+    if not counted.numel():
+        raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
+    spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
+    metrics.set("reward/mean", float(counted.mean()))
+    metrics.set("reward/std", float(spread.mean()))
+    metrics.set("reward/zero_std_groups", float(equal.float().mean()))
+    metrics.set("reward/dropped", int((~valid).sum()))
+    metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
+    for part, value in parts.items():
+        gathered = all_gather(value, device)
+        metrics.set(REWARD_PART + part, float(gathered[gathered.isfinite()].mean()))
+
+
+def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
+    """What an update tells of the loss, the KLs and the ratio."""
+    for loss in losses:
+        metrics.add("loss", loss.total)
+        metrics.add("loss/policy", loss.policy)
+        metrics.add("kl/anchor", loss.kl_anchor)
+        metrics.add("kl/velocity", loss.kl_velocity)
+        metrics.add("ratio/mean", loss.ratio)
+        metrics.add("ratio/min", loss.ratio, "min")
+        metrics.add("ratio/max", loss.ratio, "max")
+        metrics.add("ratio/clip_fraction", loss.clipped)
+        metrics.add("log_prob/max_delta", loss.ratio.log().abs(), "max")
+
+
 class Stopwatch:
     """Seconds by phase, each a named range for profilers too; waits for the device where a phase ends."""
 
@@ -99,43 +152,3 @@ class Stopwatch:
             seconds["train"] -= seconds["optimizer"]
         rows = {f"time/{phase}": value for phase, value in seconds.items()}
         return rows | {"time/total": time.perf_counter() - self.start}
-
-
-class MetricsWriter:
-    """`metrics.jsonl` and TensorBoard events of a run.
-
-    Args:
-        folder: the run.
-        iteration: the next iteration; rows from there on (of a run that is resumed) are dropped.
-    """
-
-    def __init__(self, folder: Path, iteration: int = 0) -> None:
-        path = folder / "metrics.jsonl"
-        kept = [line for line in read_lines(path) if json.loads(line)["iteration"] < iteration]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration or None)
-
-    def write(self, row: dict[str, object]) -> None:
-        """Append one iteration; numbers that are not finite are written as null."""
-        self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
-        self._file.flush()
-        for key, value in row.items():
-            if isinstance(value, int | float) and key != "iteration":
-                self._events.add_scalar(key, value, int(str(row["iteration"])))
-
-    def close(self) -> None:
-        self._file.close()
-        self._events.close()
-
-
-def read_lines(path: Path) -> list[str]:
-    """Complete lines of a JSONL file; a last line cut off by a kill is left out."""
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sage_fast.config import KLConfig, ObjectiveConfig
+from sage_fast.config import KLConfig, KLStrategyName, ObjectiveConfig
 
 
 def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -59,14 +60,50 @@ class Loss:
     clipped: Tensor
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLStrategy:
+    """What a strategy penalises.
+
+    Attributes:
+        anchor: of the position term: `start`, the weights at the start of the run; `moving`, refreshed every
+            `kl.anchor_interval` optimizer steps; None without the term.
+        velocity: whether the KL to the rollout policy is penalised.
+    """
+
+    anchor: Literal["start", "moving"] | None
+    velocity: bool
+
+
+KL_STRATEGIES = {
+    "none": KLStrategy(anchor=None, velocity=False),
+    "fixed": KLStrategy(anchor="start", velocity=False),  # Eq. 11
+    "stepwise": KLStrategy(anchor=None, velocity=True),  # Eq. 12
+    "moving": KLStrategy(anchor="moving", velocity=False),  # Eq. 13
+    "dual": KLStrategy(anchor="moving", velocity=True),  # Eq. 14
+}
+assert tuple(KL_STRATEGIES) == get_args(KLStrategyName), (
+    "a KL strategy is named in config.KLStrategyName and has its row in KL_STRATEGIES"
+)
+
+
 def uses_anchor(kl: KLConfig) -> bool:
-    """Strategies with a position term: `fixed` (Eq. 11 against the start), `moving` (Eq. 13), `dual` (Eq. 14)."""
-    return kl.strategy in ("fixed", "moving", "dual")
+    """Whether there is a position term, and so an anchor."""
+    return KL_STRATEGIES[kl.strategy].anchor is not None
+
+
+def moves_anchor(kl: KLConfig) -> bool:
+    """Whether the anchor is refreshed during the run."""
+    return KL_STRATEGIES[kl.strategy].anchor == "moving"
 
 
 def uses_velocity(kl: KLConfig) -> bool:
-    """Strategies with a velocity term: `stepwise` (Eq. 12), `dual` (Eq. 14)."""
-    return kl.strategy in ("stepwise", "dual")
+    """Whether there is a velocity term."""
+    return KL_STRATEGIES[kl.strategy].velocity
+
+
+def stores_rollout_velocities(kl: KLConfig) -> bool:
+    """Whether the velocity term needs the rollout's velocities, which it does in closed form."""
+    return uses_velocity(kl) and kl.velocity_term == "closed_form"
 
 
 def sage_loss(

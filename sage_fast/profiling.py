@@ -16,6 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from sage_fast.errors import UserError
+
+PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
+"""Of an iteration, in order; what the trainer's Stopwatch times."""
 DOMAIN = "sage_fast"
 """NVTX domain of every range."""
 SWITCH = "SAGE_FAST_NVTX"
@@ -40,7 +44,7 @@ def ranges(*tools: str) -> Iterator[None]:
     """Switch ranges on for a block, for `nvtx`, for `torch` (torch.profiler) or for both.
 
     Raises:
-        ValueError: `nvtx` is asked for and the package is not installed.
+        UserError: `nvtx` is asked for and the package is not installed.
     """
     global _tools
     before = _tools
@@ -55,11 +59,11 @@ def tools_of_environment() -> list[str]:
     """`["nvtx"]` where SAGE_FAST_NVTX=1 asks for it.
 
     Raises:
-        ValueError: it is set to something else than 0 or 1.
+        UserError: it is set to something else than 0 or 1.
     """
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{SWITCH} = {value!r} in the environment: expected 1 (ranges on) or 0")
+        raise UserError(f"{SWITCH} = {value!r} in the environment: expected 1 (ranges on) or 0")
     return ["nvtx"] if value == "1" else []
 
 
@@ -89,7 +93,7 @@ def _nvtx() -> Open:
     try:
         import nvtx
     except ImportError:
-        raise ValueError(
+        raise UserError(
             "NVTX ranges need the nvtx package, which is not installed: pip install nvtx (or sage-fast[profile])"
         ) from None
     return functools.cache(functools.partial(_NvtxRange, nvtx.get_domain(DOMAIN)))

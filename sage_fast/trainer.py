@@ -11,38 +11,39 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.data.prompts import prompts_of_iteration
-from sage_fast.engine.distributed import all_gather, all_reduce, rank, world_size
-from sage_fast.engine.engine import Engine, NonFiniteError
-from sage_fast.graphs import step_graphs
-from sage_fast.metrics import Metrics, Stopwatch
-from sage_fast.objective import KLController, Loss, group_advantages, sage_loss, uses_anchor, uses_velocity
+from sage_fast.distributed import all_reduce, world_size
+from sage_fast.engine import Engine
+from sage_fast.errors import NonFiniteError, ParityError
+from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards
+from sage_fast.objective import (
+    KLController,
+    Loss,
+    group_advantages,
+    moves_anchor,
+    sage_loss,
+    stores_rollout_velocities,
+    uses_anchor,
+)
 from sage_fast.ops import transition_score
 from sage_fast.policy.conditioning import Conditioning, ConditioningTable
+from sage_fast.policy.hunyuan import State
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rewards import CompositeReward
-from sage_fast.rollout import Trajectories, equal_runs, initial_latents, rollout
-from sage_fast.schedule import configured_table, iteration_table, trained_steps
-from sage_fast.scoring import VideoScorer
-from sage_fast.seeding import permutation, sample_seeds
+from sage_fast.rollout.graphs import step_graphs
+from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.schedule import (
+    Group,
+    Transition,
+    configured_table,
+    draw_groups,
+    iteration_table,
+    trained_steps,
+    update_schedule,
+)
+from sage_fast.rollout.scoring import VideoScorer
+from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.transitions import TransitionTable
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
-    """One prompt and the samples drawn for it; `slot` counts the groups of an iteration over all ranks."""
-
-    slot: int
-    prompt: str
-    seeds: Tensor
-    """int64 `[G]`, noise keys."""
-    latent_seeds: Tensor
-    """int64 `[G]`, keys of the initial latents; all equal with shared initial noise."""
-
-
-Transition = tuple[int, int]
-"""(sample, step)."""
 
 
 class Trainer:
@@ -98,7 +99,8 @@ class Trainer:
         steps = trained_steps(table, self.config, index)
         coefs = table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
 
-        groups = self._draw_groups(index)
+        groups = draw_groups(self.config, self.prompts, index)
+        groups.sort(key=lambda group: self.embeddings[group.prompt].tokens)  # equal lengths side by side
         prompts = self._prompts_of(groups)
         with watch("rollout"):
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], self.embeddings)
@@ -110,7 +112,7 @@ class Trainer:
         valid = rewards.isfinite().view(size)
         advantages, equal = group_advantages(rewards.view(size), valid, clamp=self.config.objective.advantage_clamp)
         metrics = Metrics()
-        self._record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal)
+        record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal, self.device)
 
         kept = valid & ~(equal[:, None] & self.config.objective.drop_equal_groups)
         batch = _Batch(
@@ -127,7 +129,7 @@ class Trainer:
         if self.config.train.parity_gate and self.engine.steps == self._first_step:
             metrics.set("log_prob/parity", self._parity_gate(batch, steps))
         with watch("train"):
-            for transitions in self._schedule(index, groups, steps, kept.flatten().tolist()):
+            for transitions in update_schedule(self.config, index, groups, steps, kept.flatten().tolist()):
                 self._update(batch, transitions, metrics, watch)
         self._refresh_anchor()
 
@@ -145,20 +147,6 @@ class Trainer:
         if not self.config.objective.equalizer:
             return torch.ones(len(self.full_table), device=self.device)
         return self.full_table.equalizer(self.config.objective.log_prob).to(self.device, torch.float32)
-
-    def _draw_groups(self, iteration: int) -> list[Group]:
-        """This rank's groups; the draw does not depend on the number of ranks."""
-        seed, size = self.config.seed, range(self.config.train.group_size)
-        chosen = prompts_of_iteration(
-            len(self.prompts), self.config.train.prompts_per_iteration, iteration, self.config.seed
-        )
-        groups = []
-        for slot in range(rank() * len(chosen) // world_size(), (rank() + 1) * len(chosen) // world_size()):
-            seeds = sample_seeds(seed, iteration, slot, size)
-            shared = self.config.sampling.shared_initial_noise
-            latent_seeds = seeds[:1].expand(len(seeds)) if shared else seeds
-            groups.append(Group(slot=slot, prompt=self.prompts[chosen[slot]], seeds=seeds, latent_seeds=latent_seeds))
-        return sorted(groups, key=lambda group: self.embeddings[group.prompt].tokens)  # equal lengths side by side
 
     def _prompts_of(self, groups: Sequence[Group]) -> list[str]:
         return [group.prompt for group in groups for _ in group.seeds]
@@ -180,8 +168,9 @@ class Trainer:
         prompts = self._prompts_of(groups)
         seeds = torch.cat([group.seeds for group in groups])
         latent_seeds = torch.cat([group.latent_seeds for group in groups])
-        closed_form = uses_velocity(self.config.kl) and self.config.kl.velocity_term == "closed_form"
-        keeps_velocities = closed_form or (self.anchor is not None and self.anchor_is_current)
+        keeps_velocities = stores_rollout_velocities(self.config.kl) or (
+            self.anchor is not None and self.anchor_is_current
+        )
         trajectories = Trajectories(
             len(prompts),
             self.latent_shape,
@@ -212,29 +201,6 @@ class Trainer:
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def _schedule(
-        self, iteration: int, groups: Sequence[Group], steps: Sequence[int], kept: Sequence[bool]
-    ) -> list[list[Transition]]:
-        """The transitions of each optimizer step: every kept sample is in each, at other timesteps each time."""
-        orders = []
-        for group in groups:
-            for sample in range(len(group.seeds)):
-                index = (iteration, group.slot, sample)
-                permuted = self.config.train.timestep_permutation
-                orders.append(
-                    permutation(len(steps), self.config.seed, "timesteps", *index) if permuted else range(len(steps))
-                )
-        updates = self.config.train.optimizer_steps
-        return [
-            [
-                (sample, steps[orders[sample][position]])
-                for position in range(u * len(steps) // updates, (u + 1) * len(steps) // updates)
-                for sample in range(len(orders))
-                if kept[sample]
-            ]
-            for u in range(updates)
-        ]
-
     def _update(self, batch: _Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch) -> None:
         """One optimizer step on `transitions`, accumulated over micro-batches."""
         total = int(all_reduce(torch.tensor(len(transitions), device=self.device)))
@@ -247,9 +213,9 @@ class Trainer:
         transitions = sorted(transitions, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
         for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
             loss = self._loss(batch, transitions[rows], metrics, weight)
-            (weight * loss.total.sum()).backward()
+            self.engine.backward(weight * loss.total.sum())
             losses.append(dataclasses.replace(loss, total=loss.total.detach()))
-        self._record_losses(metrics, losses)
+        record_losses(metrics, losses)
         kl = torch.stack([loss.kl.sum() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
         value = torch.stack([loss.total.sum() for loss in losses]).sum() if losses else torch.zeros_like(kl)
         kl, value = (all_reduce(torch.stack([kl, value])) / total).tolist()
@@ -291,7 +257,6 @@ class Trainer:
         """Forward through the policy at stored transitions, and their log-prob and KLs."""
         rows = batch.trajectories
         x = rows.gather(rows.states, micro)
-        closed_form = uses_velocity(self.config.kl) and self.config.kl.velocity_term == "closed_form"
         return transition_score(
             x,
             rows.gather(rows.states, micro, after=1),
@@ -299,14 +264,14 @@ class Trainer:
             batch.coefs,
             torch.tensor([t for _, t in micro], device=self.device),
             rows.gather(batch.anchor_velocities, micro) if self.anchor is not None else None,
-            rows.gather(rows.velocities, micro) if closed_form else None,
+            rows.gather(rows.velocities, micro) if stores_rollout_velocities(self.config.kl) else None,
         )
 
     def _velocity(self, batch: _Batch, micro: Sequence[Transition], x: Tensor) -> Tensor:
         return self.policy.guided_velocity(x, self._conditioning(batch, micro))
 
     def _conditioning(self, batch: _Batch, micro: Sequence[Transition]) -> Conditioning:
-        """From the rollout's table; made anew, with gradients, where its weights are trained."""
+        """From the rollout's table; computed again, with gradients, if its weights are trained."""
         prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
         if self.policy.conditioning_is_frozen:
             same = len(set(steps)) == 1
@@ -337,8 +302,7 @@ class Trainer:
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
-        moving = self.config.kl.strategy in ("moving", "dual")
-        if moving and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
+        if moves_anchor(self.config.kl) and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps
@@ -371,62 +335,24 @@ class Trainer:
             )
         return delta
 
-    def _record_rewards(
-        self,
-        metrics: Metrics,
-        rewards: Tensor,
-        parts: dict[str, Tensor],
-        advantages: Tensor,
-        valid: Tensor,
-        equal: Tensor,
-    ) -> None:
-        rewards, valid, advantages = (all_gather(t, self.device) for t in (rewards, valid, advantages))
-        equal = all_gather(equal, self.device)
-        counted = rewards[valid]
-        if not counted.numel():
-            raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
-        spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
-        metrics.set("reward/mean", float(counted.mean()))
-        metrics.set("reward/std", float(spread.mean()))
-        for part, value in parts.items():
-            gathered = all_gather(value, self.device)
-            metrics.set(f"reward/{part}", float(gathered[gathered.isfinite()].mean()))
-        metrics.set("reward/zero_std_groups", float(equal.float().mean()))
-        metrics.set("reward/dropped", int((~valid).sum()))
-        metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
-
-    def _record_losses(self, metrics: Metrics, losses: Sequence[Loss]) -> None:
-        for loss in losses:
-            metrics.add("loss", loss.total)
-            metrics.add("loss/policy", loss.policy)
-            metrics.add("kl/anchor", loss.kl_anchor)
-            metrics.add("kl/velocity", loss.kl_velocity)
-            metrics.add("ratio/mean", loss.ratio)
-            metrics.add("ratio/min", loss.ratio, "min")
-            metrics.add("ratio/max", loss.ratio, "max")
-            metrics.add("ratio/clip_fraction", loss.clipped)
-            metrics.add("log_prob/max_delta", loss.ratio.log().abs(), "max")
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
-        """What a resume needs beside the weights; small, JSON."""
+        """Counters that a resume needs beside the engine's state and `anchor`; small, JSON."""
         return {
-            "optimizer_steps": self.engine.steps,
             "kl": self.kl.state_dict(),
             "anchor_step": self.anchor_step,
             "anchor_is_current": self.anchor_is_current,
         }
 
-    def load_state_dict(self, state: dict) -> None:
-        self._first_step = state["optimizer_steps"]
+    def load_state_dict(self, state: dict, anchor: State | None) -> None:
+        """Go on from what `state_dict` and `anchor` were; the engine has been restored before."""
+        self._first_step = self.engine.steps
         self.kl.load_state_dict(state["kl"])
         self.anchor_step = state["anchor_step"]
         self.anchor_is_current = state["anchor_is_current"]
-
-
-class ParityError(RuntimeError):
-    """Training does not reproduce the log-probs of the rollout."""
+        if self.anchor is not None:
+            self.anchor = anchor
 
 
 @dataclasses.dataclass(kw_only=True)

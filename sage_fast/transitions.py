@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from sage_fast.choices import REDUCTIONS, SAMPLERS, nearest
+from sage_fast.config import Reduction, Sampler
+from sage_fast.errors import nearest
 
 SAGE_CLAMP = 3e-3
 """Floor of 1 - sigma in the sage variance (paper, Appendix A.2, regime c)."""
@@ -97,8 +99,8 @@ def _exact(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-_SAMPLERS = {"sage": _sage, "flow": _flow, "dance": _dance, "cps": _cps, "exact": _exact, "ode": _ode}
-assert tuple(_SAMPLERS) == SAMPLERS
+SAMPLERS = {"sage": _sage, "flow": _flow, "dance": _dance, "cps": _cps, "exact": _exact, "ode": _ode}
+assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row function in SAMPLERS"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,8 +144,8 @@ class TransitionTable:
 
     def _log_prob_weight(self, reduction: str, numel: int) -> Tensor:
         """The factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
+        if reduction not in get_args(Reduction):
+            raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, get_args(Reduction))}")
         noisy = self.c > 0
         if reduction == "unscaled":
             return torch.where(noisy, -1.0, 0.0).double()
@@ -199,7 +201,7 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     Raises:
         ValueError: unknown sampler, eta out of range, or a schedule that does not fall within [0, 1].
     """
-    if sampler not in _SAMPLERS:
+    if sampler not in SAMPLERS:
         raise ValueError(f"unknown sampler {sampler!r}; {nearest(sampler, SAMPLERS)}")
     if not (math.isfinite(eta) and eta >= 0):
         raise ValueError(f"eta = {eta}: expected a finite number of at least 0; the nearest valid value is 0")
@@ -209,7 +211,7 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     s, n = sigmas[:-1], sigmas[1:]
     if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
-    a, b, c = _SAMPLERS[sampler](s, n, float(eta))
+    a, b, c = SAMPLERS[sampler](s, n, float(eta))
     notes = _sage_notes(s, n, c) if sampler == "sage" and eta > 0 else ()
     return TransitionTable(sampler=sampler, eta=float(eta), sigmas=sigmas, a=a, b=b, c=c, notes=notes)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast import bench, rollout_bench
 from sage_fast.cli import main
 from sage_fast.config import dump
+from sage_fast.measure import operators as bench
+from sage_fast.measure import rollout as rollout_bench
 from tests.tiny import settings
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sage_fast.cli import main
-from sage_fast.metrics import read_lines
+from sage_fast.run.trackers import read_lines
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 SMALL = [

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast.measure.plan import plan
 from sage_fast.metrics import Stopwatch
-from sage_fast.plan import plan
 from sage_fast.policy.decode import SHARE, VideoDecoder, choose, free_bytes
 from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
 from sage_fast.rewards import CompositeReward
-from sage_fast.scoring import VideoScorer, join_scores
+from sage_fast.rollout.scoring import VideoScorer, join_scores
 from sage_fast.testbed.model import load_base
 from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.graphs import denoise
+from sage_fast.measure.stock import StockPolicy
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.text import TextBatch, collate
-from sage_fast.stock import StockPolicy
+from sage_fast.rollout.graphs import denoise
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 

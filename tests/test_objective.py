@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.choices import KL_STRATEGIES
 from sage_fast.config import KLConfig, ObjectiveConfig
 from sage_fast.metrics import Metrics, Stopwatch
-from sage_fast.objective import KLController, group_advantages, sage_loss, surrogate
-from sage_fast.schedule import trained_steps
-from sage_fast.scoring import VideoScorer
+from sage_fast.objective import KL_STRATEGIES, KLController, group_advantages, sage_loss, surrogate
+from sage_fast.rollout.schedule import draw_groups, trained_steps
+from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.trainer import Trainer, _Batch
 from tests.tiny import perturb, settings, tiny_trainer
 
@@ -107,7 +106,7 @@ def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
     table = trainer.full_table
     steps = trained_steps(table, trainer.config, 0)
     coefs = table.coefficients(1280, trainer.config.objective.log_prob).to(torch.float64)
-    groups = trainer._draw_groups(0)
+    groups = draw_groups(trainer.config, trainer.prompts, 0)
     conditioning = trainer.policy.conditioning_table(table.sigmas[:-1], trainer.embeddings)
     watch = Stopwatch(trainer.device)
     scorer = VideoScorer(trainer.model.decoder, trainer.reward, watch)

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config import ModelConfig, build
-from sage_fast.plan import (
+from sage_fast.measure.plan import (
     attention_flops,
     block_activation_bytes,
     checkpointed_activation_bytes,

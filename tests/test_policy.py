@@ -13,12 +13,13 @@ from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sage_fast.choices import ATTENTION_BACKENDS
 from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.data.embeddings import encode_cached
+from sage_fast.policy.attention import ATTENTION
 from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.load import Model, load_model
-from sage_fast.policy.text import TextBatch, TextEmbedding, collate, encode_cached
-from sage_fast.rollout import initial_latents, rollout
+from sage_fast.policy.text import TextBatch, TextEmbedding, collate
+from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 
@@ -225,7 +226,7 @@ def test_interrupted_encoding_leaves_whole_files_alone(
             raise OSError("no space left on device")
         save_file(tensors, file)
 
-    monkeypatch.setattr("sage_fast.policy.text.save_file", full_disk)
+    monkeypatch.setattr("sage_fast.data.embeddings.save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
         encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", quiet=True)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
@@ -620,6 +621,6 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
     names = {"path", "policy", "vae", "fps", "attention", "attention_milliseconds"}
     assert {field.name for field in dataclasses.fields(model)} == names
-    assert model.attention in ATTENTION_BACKENDS
+    assert model.attention in ATTENTION
     assert model.path == str(checkpoint)
     assert model.fps == 24

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from sage_fast import iteration_profile, profiling
+from sage_fast import profiling
 from sage_fast.cli import main
-from sage_fast.iteration_profile import (
-    PHASES,
+from sage_fast.measure import profile as iteration_profile
+from sage_fast.measure.profile import (
+    COLUMNS,
     PYTHON,
     Work,
     _read,
@@ -179,7 +180,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     result = profiled[2]
     phases = dict(result["phases"])
     total = phases.pop("total")
-    assert tuple(phases) == PHASES
+    assert tuple(phases) == COLUMNS
     assert sum(row["seconds"] for row in phases.values()) == pytest.approx(total["seconds"])
     assert sum(row["share"] for row in phases.values()) == pytest.approx(1)
     assert phases["other"]["seconds"] >= 0
@@ -193,7 +194,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
 def test_families_cover_the_time(profiled: tuple[Path, str, dict[str, Any]]) -> None:
     _, _, result = profiled
     families = result["families"]
-    by_phase = {phase: sum(row[phase] for row in families.values()) for phase in PHASES}
+    by_phase = {phase: sum(row[phase] for row in families.values()) for phase in COLUMNS}
     total = sum(by_phase.values())
     assert total == pytest.approx(result["phases"]["total"]["seconds"], rel=0.05)
     for phase in ("rollout", "decode", "train"):
@@ -311,7 +312,7 @@ def test_work_belongs_to_the_innermost_phase() -> None:
         Work("gemm", start, 5e5, "matmul") for start in (0, 10, 100, 199, 200, 249, 250, 300)
     ]  # a kernel counts where it began
     assert family_table(work, changes) == {
-        "matmul": dict.fromkeys(PHASES, 0.0) | {"rollout": 0.5, "train": 1.5, "optimizer": 1.0, "other": 1.0}
+        "matmul": dict.fromkeys(COLUMNS, 0.0) | {"rollout": 0.5, "train": 1.5, "optimizer": 1.0, "other": 1.0}
     }
 
 

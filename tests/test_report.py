@@ -11,10 +11,10 @@ import pytest
 import torch
 import yaml
 
-from sage_fast import charts
-from sage_fast.comparison import format_paired_table, format_scores, paired_table
-from sage_fast.report import checks, read_metrics, read_run, write_report
-from sage_fast.videos import save_mp4
+from sage_fast.report import charts
+from sage_fast.report.comparison import format_paired_table, format_scores, paired_table
+from sage_fast.report.page import checks, read_metrics, read_run, write_report
+from sage_fast.report.videos import save_mp4
 
 
 def row(i, **changes):
@@ -23,8 +23,8 @@ def row(i, **changes):
         "optimizer_step": i + 1,
         "reward/mean": 1 + 0.01 * i,
         "reward/std": 0.3,
-        "reward/vq": 0.5,
-        "reward/mq": 0.3,
+        "reward_part/vq": 0.5,
+        "reward_part/mq": 0.3,
         "reward/zero_std_groups": 0.0,
         "reward/dropped": 0,
         "loss": 1e-4,
@@ -127,7 +127,7 @@ def test_prompts_are_escaped_and_rewards_shown(run):
 
 
 def test_names_of_reward_parts_reach_the_charts_escaped(run):
-    write_rows(run, [row(i) | {"reward/<x>$y": 1.0} for i in range(3)])
+    write_rows(run, [row(i) | {"reward_part/<x>$y": 1.0} for i in range(3)])
     page = write_report(run).read_text()
     Outline(page)
     assert "&lt;x&gt;$y" in page

@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.engine.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.engine.engine import NonFiniteError
-from sage_fast.evaluation import generate
-from sage_fast.rewards import RewardError
-from sage_fast.schedule import check_trainable, iteration_table, trained_steps
-from sage_fast.trainer import ParityError, Trainer
+from sage_fast.data.prompts import read_prompts
+from sage_fast.errors import NonFiniteError, ParityError, RewardError
+from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.evaluation import generate
+from sage_fast.trainer import Trainer
 from tests.tiny import BrightnessReward, settings, tiny_trainer
+
+PROMPTS = read_prompts("testbed:train")
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -129,22 +131,22 @@ def test_window_trains_contiguous_steps() -> None:
 
 
 def test_shared_initial_noise() -> None:
-    groups = tiny_trainer(settings(sampling__shared_initial_noise=True))._draw_groups(0)
+    groups = draw_groups(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
     assert all(len(set(group.latent_seeds.tolist())) == 1 for group in groups)
     assert all(len(set(group.seeds.tolist())) == 3 for group in groups)
     assert len({int(group.latent_seeds[0]) for group in groups}) == 2
 
 
 def test_no_seed_is_used_twice_and_ranks_split_the_same_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = tiny_trainer(settings(train__prompts_per_iteration=4))
-    seeds = [int(s) for index in range(50) for group in trainer._draw_groups(index) for s in group.seeds]
+    config = settings(train__prompts_per_iteration=4)
+    seeds = [int(s) for index in range(50) for group in draw_groups(config, PROMPTS, index) for s in group.seeds]
     assert len(set(seeds)) == len(seeds) == 50 * 4 * 3
-    whole = trainer._draw_groups(7)
-    monkeypatch.setattr("sage_fast.trainer.world_size", lambda: 2)
+    whole = draw_groups(config, PROMPTS, 7)
+    monkeypatch.setattr("sage_fast.rollout.schedule.world_size", lambda: 2)
     parts = []
     for number in (0, 1):
-        monkeypatch.setattr("sage_fast.trainer.rank", lambda number=number: number)
-        parts.append(trainer._draw_groups(7))
+        monkeypatch.setattr("sage_fast.rollout.schedule.rank", lambda number=number: number)
+        parts.append(draw_groups(config, PROMPTS, 7))
     assert [len(part) for part in parts] == [2, 2]
     for ours, expected in zip(parts[0] + parts[1], whole):
         actual, wanted = ((g.slot, g.prompt, g.seeds.tolist()) for g in (ours, expected))
@@ -152,9 +154,9 @@ def test_no_seed_is_used_twice_and_ranks_split_the_same_draw(monkeypatch: pytest
 
 
 def test_every_kept_sample_is_in_every_update() -> None:
-    trainer = tiny_trainer(settings(train__optimizer_steps=2, sampling__steps=6))
-    groups = trainer._draw_groups(0)
-    schedule = trainer._schedule(0, groups, list(range(6)), [True, False, True, True, True, True])
+    config = settings(train__optimizer_steps=2, sampling__steps=6)
+    groups = draw_groups(config, PROMPTS, 0)
+    schedule = update_schedule(config, 0, groups, list(range(6)), [True, False, True, True, True, True])
     assert [len(update) for update in schedule] == [15, 15]
     assert {i for i, _ in schedule[0]} == {i for i, _ in schedule[1]} == {0, 2, 3, 4, 5}
     assert sorted(schedule[0] + schedule[1]) == [(i, t) for i in (0, 2, 3, 4, 5) for t in range(6)]
@@ -267,9 +269,13 @@ def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
     first = tiny_trainer(config)
     first.iteration(0)
     first.iteration(1)
-    save_checkpoint(first, tmp_path, 2)
+    save_checkpoint(tmp_path, 2, first.engine, first.state_dict(), first.anchor)
     second = tiny_trainer(config)
-    assert load_checkpoint(second, tmp_path) == 2
+    found = load_checkpoint(tmp_path, second.engine, second.device)
+    assert found is not None
+    iteration, counters, anchor = found
+    assert iteration == 2
+    second.load_state_dict(counters, anchor)
     row = numbers(second.iteration(2))
     row.pop("log_prob/parity")  # measured once in every process
     assert row == rows[2]
@@ -283,7 +289,7 @@ def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
 TWO_RANKS = """
 import json, sys, torch
 torch.set_num_threads(1)
-from sage_fast.engine.distributed import initialize, rank, shutdown
+from sage_fast.distributed import initialize, rank, shutdown
 from tests.tiny import settings, tiny_trainer
 initialize()
 trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))

@@ -7,8 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from sage_fast.choices import SAMPLERS
-from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
+from sage_fast.transitions import SAMPLERS, TransitionTable, sigma_schedule, transition_table
 
 STEPS = (1, 2, 3, 10, 37, 68, 100, 1000)
 SHIFTS = (1.0, 3.0, 5.0, 9.0, 17.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.videos import comparison_sheet, contact_sheet, save_mp4
+from sage_fast.report.videos import comparison_sheet, contact_sheet, save_mp4
 
 
 def ramp(frames=9, height=32, width=32):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sage_fast.errors import UserError
 from sage_fast.seeding import permutation
 
 
@@ -11,25 +12,25 @@ def read_prompts(source: str) -> list[str]:
     """Prompts of a UTF-8 text file, one a line (blank lines are skipped), or of `testbed:train`, `testbed:heldout`.
 
     Raises:
-        ValueError: file missing, not UTF-8, or without a prompt.
+        UserError: file missing, not UTF-8, or without a prompt.
     """
     if source.startswith("testbed:"):
         from sage_fast.testbed.world import heldout_prompts, train_prompts
 
         sets = {"testbed:train": train_prompts, "testbed:heldout": heldout_prompts}
         if source not in sets:
-            raise ValueError(f"prompts {source!r}: expected {' or '.join(sets)}, or a text file")
+            raise UserError(f"prompts {source!r}: expected {' or '.join(sets)}, or a text file")
         return sets[source]()
     path = Path(source)
     if not path.is_file():
-        raise ValueError(f"prompt file {source!r}: no such file; expected UTF-8 text with one prompt a line")
+        raise UserError(f"prompt file {source!r}: no such file; expected UTF-8 text with one prompt a line")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {source!r} is not UTF-8 (byte {error.start}); save it as UTF-8 text") from error
+        raise UserError(f"prompt file {source!r} is not UTF-8 (byte {error.start}); save it as UTF-8 text") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"prompt file {source!r} is empty; expected at least one prompt, one a line")
+        raise UserError(f"prompt file {source!r} is empty; expected at least one prompt, one a line")
     return prompts
 
 

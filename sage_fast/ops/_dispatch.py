@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.choices import nearest
+from sage_fast.errors import UserError, nearest
 from sage_fast.ops._common import LIBRARY
 from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
@@ -66,7 +66,7 @@ def _cpp(name: str) -> Callable[[], Callable[..., Any]]:
 def _register() -> None:
     choice = os.environ.get("SAGE_FAST_OPS", "")
     if choice not in ("", "reference", "triton"):
-        raise ValueError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
+        raise UserError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
     if choice == "reference":
         return
     if importlib.util.find_spec("triton") is not None:

@@ -10,13 +10,15 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
-from sage_fast.choices import ATTENTION_BACKENDS
+from sage_fast.config import AttentionBackend
+from sage_fast.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query, key, value `[B, S, H, D]`, bool key mask `[B, S]` or None) -> `[B, S, H, D]`."""
@@ -56,7 +58,9 @@ ATTENTION: dict[str, Attention] = {
     "flash3": _without_mask(_flash3),
     "xformers": _dispatched(AttentionBackendName.XFORMERS),
 }
-assert set(ATTENTION) == set(ATTENTION_BACKENDS) - {"auto"}
+assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
+    "an attention backend is named in config.AttentionBackend and has its kernel in ATTENTION"
+)
 _PACKAGE = {"flash": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers"}
 _INSTALL = {
     "flash": "pip install 'sage-fast[flash-attn]' --no-build-isolation",
@@ -85,7 +89,7 @@ def usable(device: torch.device, dtype: torch.dtype) -> list[str]:
 def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> None:
     """
     Raises:
-        ValueError: the backend asked for is not there; says how to install it.
+        UserError: the backend asked for is not there; says how to install it.
     """
     names = usable(device, dtype)
     if asked == "auto" or asked in names:
@@ -98,7 +102,7 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
         why = "needs model.dtype = bfloat16"
     else:
         why = f"does not run on {torch.cuda.get_device_name(device)}"
-    raise ValueError(f"model.attention = {asked!r} {why}; expected one of auto, {', '.join(names)}")
+    raise UserError(f"model.attention = {asked!r} {why}; expected one of auto, {', '.join(names)}")
 
 
 def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
+from sage_fast.environment import free_bytes
+from sage_fast.errors import UserError
 from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
 
 SHARE = 0.5
@@ -59,7 +59,7 @@ def choose(
         enough: bytes that are not exceeded for speed alone.
 
     Raises:
-        ValueError: not even the smallest tile fits.
+        UserError: not even the smallest tile fits.
     """
     channels, total, height, width = latents
     limit = int(SHARE * free)
@@ -82,23 +82,11 @@ def choose(
         needed = peak(1, min(tile, height), min(tile, width)) + 3 * video
         if tile < max(height, width) and needed <= limit:
             return DecodePlan(samples=1, frames=1, tile=tile, bytes=needed)
-    raise ValueError(
+    raise UserError(
         f"decoding latents of {total} x {height} x {width} needs {max(needed, 0) / 2**20:,.0f} MiB in the smallest "
         f"tiles, and {SHARE:.0%} of the free memory is {limit / 2**20:,.0f} MiB; choose smaller sampling.height, "
         "sampling.width or sampling.num_frames"
     )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that PyTorch could still get on `device`, with what it has in reserve."""
-    if device.type == "cuda":
-        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserve
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +125,7 @@ class VideoDecoder:
         """How latents (C, T, H, W) are decoded; chosen once, so that a run does not change its rounding.
 
         Raises:
-            ValueError: too little memory for any way.
+            UserError: too little memory for any way.
         """
         if latents not in self._plans:
             device = self.vae.device
@@ -150,7 +138,7 @@ class VideoDecoder:
         """Latents `[B, C, T, H, W]`, scaled as the policy makes them -> videos `[B, F, 3, H', W']`, float32 in [0, 1].
 
         Raises:
-            ValueError: too little memory for any way.
+            UserError: too little memory for any way.
         """
         _, channels, frames, height, width = latents.shape
         plan = self.plan((channels, frames, height, width))

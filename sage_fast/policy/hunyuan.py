@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sage_fast.errors import UserError
 from sage_fast.ops.transition_step import guided
 from sage_fast.policy.conditioning import Conditioning, ConditioningTable
 from sage_fast.policy.forward import TextToVideoForward
@@ -155,15 +156,15 @@ class HunyuanVideo15Policy:
         """Copy `state` into the trainable weights, in place.
 
         Raises:
-            ValueError: names or shapes differ; then nothing was changed.
+            UserError: names or shapes differ; then nothing was changed.
         """
         parameters = self.parameters()
         if parameters.keys() != state.keys():
             odd = sorted(parameters.keys() ^ state.keys())[0]
-            raise ValueError(f"state does not fit the policy's trainable weights: {odd} is on one side only")
+            raise UserError(f"state does not fit the policy's trainable weights: {odd} is on one side only")
         for name, p in parameters.items():
             if p.shape != state[name].shape:
-                raise ValueError(f"{name}: expected shape {list(p.shape)}, got {list(state[name].shape)}")
+                raise UserError(f"{name}: expected shape {list(p.shape)}, got {list(state[name].shape)}")
         for name, p in parameters.items():
             p.copy_(state[name])
 
@@ -200,7 +201,7 @@ def add_lora(transformer: HunyuanVideo15Transformer3DModel, *, rank: int, alpha:
     """Freeze the transformer and add a LoRA adapter in float32; its up-projections start at zero.
 
     Raises:
-        ValueError: `targets` (a regular expression over whole module names) matches no layer, or not only layers.
+        UserError: `targets` (a regular expression over whole module names) matches no layer, or not only layers.
     """
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
@@ -208,7 +209,7 @@ def add_lora(transformer: HunyuanVideo15Transformer3DModel, *, rank: int, alpha:
         try:
             transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=ADAPTER)
         except (ValueError, re.error) as error:
-            raise ValueError(f"model.lora_targets = {targets!r}: {error}") from error
+            raise UserError(f"model.lora_targets = {targets!r}: {error}") from error
     _train_adapter(transformer)
 
 
@@ -216,27 +217,27 @@ def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None
     """Freeze the transformer and add the LoRA adapter at `path`, a file or folder in diffusers format, trainable.
 
     Raises:
-        ValueError: no such file, or an adapter made for another model.
+        UserError: no such file, or an adapter made for another model.
     """
     file = path / LORA_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
+        raise UserError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
     try:
         tensors = load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"model.weights = {str(path)!r}: not a safetensors file: {error}") from error
+        raise UserError(f"model.weights = {str(path)!r}: not a safetensors file: {error}") from error
     layers = {n: m.weight.shape for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
     # A transformer writes bare layer names; a pipeline puts "transformer." before each.
     prefix = "transformer" if any(key.startswith("transformer.") for key in tensors) else None
     factors = {key: tensor for key, tensor in tensors.items() if ".lora_A." in key or ".lora_B." in key}
     if not factors:
-        raise ValueError(f"model.weights = {str(path)!r}: holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
+        raise UserError(f"model.weights = {str(path)!r}: holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
     for key, tensor in factors.items():
         layer, _, factor = key.removeprefix("transformer.").partition(".lora_")
         weight, axis = layers.get(layer), 1 if factor.startswith("A") else 0
         if weight is None or tensor.shape[axis] != weight[axis]:
             expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
-            raise ValueError(
+            raise UserError(
                 f"model.weights = {str(path)!r} was made for another model: "
                 f"{key} has shape {list(tensor.shape)}, {expected}"
             )

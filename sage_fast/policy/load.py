@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sage_fast.config import ModelConfig, SamplingConfig
-from sage_fast.engine.distributed import all_gather_object
+from sage_fast.distributed import all_gather_object
+from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
@@ -87,7 +88,7 @@ class Model:
         """Load the text encoders; they are released with the function that is returned.
 
         Raises:
-            ValueError: they are missing or incomplete.
+            UserError: they are missing or incomplete.
         """
         config = self.policy.transformer.config
         if isinstance(self.policy.transformer, TestbedTransformer):
@@ -98,7 +99,7 @@ class Model:
             with _progress_bars_of(self.path):
                 pipeline = HunyuanVideo15Pipeline.from_pretrained(self.path, **parts, dtype=self.policy.dtype)
         except (OSError, ValueError) as error:
-            raise ValueError(f"model.path = {self.path!r}: cannot read the text encoders: {error}") from error
+            raise UserError(f"model.path = {self.path!r}: cannot read the text encoders: {error}") from error
         device = self.policy.device
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
             encoder.to(device)
@@ -116,7 +117,7 @@ def check_path(path: str) -> str:
     """The folder or hub id that `from_pretrained` is given.
 
     Raises:
-        ValueError: neither a checkpoint folder nor the form of a hub id.
+        UserError: neither a checkpoint folder nor the form of a hub id.
     """
     if path == "testbed":
         return str(BASE)
@@ -124,12 +125,12 @@ def check_path(path: str) -> str:
     if folder.is_dir():
         missing = [part for part in ("transformer", "vae") if not (folder / part / "config.json").is_file()]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"model.path = {path!r}: not a HunyuanVideo 1.5 checkpoint in diffusers format; "
                 f"{missing[0]}/config.json is missing"
             )
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
-        raise ValueError(
+        raise UserError(
             f"model.path = {path!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a hub "
             "id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
         )
@@ -140,7 +141,7 @@ def _layout(setting: str, source: str) -> dict[str, Any]:
     try:
         return HunyuanVideo15Transformer3DModel.load_config(source, subfolder="transformer")
     except OSError as error:
-        raise ValueError(f"{setting} = {source!r}: cannot read the transformer's config.json: {error}") from error
+        raise UserError(f"{setting} = {source!r}: cannot read the transformer's config.json: {error}") from error
 
 
 def _load(cls: Any, setting: str, source: str, part: str, dtype: torch.dtype) -> Any:
@@ -149,10 +150,10 @@ def _load(cls: Any, setting: str, source: str, part: str, dtype: torch.dtype) ->
         with _progress_bars_of(source):
             module, found = cls.from_pretrained(source, subfolder=part, dtype=dtype, output_loading_info=True)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
+        raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
     odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
     if odd:
-        raise ValueError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
+        raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
     return module
 
 
@@ -171,7 +172,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     """Load a checkpoint and make it trainable.
 
     Raises:
-        ValueError: checkpoint missing or incomplete, LoRA weights of another model, or attention that is not there.
+        UserError: checkpoint missing or incomplete, LoRA weights of another model, or attention that is not there.
     """
     check_attention(config.attention, device, getattr(torch, config.dtype))
     path = check_path(config.path)
@@ -179,18 +180,18 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     layout = _layout("model.path", path)
     class_name = str(layout.get("_class_name"))
     if class_name not in TRANSFORMERS:
-        raise ValueError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
+        raise UserError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
     # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
     weights = torch.float32 if config.tuning == "full" else dtype
     setting, source = "model.path", path
     if config.tuning == "full" and config.weights is not None:
         setting, source = "model.weights", config.weights
         if not (Path(source) / "transformer" / "config.json").is_file():
-            raise ValueError(f"model.weights = {source!r}: expected a folder that holds transformer/config.json")
+            raise UserError(f"model.weights = {source!r}: expected a folder that holds transformer/config.json")
         for key, value in _layout(setting, source).items():
             # A key that only one of the files spells out has its default in the other.
             if key not in ("_diffusers_version", "_name_or_path") and layout.get(key, value) != value:
-                raise ValueError(
+                raise UserError(
                     f"model.weights = {source!r} was made for another model: "
                     f"{key} is {value!r}, model.path has {layout[key]!r}"
                 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import RewardConfig
+from sage_fast.errors import RewardError, UserError
 
 
 class Reward(Protocol):
@@ -22,27 +23,23 @@ class Reward(Protocol):
         ...
 
 
-class RewardError(RuntimeError):
-    """A reward that failed, or that is not finite."""
-
-
 def load_reward(config: RewardConfig) -> Reward:
     """The reward named by `config.name`; a class is instantiated without arguments.
 
     Raises:
-        ValueError: the name is not of that form, no such module is installed, or the module has no such name.
+        UserError: the name is not of that form, no such module is installed, or the module has no such name.
     """
     name = "sage_fast.rewards.testbed:TestbedReward" if config.name == "testbed" else config.name
     module_name, _, attribute = name.partition(":")
     package = module_name.split(".")[0]
     if not attribute or importlib.util.find_spec(package) is None:
-        raise ValueError(
+        raise UserError(
             f"reward.name = {config.name!r}: expected 'testbed' or 'package.module:name' of something importable"
             + (f"; no package {package!r} is installed" if attribute else "")
         )
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
-        raise ValueError(f"reward.name = {config.name!r}: module {module_name} has no {attribute!r}")
+        raise UserError(f"reward.name = {config.name!r}: module {module_name} has no {attribute!r}")
     reward = getattr(module, attribute)
     return reward() if isinstance(reward, type) else reward
 
@@ -64,11 +61,11 @@ class CompositeReward:
 
         Raises:
             RewardError: the reward raised or returned a non-finite value, and `on_failure = stop`.
-            ValueError: a weighted part is missing, or has another shape than `[B]`.
+            UserError: a weighted part is missing, or has another shape than `[B]`.
         """
         try:
             parts = self._parts(videos, prompts)
-        except (ValueError, KeyboardInterrupt):
+        except UserError:
             raise
         except Exception as error:
             if self.config.on_failure == "stop":
@@ -96,10 +93,10 @@ class CompositeReward:
         }
         for part, weight in self.config.weights.items():
             if weight != 0 and part not in parts:
-                raise ValueError(f"reward.weights names {part!r}; reward {self.config.name!r} returns {sorted(parts)}")
+                raise UserError(f"reward.weights names {part!r}; reward {self.config.name!r} returns {sorted(parts)}")
         for part, value in parts.items():
             if value.shape != (len(prompts),):
-                raise ValueError(f"reward part {part!r}: expected shape [{len(prompts)}], got {list(value.shape)}")
+                raise UserError(f"reward part {part!r}: expected shape [{len(prompts)}], got {list(value.shape)}")
         return parts
 
     def _one_by_one(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -107,7 +104,7 @@ class CompositeReward:
         for i, prompt in enumerate(prompts):
             try:
                 rows.append(self._parts(videos[i : i + 1], [prompt]))
-            except (ValueError, KeyboardInterrupt):
+            except UserError:
                 raise
             except Exception:  # this sample is dropped and counted by the caller as NaN
                 rows.append({part: torch.full((1,), torch.nan) for part in self.config.weights})

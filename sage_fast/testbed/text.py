@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sage_fast.errors import UserError
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES, SPEEDS, nearest_word
 
 TEXT_EMBED_DIM = 32
@@ -30,7 +31,7 @@ def embed(prompt: str) -> Tensor:
     rows = [0]
     for word in prompt.split():
         if word not in WORDS:
-            raise ValueError(
+            raise UserError(
                 f'the testbed does not know the word "{word}" in prompt "{prompt}". '
                 f'Did you mean "{nearest_word(word, WORDS[1:])}"? It knows: {", ".join(WORDS[1:])}.'
             )

@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from sage_fast.ops.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, format_table
+from sage_fast.measure.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, format_table
 
 PROGRAM = """
 import dataclasses, json
-from sage_fast.ops.compile_report import SPECIALISATIONS, Specialisation, compile_report
+from sage_fast.measure.compile_report import SPECIALISATIONS, Specialisation, compile_report
 
 names = ("_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel")
 odd = [

@@ -12,7 +12,6 @@ import bisect
 import json
 import re
 import shlex
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,20 +19,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
-from tqdm import tqdm
 
-from sage_fast.bench import environment
 from sage_fast.config import Config
-from sage_fast.engine.distributed import initialize, world_size
-from sage_fast.plan import plan
+from sage_fast.console import progress
+from sage_fast.distributed import initialize, world_size
+from sage_fast.environment import environment
+from sage_fast.errors import UserError
+from sage_fast.measure.harness import head_line, matmul_ceiling
+from sage_fast.measure.plan import plan
 from sage_fast.policy.load import transformer_config
-from sage_fast.profiling import DOMAIN, annotate, ranges
-from sage_fast.run import load_setup
-from sage_fast.schedule import check_trainable
+from sage_fast.profiling import DOMAIN, PHASES, annotate, ranges
+from sage_fast.rollout.schedule import check_trainable
+from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
 
-PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer", "other")
-"""What the trainer's Stopwatch times, and the rest of an iteration."""
+COLUMNS = (*PHASES, "other")
+"""The phases, and the rest of an iteration."""
 PART_OF_PLAN = {"rollout": "rollout", "anchor": "anchor", "train": "training"}
 """Phases whose FLOPs have a formula."""
 
@@ -89,20 +90,20 @@ def profile_iteration(
         What profile.json holds.
 
     Raises:
-        ValueError: the folder holds a profile, there are several ranks, or a setting is impossible.
+        UserError: the folder holds a profile, there are several ranks, or a setting is impossible.
     """
     device = initialize()
     check_trainable(config)
     if world_size() > 1:
-        raise ValueError("a profile is of one rank: start it without torchrun")
+        raise UserError("a profile is of one rank: start it without torchrun")
     if not window_only and (folder / "profile.json").exists():
-        raise ValueError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
+        raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
     with ranges("nvtx" if window_only else "torch"):
         setup = load_setup(config)
         folder.mkdir(parents=True, exist_ok=True)
         setup.encode(folder / "embeddings", quiet=True)
         trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
-        for index in tqdm(range(warmup), "warm-up", leave=False):
+        for index in progress(range(warmup), "warm-up", warmup, "iteration"):
             trainer.iteration(index)
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
         expected = plan(config, transformer_config(config.model.path))
@@ -147,20 +148,6 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         cuda.cudaProfilerStop()
     return row
-
-
-def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """FLOP/s of the fastest of several large square matrix products: what this device gives now, in this dtype."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best, stop = float("inf"), time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < stop:
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
 
 
 def _trained_share(config: Config, row: Mapping[str, Any], samples: int) -> float:
@@ -233,7 +220,7 @@ def _phase_at(changes: Sequence[tuple[float, str]], when: float) -> str:
 
 def family_table(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, dict[str, float]]:
     """family -> phase -> seconds; the largest family first."""
-    table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
+    table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLUMNS, 0.0))
     for item in work:
         table[item.family][_phase_at(changes, item.start)] += item.duration / 1e6
     return dict(sorted(table.items(), key=lambda row: -sum(row[1].values())))
@@ -241,7 +228,7 @@ def family_table(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> 
 
 def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, float]:
     """phase -> seconds in which at least one kernel ran."""
-    busy, until = dict.fromkeys(PHASES, 0.0), 0.0
+    busy, until = dict.fromkeys(COLUMNS, 0.0), 0.0
     for item in sorted(work, key=lambda item: item.start):
         end = item.start + item.duration
         busy[_phase_at(changes, item.start)] += max(0.0, end - max(item.start, until)) / 1e6
@@ -274,7 +261,7 @@ def format_profile(result: Mapping[str, Any]) -> str:
     ceiling = result["ceiling_flops_per_second"] / 1e12
     head = ("seconds", "share", "GPU busy" if gpu else "", "FLOPs", "TFLOP/s", "MFU")
     lines = [
-        f"{env['device']}, {env['threads']} threads, torch {env['torch']}, {env['dtype']}, {env['date']}",
+        head_line(env),
         f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling:.3g} TFLOP/s",
         "",
         f"{'phase':<28}" + "".join(f"{title:>11}" for title in head),
@@ -287,7 +274,7 @@ def format_profile(result: Mapping[str, Any]) -> str:
     if result["families"]:
         sums = {name: sum(row.values()) for name, row in result["families"].items()}
         kind = "kernels, GPU seconds" if gpu else "operators, self seconds"
-        lines += ["", f"{kind:<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in PHASES)]
+        lines += ["", f"{kind:<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in COLUMNS)]
         for name, row in result["families"].items():
             cells = [f"{seconds:>11.4f}" for seconds in row.values()]
             lines.append(f"{name:<28}{sums[name] / sum(sums.values()):>8.1%}" + "".join(cells))

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sage_fast.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairedRow:
@@ -43,11 +45,11 @@ def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Pa
     """Compare two evaluations (`eval/*.json`) of the same prompts and seeds: the composite first, then each part.
 
     Raises:
-        ValueError: prompts or seeds differ, so that there are no pairs.
+        UserError: prompts or seeds differ, so that there are no pairs.
     """
     for field in ("prompts", "seeds"):
         if before[field] != after[field]:
-            raise ValueError(f"the two evaluations have different {field}: they cannot be compared pair by pair")
+            raise UserError(f"the two evaluations have different {field}: they cannot be compared pair by pair")
     scores = {"reward": (before["reward"], after["reward"])}
     for part, values in before["parts"].items():
         if part in after["parts"]:

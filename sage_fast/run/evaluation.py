@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sage_fast.config import Config
-from sage_fast.engine.distributed import all_gather_object, rank, world_size
-from sage_fast.graphs import step_graphs
+from sage_fast.console import Progress, say
+from sage_fast.distributed import all_gather_object, rank, world_size
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
-from sage_fast.rollout import equal_runs, initial_latents, rollout
-from sage_fast.scoring import Scores, join_scores
+from sage_fast.rollout.graphs import step_graphs
+from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.scoring import Scores, join_scores
 from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
 
@@ -45,7 +45,7 @@ def video_chunks(
     embeddings: Mapping[str, TextEmbedding],
     seeds: Tensor,
     *,
-    progress: bool = False,
+    quiet: bool = True,
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of at most `sampling.batch_size` prompts and their videos `[B, F, 3, H, W]` in [0, 1], by the ODE.
 
@@ -58,9 +58,9 @@ def video_chunks(
     # Prompts of one length together, so that none is padded.
     order = sorted(range(len(prompts)), key=lambda i: embeddings[prompts[i]].tokens)
     runs = equal_runs([embeddings[prompts[i]].tokens for i in order], config.sampling.batch_size)
-    graphs = step_graphs(model.policy, tqdm.write) if config.sampling.cuda_graphs else None
+    graphs = step_graphs(model.policy, say) if config.sampling.cuda_graphs else None
     pending = None
-    with tqdm(total=len(runs) * len(table), desc="sample", unit="step", disable=not progress, leave=False) as bar:
+    with Progress("sample", len(runs) * len(table), quiet=quiet) as bar:
         for run in runs:
             chosen = order[run]
             latents = rollout(
@@ -88,11 +88,11 @@ def generate(
     embeddings: Mapping[str, TextEmbedding],
     seeds: Tensor,
     *,
-    progress: bool = False,
+    quiet: bool = True,
 ) -> list[Tensor]:
     """All the videos of `video_chunks`, each `[F, 3, H, W]` on the CPU, in the order of the prompts."""
     videos: dict[int, Tensor] = {}
-    for chosen, chunk in video_chunks(config, model, prompts, embeddings, seeds, progress=progress):
+    for chosen, chunk in video_chunks(config, model, prompts, embeddings, seeds, quiet=quiet):
         videos.update(zip(chosen, chunk.cpu()))
     return [videos[i] for i in range(len(prompts))]
 
@@ -105,7 +105,7 @@ def evaluate(
     embeddings: Mapping[str, TextEmbedding],
     *,
     iteration: int,
-    progress: bool = False,
+    quiet: bool = True,
 ) -> Evaluation:
     """Mean rewards on the first `eval.num_prompts` prompts, `eval.seeds_per_prompt` videos each.
 
@@ -124,7 +124,7 @@ def evaluate(
     chunks: list[Scores] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    for chosen_texts, chunk in video_chunks(config, model, texts, embeddings, seeds, progress=progress):
+    for chosen_texts, chunk in video_chunks(config, model, texts, embeddings, seeds, quiet=quiet):
         chunks.append(strict(chunk, [texts[i] for i in chosen_texts]))
         order += chosen_texts
         # Copies: a view would keep the whole chunk.

@@ -18,6 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 
+from sage_fast.profiling import PHASES
+
 Row = Mapping[str, Any]
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
@@ -206,8 +208,7 @@ def ratio(rows: Sequence[Row]) -> str | None:
 
 def phases(rows: Sequence[Row]) -> str | None:
     """Seconds per iteration by phase, stacked; at most 60 bars, each the mean of neighbouring iterations."""
-    names = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
-    keys = [key for key in names if not np.isnan(column(rows, f"time/{key}")).all()]
+    keys = [key for key in PHASES if not np.isnan(column(rows, f"time/{key}")).all()]
     if not keys:
         return None
     known = {key: np.nan_to_num(column(rows, f"time/{key}")) for key in keys}

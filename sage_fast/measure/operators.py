@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
 import math
-import platform
-import subprocess
-import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage_fast.ops import implementation, transition_score, transition_step
+from sage_fast.environment import environment
+from sage_fast.measure.harness import (
+    H200_BF16_FLOPS,
+    H200_BYTES_PER_SECOND,
+    head_line,
+    host_timer,
+    interleaved,
+    quantiles,
+)
+from sage_fast.ops import transition_score, transition_step
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.transitions import sigma_schedule, transition_table
 
@@ -37,10 +41,8 @@ SIZES = {
     "large": (96, 32, 21, 45, 80),
 }
 CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4")
-GUIDED_STEP_SECONDS = 2 * 6.6e14 / 790e12
-"""Two forwards at 480p, 81 frames, at an H200's measured matmul ceiling: what an operator is small beside."""
-H200_BYTES_PER_SECOND = 4.3e12
-"""An H200's measured copy bandwidth."""
+GUIDED_STEP_SECONDS = 2 * 6.6e14 / H200_BF16_FLOPS
+"""Two forwards at 480p, 81 frames, at the matmul ceiling: what an operator is small beside."""
 
 STEP, STEPS, ETA = 7, 20, 0.7
 ROTATION_BYTES = 512 * 2**20
@@ -194,16 +196,11 @@ def check(case: Case) -> None:
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequence[Case]) -> Callable[[int], float]:
-    """A function that runs one repetition and returns its seconds; on CUDA a graph replay per set of inputs."""
+def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequence[Case]) -> Callable[[], float]:
+    """A function that runs once, on the next inputs, and returns its seconds; on CUDA a graph replay per inputs."""
     if device.type != "cuda":
-
-        def measure(repetition: int) -> float:
-            start = time.perf_counter()
-            function(cases[repetition % len(cases)])
-            return time.perf_counter() - start
-
-        return measure
+        rotating = itertools.cycle(cases)
+        return host_timer(lambda: function(next(rotating)), device)
     graphs = []
     stream = torch.cuda.Stream()
     for case in cases:
@@ -216,10 +213,12 @@ def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequenc
             function(case)
         graphs.append(graph)
 
-    def replay(repetition: int) -> float:
+    rotating_graphs = itertools.cycle(graphs)
+
+    def replay() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graphs[repetition % len(graphs)].replay()
+        next(rotating_graphs).replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000
@@ -236,15 +235,7 @@ def measure(operator: str, shape: Sequence[int], device: torch.device, repetitio
     for name, function in contenders(operator, compiled=True).items():
         function(cases[0])  # compilation and first allocations
         timers[name] = _timer(device, function, cases)
-    seconds: dict[str, list[float]] = {name: [] for name in timers}
-    for repetition in range(repetitions):
-        for name, timer in timers.items():
-            seconds[name].append(timer(repetition))
-    quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    return {
-        name: dict(zip(("p20", "p50", "p80"), torch.tensor(v, dtype=torch.float64).quantile(quantiles).tolist()))
-        for name, v in seconds.items()
-    }
+    return {name: quantiles(seconds) for name, seconds in interleaved(timers, repetitions).items()}
 
 
 def run(sizes: Sequence[str] | None = None, repetitions: int = 15) -> dict[str, Any]:
@@ -267,26 +258,11 @@ def run(sizes: Sequence[str] | None = None, repetitions: int = 15) -> dict[str, 
     return {"environment": environment(device), "rows": rows}
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What is needed to repeat a row."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return {
-        "commit": (commit.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else ""),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "operators": implementation(device),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def format_result(result: dict[str, Any]) -> str:
     """The table for a terminal: medians, ratios to each contender, the share of the copy limit."""
     env = result["environment"]
     lines = [
-        f"{env['device']}, {env['threads']} threads, torch {env['torch']}, {env['operators']}, {env['date']}",
+        head_line(env),
         "",
         f"{'operator':<18}{'size':<16}{'fused':>11}{'eager':>11}{'x':>7}{'compiled':>11}{'x':>7}{'copy':>11}"
         f"{'of limit':>10}",
@@ -310,8 +286,3 @@ def format_result(result: dict[str, Any]) -> str:
     if env["operators"] != "Triton":
         lines.append("There is no GPU row yet.")
     return "\n".join(lines)
-
-
-def write_json(result: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -15,15 +15,13 @@ import jinja2
 import numpy as np
 import yaml
 
-from sage_fast import charts
-from sage_fast.charts import Row, column
-from sage_fast.comparison import PairedRow, format_paired_table, format_scores, mean_and_error, paired_table
+from sage_fast.errors import UserError
+from sage_fast.metrics import REWARD_PART
+from sage_fast.report import charts
+from sage_fast.report.charts import Row, column
+from sage_fast.report.comparison import PairedRow, format_paired_table, format_scores, mean_and_error, paired_table
 
 __all__ = ["PairedRow", "checks", "format_paired_table", "format_scores", "paired_table", "read_run", "write_report"]
-
-NOT_PARTS = ("mean", "std", "zero_std_groups", "dropped")
-"""`reward/<name>` metrics that are no part of the reward."""
-
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
@@ -57,19 +55,19 @@ def read_run(folder: Path) -> Run:
     """Read a run folder, finished or not.
 
     Raises:
-        ValueError: no such folder, no run in it (names what is missing), or a damaged file (names file and line).
+        UserError: no such folder, no run in it (names what is missing), or a damaged file (names file and line).
     """
     if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r}: no such folder")
+        raise UserError(f"{str(folder)!r}: no such folder")
     if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{str(folder)!r} is no run folder: config.yaml is missing")
+        raise UserError(f"{str(folder)!r} is no run folder: config.yaml is missing")
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
-        raise ValueError(f"{str(folder)!r} holds no run that has begun: run.json and metrics.jsonl are missing")
+        raise UserError(f"{str(folder)!r} holds no run that has begun: run.json and metrics.jsonl are missing")
     evaluations = {path.stem: _read_json(path) for path in sorted((folder / "eval").glob("*.json"))}
     for name, scores in evaluations.items():
         missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
         if missing:
-            raise ValueError(f"{folder / 'eval' / name}.json: {missing[0]!r} is missing")
+            raise UserError(f"{folder / 'eval' / name}.json: {missing[0]!r} is missing")
     facts = _read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     return Run(
         folder=folder,
@@ -84,7 +82,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of a `metrics.jsonl`; none where there is no file. A last line cut off by a kill is left out.
 
     Raises:
-        ValueError: a line before the last is no JSON object with an `iteration`.
+        UserError: a line before the last is no JSON object with an `iteration`.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     rows = []
@@ -92,11 +90,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-                raise ValueError("expected an object with an integer 'iteration'")
+                raise UserError("expected an object with an integer 'iteration'")
         except ValueError as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise UserError(f"{path}, line {number}: {error}") from error
         rows.append(row)
     return rows
 
@@ -105,9 +103,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
+        raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object")
+        raise UserError(f"{path}: expected a JSON object")
     return content
 
 
@@ -186,7 +184,7 @@ def write_report(run: Path) -> Path:
         Its path.
 
     Raises:
-        ValueError: `run` is no run folder, or a file in it is damaged.
+        UserError: `run` is no run folder, or a file in it is damaged.
     """
     data = read_run(Path(run))
     before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
@@ -194,7 +192,7 @@ def write_report(run: Path) -> Path:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["number"] = _number
-    page = environment.get_template("report.html.j2").render(
+    page = environment.get_template("template.html.j2").render(
         name=data.folder.resolve().name,
         status=_status(data),
         settings=_settings(data),
@@ -265,12 +263,7 @@ def _label(data: Run, name: str | None) -> str:
 def _charts(data: Run) -> list[str]:
     """SVG elements in reading order; all of them escape what they are given."""
     rows = data.rows
-    parts = {
-        key: key.removeprefix("reward/")
-        for row in rows
-        for key in row
-        if key.startswith("reward/") and key.removeprefix("reward/") not in NOT_PARTS
-    }
+    parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
     points = {}
     for scores in data.evaluations.values():
         mean, error = mean_and_error(scores["prompts"], scores["reward"])

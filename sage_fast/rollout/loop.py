@@ -12,75 +12,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.graphs import StepGraphs, denoise
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
 from sage_fast.policy.conditioning import ConditioningTable
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.profiling import annotate
+from sage_fast.rollout.graphs import StepGraphs, denoise
 from sage_fast.transitions import TransitionTable
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """(step, x, x_next, log_prob, guided velocity) of a step; the next step may overwrite the tensors."""
-
-
-class Trajectories:
-    """The trained steps of N rollouts, allocated once.
-
-    Args:
-        count: N.
-        shape: (C, T, H, W) of a sample's latents.
-        steps: the trained steps.
-        device: of the policy.
-        velocities: type of the rollout policy's velocities to keep; None keeps none.
-        offload: hold states and velocities in pinned host memory.
-
-    Attributes:
-        states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
-        log_probs: step -> float32 `[N]`, on the device.
-        velocities: step -> `[N, C, T, H, W]`, guidance included.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        shape: Sequence[int],
-        steps: Sequence[int],
-        device: torch.device,
-        *,
-        velocities: torch.dtype | None = None,
-        offload: bool = False,
-    ) -> None:
-        self.device = device
-        self.count, self.shape = count, tuple(shape)
-        self.steps = frozenset(steps)
-        self.offload = offload
-        self.states = {t: self.empty(torch.float32) for t in sorted({*steps, *(t + 1 for t in steps)})}
-        self.log_probs = {t: torch.empty(count, device=device) for t in steps}
-        self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in steps}
-
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """`[N, C, T, H, W]` where the states are held."""
-        if not self.offload:
-            return torch.empty(self.count, *self.shape, dtype=dtype, device=self.device)
-        return torch.empty(self.count, *self.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
-
-    def record(self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor) -> None:
-        """Keep a step of samples `rows`; a step that is not trained leaves nothing."""
-        if step not in self.steps:
-            return
-        if step - 1 not in self.steps:
-            self.states[step][rows].copy_(x, non_blocking=True)
-        self.states[step + 1][rows].copy_(x_next, non_blocking=True)
-        self.log_probs[step][rows].copy_(log_prob)
-        if self.velocities:
-            self.velocities[step][rows].copy_(velocity, non_blocking=True)
-
-    def gather(self, rows: dict[int, Tensor], transitions: Sequence[tuple[int, int]], after: int = 0) -> Tensor:
-        """`[M, C, T, H, W]` on the device: for each of M (sample, step), its entry of `rows`, or that `after` steps on.
-
-        Offloaded entries are copied one by one in stream order: the host never reads what the device still writes.
-        """
-        return torch.stack([rows[t + after][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
 def equal_runs(lengths: Sequence[int], size: int) -> list[slice]:

@@ -15,16 +15,17 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
 from sage_fast.config import Config
-from sage_fast.objective import uses_anchor, uses_velocity
+from sage_fast.environment import format_bytes
+from sage_fast.measure.harness import H200_BF16_FLOPS
+from sage_fast.objective import uses_anchor
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
-from sage_fast.schedule import configured_table, iteration_table, trained_steps
+from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
+from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import TestbedTransformer
 
 TESTBED_TEXT_TOKENS = 7
 """Length of every prompt of the testbed."""
-H200_BF16_FLOPS = 790e12
-"""Measured ceiling of a bf16 matrix product on one H200, the unit of the lower bounds."""
 
 Architecture = Mapping[str, Any]
 
@@ -84,17 +85,6 @@ def block_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_
     """Saved by one block without checkpointing, and at work in one block with it: SAVED_VALUES S d values."""
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     return bytes_per_value * (SAVED_VALUES[tuning] * joint_tokens * d)
-
-
-def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
-    """Of `samples` rollouts with latents of `numel` elements: their stored states, and the velocities beside them."""
-    trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
-    # Untrained steps between trained ones leave up to two states a transition.
-    states = trained + 1 if trained == config.sampling.steps else min(2 * trained, config.sampling.steps + 1)
-    closed_form = uses_velocity(config.kl) and config.kl.velocity_term == "closed_form"
-    velocities = int(uses_anchor(config.kl)) + int(closed_form)
-    width = 2 if config.model.dtype == "bfloat16" and config.sampling.guidance_scale == 1 else 4
-    return 4 * numel * samples * states, width * numel * samples * trained * velocities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,14 +221,6 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
         memory=memory,
         other_memory=other,
     )
-
-
-def format_bytes(count: float) -> str:
-    """In the largest unit that fits, such as `15.51 GiB`."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:,.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 def format_plan(plan: Plan) -> str:

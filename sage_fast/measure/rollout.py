@@ -12,7 +12,6 @@ import dataclasses
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,16 @@ from typing import Any
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
-from sage_fast.bench import environment
 from sage_fast.config import Config, ModelConfig
-from sage_fast.graphs import CudaRecorder, StepGraphs, denoise
-from sage_fast.iteration_profile import matmul_ceiling
-from sage_fast.plan import attention_flops, forward_flops, training_flops
+from sage_fast.environment import environment
+from sage_fast.measure.harness import head_line, host_timer, interleaved, matmul_ceiling
+from sage_fast.measure.plan import attention_flops, forward_flops, training_flops
+from sage_fast.measure.stock import StockDecoder, StockPolicy
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.text import TextEmbedding
-from sage_fast.rollout import initial_latents, rollout
-from sage_fast.run import load_setup
-from sage_fast.stock import StockDecoder, StockPolicy
+from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.run.setup import load_setup
 from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer
 from sage_fast.trainer import Trainer
 from sage_fast.transitions import sigma_schedule, transition_table
@@ -195,26 +194,15 @@ class Rung:
 
 def measure(contenders: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, Any]:
     """name -> median seconds over interleaved rounds, and on a GPU the peak of allocated bytes."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     peak: dict[str, int] = {}
-    for round_ in range(rounds + 1):  # the first one compiles and allocates
-        for name, function in contenders.items():
-            _synchronize(device)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
+    for name, function in contenders.items():  # compiles and allocates; the second call is in steady state
+        function()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
             function()
-            _synchronize(device)
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
-            if device.type == "cuda":
-                peak[name] = torch.cuda.max_memory_allocated()
+            peak[name] = torch.cuda.max_memory_allocated()
+    seconds = interleaved({name: host_timer(function, device) for name, function in contenders.items()}, rounds)
     return {"seconds": {name: statistics.median(times) for name, times in seconds.items()}, "peak_bytes": peak}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def run(names: Sequence[str] | None = None, rounds: int = 7) -> dict[str, Any]:
@@ -296,7 +284,7 @@ def format_rollout(result: Mapping[str, Any]) -> str:
     """The table for a terminal."""
     env, ceiling = result["environment"], result["ceiling_flops_per_second"]
     lines = [
-        _head(env),
+        head_line(env),
         f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling / 1e12:.3g} TFLOP/s",
         "",
         f"{'size':<18}{'part':<9}{'path':<14}{'time':>12}{'to stock':>10}{'of ceiling':>12}{'peak memory':>13}",
@@ -317,13 +305,9 @@ def format_rollout(result: Mapping[str, Any]) -> str:
 
 def format_iterations(result: Mapping[str, Any]) -> str:
     """The table for a terminal."""
-    lines = [_head(result["environment"]), "", f"{'phase':<12}{'stock':>11}{'ours':>11}{'ratio':>8}"]
+    lines = [head_line(result["environment"]), "", f"{'phase':<12}{'stock':>11}{'ours':>11}{'ratio':>8}"]
     for phase, row in result["phases"].items():
         ratio = row["stock"] / row["eager"] if row["eager"] > 0 else math.nan
         lines.append(f"{phase:<12}{1e3 * row['stock']:>8.1f} ms{1e3 * row['eager']:>8.1f} ms{ratio:>7.2f}x")
     lines += ["", "medians of interleaved iterations; stock: diffusers' forward and decode under the same trainer"]
     return "\n".join(lines)
-
-
-def _head(env: Mapping[str, Any]) -> str:
-    return f"{env['device']}, {env['threads']} threads, torch {env['torch']}, {env['dtype']}, {env['date']}"

@@ -1,0 +1,78 @@
+"""What a user sees while a command runs: lines on standard output, and how far a long part has come.
+
+On a terminal progress is a bar on standard error; elsewhere it is a plain line at most every few seconds, so that a
+log holds no carriage returns and a long part is never silent.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+Say = Callable[[str], object]
+"""Told one line."""
+
+SECONDS_BETWEEN_LINES = 4.0
+
+Item = TypeVar("Item")
+
+
+def say(line: str) -> None:
+    """Print a line above any bar."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def say_nothing(line: str) -> None:
+    """`say` of a quiet command, and of all ranks but the first."""
+    del line
+
+
+class Progress:
+    """How far `total` units of work have come; use it in a `with` block and call `update`.
+
+    Args:
+        what: is being done, such as `sample`.
+        total: units.
+        unit: of the count.
+        quiet: show nothing.
+    """
+
+    def __init__(self, what: str, total: int, unit: str = "step", *, quiet: bool = False) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.done = 0
+        self._bar: Any = None
+        self._prints = not quiet and not sys.stderr.isatty()
+        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+        if not quiet and not self._prints:
+            self._bar = tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, count: int = 1) -> None:
+        """`count` more units are done."""
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(count)
+        elif self._prints and time.monotonic() >= self._next_line and self.done < self.total:
+            say(f"{self.what}: {self.done} of {self.total} {self.unit}s")
+            self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+
+
+def progress(
+    items: Iterable[Item], what: str, total: int, unit: str = "step", *, quiet: bool = False
+) -> Iterator[Item]:
+    """The items, with `Progress` over them."""
+    with Progress(what, total, unit, quiet=quiet) as bar:
+        for item in items:
+            yield item
+            bar.update()

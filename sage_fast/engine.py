@@ -1,0 +1,119 @@
+"""The optimizer side of training: backward, gradient reduction, step, averaged weights, and their part of a checkpoint.
+
+Every method is collective: all ranks call it. The trainer asks for nothing else, so an engine that shards weights or
+optimizer state can take this one's place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sage_fast.config import TrainConfig
+from sage_fast.distributed import all_reduce, barrier, rank, world_size
+from sage_fast.errors import NonFiniteError
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
+
+
+class Engine:
+    """AdamW over the trainable weights; under torchrun every rank holds them whole (data parallel).
+
+    Args:
+        policy: its trainable parameters are optimised.
+        config: learning rate, weight decay, clipping, EMA.
+
+    Attributes:
+        steps: optimizer steps so far.
+        ema: averaged weights; None if `train.ema_decay` is 0.
+    """
+
+    def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig) -> None:
+        self.policy = policy
+        self.config = config
+        self.parameters = list(policy.parameters().values())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.999)
+        )
+        self.steps = 0
+        self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch, a scalar loss that is a share of the mean over all ranks."""
+        loss.backward()
+
+    def step(self) -> float:
+        """Reduce, clip and apply the accumulated gradients; returns their norm before clipping.
+
+        Raises:
+            NonFiniteError: the norm is not finite; the weights are left as they were.
+        """
+        self._reduce_gradients()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self._update_ema()
+        return norm
+
+    def _reduce_gradients(self) -> None:
+        """Mean over the ranks; a weight without a gradient on every rank keeps none (and is not decayed)."""
+        if world_size() == 1:
+            return
+        present = torch.tensor([p.grad is not None for p in self.parameters], device=self.policy.device).int()
+        all_reduce(present, "max")
+        for p, used in zip(self.parameters, present.tolist()):
+            if used:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                all_reduce(p.grad).div_(world_size())
+
+    @torch.no_grad()
+    def _update_ema(self) -> None:
+        if self.ema is not None:
+            for name, p in self.policy.parameters().items():
+                self.ema[name].lerp_(p, 1 - self.config.ema_decay)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give the policy its averaged weights for a block; without an average, leave it as it is."""
+        with contextlib.nullcontext() if self.ema is None else self.policy.using(self.ema):
+            yield
+
+    def save(self, folder: Path) -> None:
+        """Write weights, averaged weights and optimizer state into `folder`, which exists; the first rank writes."""
+        if rank() == 0:
+            save_state(self.policy.snapshot(), folder / "trainable.safetensors")
+            if self.ema is not None:
+                save_state(self.ema, folder / "ema.safetensors")
+            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        with self.averaged_weights():  # those that are evaluated and sampled
+            self.save_weights(folder)
+
+    def load(self, folder: Path, steps: int) -> None:
+        """Restore what `save` wrote at optimizer step `steps`."""
+        device = self.policy.device
+        self.policy.load(load_file(folder / "trainable.safetensors", device=str(device)))
+        if self.ema is not None:
+            self.ema = load_file(folder / "ema.safetensors", device=str(device))
+        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+        self.steps = steps
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the policy's present weights into `folder` in diffusers format; the first rank writes."""
+        if rank() == 0:
+            self.policy.save_weights(folder)
+        barrier()
+
+
+def save_state(state: State, file: Path) -> None:
+    """A safetensors file of `state`, from whatever layout its tensors have in memory."""
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)

@@ -1,1 +1,0 @@
-"""Optimisation, data parallelism and checkpoints."""

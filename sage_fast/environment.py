@@ -1,0 +1,84 @@
+"""What a process runs on: versions, commit, device and free memory; recorded with every run and every measurement."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sage_fast import __version__
+from sage_fast.ops import implementation
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What is needed to repeat a result: commit, date, device, threads, operators and versions."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "sage_fast": __version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "operators": implementation(device),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that the package was imported from, `+changes` after it; None for an installed one."""
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / ".git").exists():
+        return None
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    try:
+        head, changes = (
+            subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout that it does not trust
+        return None
+    return head + "+changes" * bool(changes)
+
+
+def device_name(device: torch.device) -> str:
+    """Such as `NVIDIA H200` or `AMD EPYC 9V74 80-Core Processor`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that PyTorch could still get on `device`, including what it holds in reserve."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # MemAvailable counts the page cache, which gives way; MemFree does not
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def format_bytes(count: float) -> str:
+    """In the largest unit that fits, such as `15.51 GiB`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,74 @@
+"""What every measurement shares: ceilings, interleaved timing, the head line of a table, and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+H200_BF16_FLOPS = 790e12
+"""FLOP/s of a large bf16 matrix product on one H200, measured (DESIGN of this project, not a run of this code)."""
+H200_BYTES_PER_SECOND = 4.3e12
+"""Bandwidth of a copy on one H200, measured, of the same source."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_timer(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    """A function that runs `function` once and returns its seconds, the device's work included."""
+
+    def measure() -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return measure
+
+
+def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """name -> seconds of each round; in a round every timer runs once, so that all meet the same noise."""
+    seconds: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            seconds[name].append(timer())
+    return seconds
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """p20, p50 and p80."""
+    values = torch.tensor(seconds, dtype=torch.float64)
+    return dict(zip(("p20", "p50", "p80"), values.quantile(values.new_tensor([0.2, 0.5, 0.8])).tolist()))
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """FLOP/s of the fastest of several large square matrix products: what this device gives now, in this dtype."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    timer = host_timer(lambda: a @ b, device)
+    best, stop = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < stop:
+        best = min(best, timer())
+    return 2 * size**3 / best
+
+
+def head_line(environment: Mapping[str, Any]) -> str:
+    """First line of every table: device, threads, versions, date."""
+    parts = [environment["device"], f"{environment['threads']} threads", f"torch {environment['torch']}"]
+    parts += [str(environment[key]) for key in ("dtype", "operators", "date") if key in environment]
+    return ", ".join(parts)
+
+
+def write_json(result: Mapping[str, Any], path: Path) -> None:
+    """A result file, readable by a person."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

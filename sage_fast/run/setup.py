@@ -1,0 +1,78 @@
+"""What every command loads before it samples, trains or measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+
+from sage_fast.config import AttentionBackend, Config
+from sage_fast.data.embeddings import encode_cached
+from sage_fast.data.prompts import read_prompts
+from sage_fast.distributed import barrier, initialize, rank, world_size
+from sage_fast.environment import format_bytes, free_bytes
+from sage_fast.errors import UserError
+from sage_fast.policy.load import Model, check_path, load_model
+from sage_fast.policy.text import TextEmbedding
+from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.rollout.trajectories import trajectory_bytes
+
+
+@dataclasses.dataclass(kw_only=True)
+class Setup:
+    """Everything a command needs before it samples or trains; `embeddings` are filled by `encode`."""
+
+    config: Config
+    model: Model
+    reward: CompositeReward
+    prompts: list[str]
+    eval_prompts: list[str]
+    embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
+
+    def encode(self, cache: Path, *, quiet: bool) -> None:
+        """Embed all prompts; one rank fills the cache, all read it."""
+        folder = Path(self.config.data.embedding_cache or cache)
+        wanted = list(dict.fromkeys(["", *self.prompts, *self.eval_prompts]))
+        source = f"{self.model.path} {self.config.model.dtype}"
+        if rank() == 0:
+            encode_cached(wanted, self.model.load_encoder, folder, source, quiet)
+        barrier()
+        self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, source, quiet=True)
+
+
+def load_setup(config: Config, prompts: list[str] | None = None, attention: AttentionBackend | None = None) -> Setup:
+    """Read prompts, then the reward, then the model: what is cheap to find wrong comes first.
+
+    Args:
+        prompts: in place of the configured prompt files.
+        attention: in place of `model.attention`.
+    """
+    train_prompts = read_prompts(config.data.prompts) if prompts is None else prompts
+    eval_prompts = read_prompts(config.data.eval_prompts) if prompts is None else prompts
+    check_path(config.model.path)
+    reward = CompositeReward(load_reward(config.reward), config.reward)
+    settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
+    model = load_model(settings, config.sampling, initialize(), config.seed)
+    return Setup(config=config, model=model, reward=reward, prompts=train_prompts, eval_prompts=eval_prompts)
+
+
+def check_trajectories(config: Config, model: Model) -> str:
+    """Size of an iteration's stored rollouts on this rank, in words.
+
+    Raises:
+        UserError: more than is free where they are to be held.
+    """
+    samples = -(-config.train.prompts_per_iteration * config.train.group_size // world_size())
+    size = sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), samples))
+    device = model.policy.device
+    on_gpu = device.type == "cuda" and not config.sampling.offload_trajectories
+    free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")
+    if size > free:
+        way = "set sampling.offload_trajectories = true, or " if on_gpu else ""
+        raise UserError(
+            f"the rollouts of an iteration take {format_bytes(size)} of {where}; {format_bytes(free)} are free; "
+            f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
+        )
+    return f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"

@@ -1,0 +1,178 @@
+"""One run from configuration to report: checks, model, evaluation before and after, iterations, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sage_fast.config import AttentionBackend, Config
+from sage_fast.console import Say, say, say_nothing
+from sage_fast.distributed import initialize, rank, shutdown, world_size
+from sage_fast.environment import environment
+from sage_fast.metrics import REWARD_PART
+from sage_fast.report.comparison import format_paired_table, paired_table
+from sage_fast.report.page import write_report
+from sage_fast.report.videos import comparison_sheet
+from sage_fast.rollout.schedule import check_trainable
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.evaluation import Evaluation, evaluate
+from sage_fast.run.folder import check_output, claim_output, save_videos
+from sage_fast.run.setup import Setup, check_trajectories, load_setup
+from sage_fast.run.trackers import MetricsWriter
+from sage_fast.trainer import Trainer
+
+
+def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
+    """Train, and leave a run folder with a report; whatever stops it leaves a checkpoint that `resume` continues.
+
+    Returns:
+        The run folder.
+    """
+    initialize()
+    check_trainable(config)
+    check_output(config, resume=resume)
+    tell = say if rank() == 0 and not quiet else say_nothing
+    setup = load_setup(config, attention=_attention_of(config, resume))
+    trajectories = check_trajectories(config, setup.model)
+    run = claim_output(config, resume=resume)
+    setup.encode(run / "embeddings", quiet=tell is say_nothing)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, tell)
+    start = _resume(trainer, run) if resume else 0
+    describe(trainer, run, tell)
+    tell(trajectories)
+    evaluations = []
+    if not (run / "eval" / "before.json").exists():
+        evaluations.append(_evaluate(trainer, setup, run, "before", 0, tell))
+    writer = MetricsWriter(run, start) if rank() == 0 else None
+    done = start
+    try:
+        for index in range(start, config.train.iterations):
+            row = trainer.iteration(index)
+            done = index + 1
+            if writer is not None:
+                writer.write(row)
+            tell(format_row(row, config.train.iterations))
+            if config.eval.interval and done % config.eval.interval == 0 and done < config.train.iterations:
+                evaluations.append(_evaluate(trainer, setup, run, f"iteration-{done:06d}", done, tell))
+            if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
+                _save(trainer, run, done)
+    except BaseException as reason:
+        # An error may be on one rank alone, where waiting for the others would never end; Ctrl-C reaches them all.
+        if isinstance(reason, KeyboardInterrupt) or world_size() == 1:
+            try:
+                _save(trainer, run, done)
+                tell(f"stopped after {done} iterations; continue with --resume")
+            except OSError as error:
+                tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
+        raise
+    finally:
+        if writer is not None:
+            writer.close()
+    _finish(trainer, setup, run, evaluations, tell)
+    shutdown()
+    return run
+
+
+def _attention_of(config: Config, resume: bool) -> AttentionBackend:
+    """A run goes on with the attention it began with: another measurement could change its bits."""
+    file = Path(config.output) / "run.json"
+    if config.model.attention != "auto" or not resume or not file.is_file():
+        return config.model.attention
+    return json.loads(file.read_text()).get("attention", "auto")
+
+
+def _save(trainer: Trainer, run: Path, iteration: int) -> None:
+    save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
+
+
+def _resume(trainer: Trainer, run: Path) -> int:
+    """Restore the newest checkpoint; returns the iteration to go on with."""
+    found = load_checkpoint(run, trainer.engine, trainer.device)
+    if found is None:
+        return 0
+    iteration, counters, anchor = found
+    trainer.load_state_dict(counters, anchor)
+    return iteration
+
+
+def _finish(trainer: Trainer, setup: Setup, run: Path, evaluations: list[Evaluation], tell: Say) -> None:
+    """Save the weights, evaluate them, and write the comparison and the report."""
+    with trainer.engine.averaged_weights():
+        trainer.engine.save_weights(run / "weights")
+    evaluations.append(_evaluate(trainer, setup, run, "after", trainer.config.train.iterations, tell))
+    if rank() == 0:
+        shown = [*evaluations[:2], evaluations[-1]]
+        columns = {f"{e.iteration} iterations" if e.iteration else "base": e.videos for e in shown}
+        comparison_sheet(columns, evaluations[-1].prompts[: len(evaluations[-1].videos)]).save(run / "comparison.png")
+        before, after = (json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
+        tell(format_paired_table(paired_table(before, after)))
+        tell(f"report: {write_report(run)}")
+
+
+def _evaluate(trainer: Trainer, setup: Setup, run: Path, name: str, iteration: int, tell: Say) -> Evaluation:
+    """Evaluate the averaged weights if there are any; scores and videos go into the run folder."""
+    tell(f"evaluate ({name})")
+    with trainer.engine.averaged_weights():
+        result = evaluate(
+            setup.config,
+            setup.model,
+            setup.reward,
+            setup.eval_prompts,
+            setup.embeddings,
+            iteration=iteration,
+            quiet=tell is say_nothing,
+        )
+    if rank() == 0:
+        (run / "eval").mkdir(exist_ok=True)
+        (run / "eval" / f"{name}.json").write_text(json.dumps(result.to_json()))
+        save_videos(result.videos, result.prompts, run / "videos" / name, setup.model.fps)
+    return result
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def describe(trainer: Trainer, run: Path, tell: Say) -> None:
+    """Print and record what this run is made of."""
+    parameters = sum(p.numel() for p in trainer.policy.transformer.parameters())
+    trainable = sum(p.numel() for p in trainer.engine.parameters)
+    facts = environment(trainer.device) | {
+        "ranks": world_size(),
+        "attention": trainer.model.attention,
+        "attention_milliseconds": trainer.model.attention_milliseconds,
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
+        "sampler": trainer.config.sampling.sampler,
+        "notes": list(trainer.full_table.notes),
+        "sigmas": trainer.full_table.sigmas.tolist(),
+        "transition_std": trainer.full_table.c.tolist(),
+        "equalizer": trainer.equalizer.tolist(),
+    }
+    if rank() == 0:
+        (run / "run.json").write_text(json.dumps(facts, indent=1))
+    tell(f"{facts['device']} x {world_size()}, {facts['threads']} threads")
+    tell(f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained; operators: {facts['operators']}, "
+         f"attention: {facts['attention']}")  # fmt: skip
+    if measured := trainer.model.attention_milliseconds:
+        tell("attention, forward and backward: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in measured.items()))
+    tell(f"decode: {facts['decode']}")
+    for note in trainer.full_table.notes:
+        tell(f"note: {note}")
+
+
+def format_row(row: dict[str, Any], iterations: int) -> str:
+    """Two lines of numbers for an iteration, within 80 columns for up to four parts of the reward."""
+    parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
+    label = f"{row['iteration'] + 1:>5}/{iterations}"
+    first = f"{label}  reward {row['reward/mean']:.4f}  std {row['reward/std']:.3f}  "
+    first += " ".join(f"{part} {value:.3f}" for part, value in parts.items())
+    if "ratio/mean" in row:
+        second = (
+            f"kl {row['kl/anchor']:.1e}  ratio 1{row['ratio/min'] - 1:+.1e}/{row['ratio/max'] - 1:+.1e}  "
+            f"clip {row['ratio/clip_fraction']:.2f}  |g| {row['grad_norm']:.1e}  "
+        )
+    else:
+        second = "no update: the rewards of every group are equal  "
+    return f"{first}\n{'':>{len(label)}}  {second}{row['time/total']:.1f} s"
