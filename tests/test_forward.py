@@ -50,10 +50,21 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, HunyuanVideo15Policy]:
     trainer = tiny_trainer(settings(model__tuning=getattr(request, "param", "lora")))
     perturb(trainer)
     ours = trainer.policy
-    stock = copy.deepcopy(ours.transformer)
-    for block in stock.transformer_blocks:
-        del block.forward  # ours; the class has its own
-    return stock, ours
+    return copy.deepcopy(ours.transformer), ours
+
+
+def test_a_policy_leaves_the_transformer_as_it_was(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
+    """Its own forward, no patched method, no hook; our blocks are modules of their own, for hooks to hold on to."""
+    _, ours = pair
+    transformer = ours.transformer
+    assert not any("forward" in vars(module) for module in transformer.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in transformer.modules())
+    called = []
+    for layer, block in enumerate(ours.forward.blocks):
+        block.register_forward_hook(lambda *_, layer=layer: called.append(layer))
+    x, sigma, text = inputs(PROMPTS)
+    ours.velocity(x, ours.condition(sigma, text))
+    assert called == list(range(len(transformer.transformer_blocks)))
 
 
 def inputs(prompts: list[str]) -> tuple[Tensor, Tensor, TextBatch]:

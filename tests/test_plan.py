@@ -138,9 +138,8 @@ def block_and_inputs(tuning: str, dtype: torch.dtype) -> tuple[torch.nn.Module, 
         add_lora(transformer, rank=1, alpha=1, targets=ModelConfig().lora_targets, seed=0)
     streams = [torch.randn(1, count, 256, dtype=dtype, requires_grad=True) for count in (120, 40)]
     modulation = torch.randn(1, 2, 6, 256, dtype=dtype)
-    TextToVideoForward(transformer)
     inputs = [*streams, modulation, None, torch.randn(120, 32, 2), ATTENTION["sdpa"], False]
-    return transformer.transformer_blocks[0], inputs
+    return TextToVideoForward(transformer).blocks[0], inputs
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

@@ -271,13 +271,15 @@ def test_timestep_stays_float32_in_a_bfloat16_model(checkpoint: Path, embeddings
     sigma = torch.tensor([0.9987654])
     rounded = (1000 * sigma).bfloat16()
     assert abs(rounded.float() - 1000 * sigma) > 1  # 998.77 becomes 1000
-    seen: list[tuple[Tensor, Tensor]] = []
-    hook = time_embed.register_forward_hook(
-        lambda module, args, kwargs, out: seen.append((args[0], out)), with_kwargs=True
-    )
+    seen: list[Tensor] = []
+    hooks = [
+        time_embed.time_proj.register_forward_hook(lambda module, args, out: seen.append(args[0])),
+        time_embed.timestep_embedder.register_forward_hook(lambda module, args, out: seen.append(out)),
+    ]
     velocity(policy, noise(1, *SPACE), sigma, text_of(embeddings, PLAIN, dtype=torch.bfloat16))
-    hook.remove()
-    timestep, temb = seen[0]
+    for hook in hooks:
+        hook.remove()
+    timestep, temb = seen
     assert timestep.dtype == torch.float32
     torch.testing.assert_close(timestep, 1000 * sigma, rtol=0, atol=0)
     assert temb.dtype == torch.bfloat16

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15
-from torch import Tensor
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+from torch import Tensor, nn
 
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
@@ -21,7 +21,7 @@ PADDED_TEXT, PADDED_GLYPHS, IMAGE_TOKENS = 1000, 256, 729
 
 @dataclasses.dataclass(frozen=True)
 class StockConditioning:
-    """What the stock forward is given: it computes everything else anew in every forward."""
+    """What the stock forward is given: it computes everything else in every forward."""
 
     sigma: Tensor
     text: TextBatch
@@ -55,6 +55,12 @@ class StockPolicy(HunyuanVideo15Policy):
     """The policy through diffusers' own forward. `padded` pads the text as the published pipeline does."""
 
     padded = False
+
+    def __init__(self, transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> None:
+        super().__init__(transformer, **options)
+        # The stock forward hands its fp32 timestep to an embedder that may have bf16 weights.
+        transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
+
     conditioning_is_frozen = False  # nothing is computed beforehand
 
     def velocity(self, x: Tensor, conditioning: Any) -> Tensor:
@@ -96,6 +102,10 @@ class StockDecoder(VideoDecoder):
         latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
         video = self.vae.decode(latents, return_dict=False)[0]
         return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
+
+
+def _match_weight_dtype(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(arg.to(next(module.parameters()).dtype) for arg in args)
 
 
 def _padded(tokens: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,17 @@
 """The forward of HunyuanVideo 1.5 without what text-to-video rollouts do not need.
 
 diffusers' own forward finds the valid text tokens with boolean indexing (12 B + 1 host synchronisations), masks padding
-that is not there, builds a [B, 1, S, S] mask in every block and computes the rotary tables, AdaLN and the refined text
-anew. Here a batch whose prompts have one length runs with no mask at all, so that any attention kernel can serve it and
-nothing synchronises; a batch of mixed lengths masks keys alone. Every weight is that of a stock module, so LoRA,
-gradient checkpointing and `state_dict` are untouched.
+even if nothing is padded, builds a [B, 1, S, S] mask in every block, and computes the rotary tables, AdaLN and the
+refined text every time. Here a batch whose prompts have one length runs with no mask at all, so that any attention
+kernel can serve it and nothing synchronises; a batch of mixed lengths masks keys alone. Every weight is that of a stock
+module, which stays as it is: its own forward still runs, and LoRA and `state_dict` know nothing of this one.
 
 Attention knows no order among text tokens (only video tokens are rotated), so their order does not matter.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,23 +26,37 @@ from sage_fast.policy.conditioning import Conditioning
 from sage_fast.policy.text import TextBatch
 
 
-class TextToVideoForward:
+class TextToVideoBlock(nn.Module):
+    """Runs `block_forward` over a stock block; a module, for hooks (FSDP, ZeRO, profilers) to hold on to.
+
+    Args:
+        block: a HunyuanVideo15TransformerBlock.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.function: Callable[..., tuple[Tensor, Tensor]] = block_forward
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return self.function(self.block, *arguments)
+
+
+class TextToVideoForward(nn.Module):
     """`velocity = forward(x, conditioning)` over the modules of a stock transformer.
 
     Args:
-        transformer: its blocks learn this forward beside their own.
+        transformer: shares its weights.
     """
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
+        super().__init__()
         self.transformer = transformer
         self.attention: Attention = ATTENTION["sdpa"]
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
-        self.blocks = list(transformer.transformer_blocks)
-        for block in self.blocks:
-            # Blocks stay what is called, so that hooks on them (FSDP, ZeRO, profilers) keep working.
-            block.forward = functools.partial(_stock_or_ours, block)
+        self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
 
-    def __call__(self, x: Tensor, conditioning: Conditioning) -> Tensor:
+    def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
         """Velocity.
 
         Args:
@@ -63,7 +77,8 @@ class TextToVideoForward:
             mask = F.pad(mask, (hidden.shape[1], 0), value=True)
         for layer, block in enumerate(self.blocks):
             modulation = conditioning.modulation[:, layer]
-            arguments = (hidden, context, modulation, mask, rotary, self.attention, block is self.blocks[-1])
+            is_last = layer == len(self.blocks) - 1
+            arguments = (hidden, context, modulation, mask, rotary, self.attention, is_last)
             if model.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, context = model._gradient_checkpointing_func(block, *arguments)
             else:
@@ -79,12 +94,16 @@ class TextToVideoForward:
     def compile_blocks(self) -> None:
         """Run the blocks through torch.compile; the block is an argument, so that all of them share one compilation."""
         compiled = torch.compile(block_forward, dynamic=False)
-        self.blocks = [functools.partial(compiled, block) for block in self.transformer.transformer_blocks]
+        for block in self.blocks:
+            assert isinstance(block, TextToVideoBlock)
+            block.function = compiled
 
     def modulation(self, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]` and the last norm's `[R, 2, d]`."""
         model = self.transformer
-        temb = F.silu(model.time_embed(timestep)).to(dtype)
+        # The timestep stays fp32 up to the sinusoid: one in bf16 is off by up to 2 units of 1000.
+        sinusoid, embedder = model.time_embed.time_proj(timestep), model.time_embed.timestep_embedder
+        temb = F.silu(embedder(sinusoid.to(next(embedder.parameters()).dtype))).to(dtype)
         streams = [
             norm.linear(temb) for block in model.transformer_blocks for norm in (block.norm1, block.norm1_context)
         ]
@@ -133,10 +152,3 @@ class TextToVideoForward:
             cos, sin = self.transformer.rope(x)  # [N, head_dim], each value twice
             self._rotary[key] = torch.stack([cos[:, ::2], sin[:, ::2]], dim=-1)
         return self._rotary[key]
-
-
-def _stock_or_ours(block: Any, hidden: Tensor, context: Tensor, modulation: Tensor, *arguments: Any) -> Any:
-    """Our forward passes AdaLN `[1 or B, 2, 6, d]`, the stock one the timestep's embedding `[B, d]`."""
-    if modulation.ndim == 4:
-        return block_forward(block, hidden, context, modulation, *arguments)
-    return type(block).forward(block, hidden, context, modulation, *arguments)

@@ -34,10 +34,6 @@ ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
-def _match_weight_dtype(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(arg.to(next(module.parameters()).dtype) for arg in args)
-
-
 class HunyuanVideo15Policy:
     """A text-to-video velocity network with trainable weights.
 
@@ -55,8 +51,6 @@ class HunyuanVideo15Policy:
         self.guidance_scale = guidance_scale
         self.forward = TextToVideoForward(transformer)
         self.latent_channels: int = transformer.config.out_channels
-        # The timestep stays fp32 up to the sinusoid (a bf16 timestep is off by up to 2 units of 1000).
-        transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
 
     @property
     def device(self) -> torch.device:

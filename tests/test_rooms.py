@@ -1,0 +1,87 @@
+"""The layout: imports point one way, files stay readable, and a name added in one of its two places fails loudly."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "sage_fast"
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Modules that a file imports at any depth, `sage_fast.x.y`; those for type checkers alone do not count."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def rooms() -> dict[str, set[str]]:
+    """Room -> the rooms that it imports; a room is a folder of the package, or a file on its ground floor."""
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()} - {"__init__"}
+    arrows: dict[str, set[str]] = {name: set() for name in names}
+    for file in PACKAGE.rglob("*.py"):
+        own = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for module in imports_of(file):
+            parts = module.split(".")
+            if own in names and parts[0] == "sage_fast" and len(parts) > 1 and parts[1] in names - {own}:
+                arrows[own].add(parts[1])
+    return arrows
+
+
+def test_there_is_no_circle_among_rooms() -> None:
+    left = rooms()
+    assert {"policy", "rollout", "trainer", "run", "measure", "report"} <= left.keys()
+    while free := [name for name, below in left.items() if not below & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"these import each other: { {name: sorted(below & left.keys()) for name, below in left.items()} }"
+
+
+@pytest.mark.parametrize("folder", ["sage_fast", "kernels", "csrc", "benchmarks"])
+def test_files_can_be_read_in_one_go(folder: str) -> None:
+    files = [path for path in (REPOSITORY / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h", ".j2")]
+    assert len(files) > 3
+    long = {str(path.relative_to(REPOSITORY)): len(path.read_text().splitlines()) for path in files}
+    assert {name: lines for name, lines in long.items() if lines > 400} == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "module", "message"),
+    [
+        ("config.py", '"dual"]', '"dual", "triple"]', "objective", "KL_STRATEGIES"),
+        ("objective.py", '    "none": KLStrategy(', '    "triple": KLStrategy(anchor="moving", velocity=True),\n'
+         '    "none": KLStrategy(', "objective", "config.KLStrategyName"),
+        ("config.py", '"exact", "ode"]', '"exact", "ode", "heun"]', "transitions", "SAMPLERS"),
+        ("transitions.py", 'SAMPLERS = {', 'SAMPLERS = {"heun": _ode, ', "transitions", "config.Sampler"),
+        ("config.py", '"xformers"]', '"xformers", "sage"]', "policy.attention", "ATTENTION"),
+        ("policy/attention.py", '    "sdpa": _sdpa,', '    "sdpa": _sdpa,\n    "sage": _sdpa,', "policy.attention",
+         "config.AttentionBackend"),
+    ],
+    ids=["strategy named", "strategy written", "sampler named", "sampler written", "backend named", "backend written"],
+)  # fmt: skip
+def test_a_name_added_in_one_place_only_fails_at_import(
+    file: str, old: str, new: str, module: str, message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "sage_fast", ignore=shutil.ignore_patterns("base", "*.so", "__pycache__"))
+    shutil.copytree(REPOSITORY / "kernels", tmp_path / "kernels")
+    changed = tmp_path / "sage_fast" / file
+    text = changed.read_text()
+    assert text.count(old) == 1, f"{file} no longer holds {old!r} once"
+    changed.write_text(text.replace(old, new))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sage_fast.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "AssertionError" in done.stderr
+    assert message in done.stderr
