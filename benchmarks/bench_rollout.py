@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.measure.rollout import CPU_SIZES, GPU_SIZES, SIZES, Rung, random_transformer
+from benchmarks.conftest import DEVICE, time
+from sage_fast.measure.rollout import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, random_transformer
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
@@ -21,15 +21,9 @@ def rung(request: pytest.FixtureRequest) -> Rung:
 
 
 @pytest.mark.parametrize("path", ["stock", "eager", "compiled", "graphed"])
-@pytest.mark.parametrize("part", ["forward", "step", "rollout", "train"])
+@pytest.mark.parametrize("part", PARTS)
 def test_rollout(benchmark: Any, rung: Rung, part: str, path: str) -> None:
     contenders = rung.contenders(part)
     if path not in contenders:
         pytest.skip(f"no {path} {part} here")
-
-    def run() -> None:
-        contenders[path]()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-
-    benchmark.pedantic(run, rounds=5, warmup_rounds=2)
+    time(benchmark, contenders[path])

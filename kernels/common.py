@@ -1,9 +1,9 @@
-"""Device code that both operators share: coefficient rows, noise in registers, and the second reduction stage.
+"""What the kernels share: of the transitions, rows, noise in registers and the second reduction; of all, launch options.
 
 Tiles. A sample is a run of `numel` contiguous elements, cut into tiles of BLOCK elements held as
 `[BLOCK // VEC, VEC]`: a thread owns VEC neighbours and a warp 32 VEC, so that every access of an aligned sample is one
 vector instruction over an unbroken run of memory, and a Philox call (4 normals) never leaves its thread. VEC is 4
-where any tensor is fp32 and 8 where all have 16 bits, which is 16 bytes a thread for the widest tensor. A larger VEC
+if any tensor is fp32 and 8 if all have 16 bits, which is 16 bytes a thread for the widest tensor. A larger VEC
 would leave gaps between the threads of an fp32 access, or need a trip through shared memory to close them.
 
 Alignment. Triton specialises on pointers and `numel` being multiples of 16, and ALIGNED repeats the latter for the
@@ -78,7 +78,7 @@ def _load(ptr, at, inner, mask):
 
 @triton.jit
 def _mean(a, b, x, v):
-    """a x + b v, rounded alike by both operators."""
+    """a x + b v, rounded alike by step and score."""
     return tl.fma(b, v, a * x)
 
 
@@ -249,7 +249,7 @@ def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, in
     """(programs, rows of each, a power of two) of a sample for the normalisations.
 
     Where every program leaves partial sums they are at most MAX_PROGRAMS over the batch; else a program has one row, or
-    a few where there are many times more rows than a GPU holds programs, to read scale and shift less often. A power
+    a few if there are many times more rows than a GPU holds programs, to read scale and shift less often. A power
     of two, since the kernels are compiled for it.
     """
     most = max(MAX_PROGRAMS // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS

@@ -1,7 +1,7 @@
 """LayerNorm and AdaLN's scale and shift on the GPU, a row of d values at a time in registers.
 
 x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results `[B, S, d]`. Forward: x read and
-the result written once. Backward: gradient and x read, dx written; the sums for scale and shift, where they are wanted,
+the result written once. Backward: gradient and x read, dx written; the sums for scale and shift, if wanted,
 are kept in registers over a program's rows and added in a second stage, without atomics.
 `sage_fast.ops.norm_modulate` is the specification.
 """

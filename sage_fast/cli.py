@@ -223,20 +223,20 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         raise UserError("`bench iteration` and --config FILE go together")
     if options.part == "iteration":
         from sage_fast.config import load
-        from sage_fast.measure import rollout as rollout_bench
+        from sage_fast.measure import iteration
 
-        result = rollout_bench.iterations(load(options.config), options.repetitions)
-        print(rollout_bench.format_iterations(result))
+        result = iteration.run(load(options.config), options.repetitions)
+        print(iteration.format_iterations(result))
     elif options.part == "rollout":
-        from sage_fast.measure import rollout as rollout_bench
+        from sage_fast.measure import rollout
 
-        result = rollout_bench.run(_known(options.size, rollout_bench.SIZES), options.repetitions)
-        print(rollout_bench.format_rollout(result))
+        result = rollout.run(_known(options.size, rollout.SIZES), options.repetitions)
+        print(rollout.format_rollout(result))
     else:
-        from sage_fast.measure import operators as bench
+        from sage_fast.measure import operators
 
-        result = bench.run(_known(options.size, bench.SIZES), options.repetitions)
-        print(bench.format_result(result))
+        result = operators.run(_known(options.size, operators.SIZES), options.repetitions)
+        print(operators.format_result(result))
     if options.json:
         write_json(result, Path(options.json))
     return 0

@@ -62,7 +62,7 @@ class Metrics:
         return row
 
     def by_step(self, steps: int) -> list[float | None]:
-        """Mean of the values collected for each of `steps` transitions; None where there is none."""
+        """Mean of the values collected for each of `steps` transitions; None for a step without any."""
         local = {
             step: (float(torch.stack(values).double().sum()), len(values)) for step, values in self._by_step.items()
         }
@@ -127,7 +127,7 @@ def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
 
 
 class Stopwatch:
-    """Seconds by phase, each a named range for profilers too; waits for the device where a phase ends."""
+    """Seconds by phase, each a named range for profilers too; waits for the device when a phase ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -20,7 +20,7 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps:
 
     Args:
         rewards: float `[P, G]`, one row per group.
-        valid: bool `[P, G]`; False leaves a sample out of its group's statistics and gives it advantage 0.
+        valid: bool `[P, G]`; False excludes a sample from its group's statistics and gives it advantage 0.
         clamp: bound on |A|.
         eps: constant of Eq. 10.
 
@@ -124,7 +124,7 @@ def sage_loss(
         log_prob, kl_anchor, kl_old: of the policy in training.
         log_prob_old: of the rollout.
         advantage: A_i.
-        equalizer: S_t of each transition (ones where it is switched off).
+        equalizer: S_t of each transition (ones if it is switched off).
         kl_weight: lambda_KL.
     """
     policy = -equalizer * surrogate(log_prob, log_prob_old, advantage, objective.surrogate, objective.clip_range)
@@ -149,7 +149,7 @@ def sage_loss(
 class KLController:
     """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observed KLs (Eq. 42).
 
-    Eq. 42 lowers lambda where the KL is too large ("relax"); `ppo` is the usual, opposite direction. The KL given to
+    Eq. 42 lowers lambda when the KL is too large ("relax"); `ppo` is the usual, opposite direction. The KL given to
     `update` must be the same on every rank, so that lambda is.
     """
 

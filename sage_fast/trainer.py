@@ -24,7 +24,7 @@ from sage_fast.objective import (
     stores_rollout_velocities,
     uses_anchor,
 )
-from sage_fast.ops import transition_score
+from sage_fast.ops import Row, transition_score
 from sage_fast.policy.conditioning import Conditioning, ConditioningTable
 from sage_fast.policy.hunyuan import State
 from sage_fast.policy.load import Model
@@ -143,7 +143,7 @@ class Trainer:
     # -- rollout ------------------------------------------------------------------------------------------------------
 
     def _equalizer(self) -> Tensor:
-        """S_t by step, float32 `[T]`; ones where it is switched off."""
+        """S_t by step, float32 `[T]`; ones if it is switched off."""
         if not self.config.objective.equalizer:
             return torch.ones(len(self.full_table), device=self.device)
         return self.full_table.equalizer(self.config.objective.log_prob).to(self.device, torch.float32)
@@ -245,12 +245,12 @@ class Trainer:
     ) -> None:
         """Norm of the gradient that reaches the velocity through the log-prob, which the equalizer levels (Eq. 38).
 
-        |d loss / d log_prob| 2 |w b| sqrt(mean(residual^2) / D), with mean(residual^2) = (log_prob - k) / w: numbers of
-        shape `[B]` alone, no pass over the latents.
+        |d loss / d log_prob| 2 |w b| sqrt(mean(residual^2) / D), with mean(residual^2) = (log_prob - k) / w: only
+        numbers of shape `[B]`, no pass over the latents.
         """
-        _, b, _, w, k, _ = batch.coefs[list(steps)].unbind(1)
-        residual = ((log_prob.detach() - k) / w).clamp(min=0)
-        scale = 2 * (w * b).abs() * (residual / math.prod(self.latent_shape)).sqrt() / weight
+        at = Row(*batch.coefs[list(steps)].unbind(1))
+        residual = ((log_prob.detach() - at.k) / at.w).clamp(min=0)
+        scale = 2 * (at.w * at.b).abs() * (residual / math.prod(self.latent_shape)).sqrt() / weight
         log_prob.register_hook(lambda grad: metrics.add_by_step(steps, grad.abs() * scale))
 
     def _score(self, batch: _Batch, micro: Sequence[Transition]) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 Rectified flow writes x_s = (1-s) x0 + s z with velocity v = dx/ds = z - x0, so x0_hat = x - s v,
 z_hat = x + (1-s) v and score = -z_hat / s. A step from s = sigma_t to n = sigma_{t+1} of every sampler in this
-field is an affine Gaussian transition whose three scalars depend on the step alone. They are computed here once, in
+field is an affine Gaussian transition whose three scalars depend only on the step. They are computed here once, in
 float64, on the host; the operators in `sage_fast.ops` only ever see the finished table.
 
     SDE family, integrated variance S, d = s - n           coefficient-preserving family, r = noise that is kept

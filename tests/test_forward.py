@@ -161,7 +161,7 @@ def test_what_is_trained_decides_what_may_be_tabulated() -> None:
 
 
 def test_a_lora_on_adaln_is_trained() -> None:
-    """Its rollouts read a table made by the present weights, its updates make AdaLN anew."""
+    """Its rollouts read a table made by the present weights, its updates compute AdaLN again."""
     config = settings(model__lora_targets=r"transformer_blocks\.\d+\.norm1\.linear", train__optimizer_steps=2)
     row = tiny_trainer(config).iteration(0)
     assert row["grad_norm"] > 0

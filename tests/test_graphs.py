@@ -1,4 +1,4 @@
-"""Recorded denoising steps: the same bits as without, bounded, recorded anew where weights are replaced.
+"""Recorded denoising steps: the same bits as without, bounded, recorded again after weights are replaced.
 
 Without a GPU a recording runs its Python again over the same buffers: everything but CUDA's own replay is what a GPU
 runs. The tests at the end need one.

@@ -85,7 +85,7 @@ def test_trained_parameters_are_those_of_peft() -> None:
 
 
 class Saved:
-    """What autograd keeps for the backward, the weights and other tensors of `aside` left out."""
+    """What autograd keeps for the backward, except weights and other tensors of `aside`."""
 
     def __init__(self, *aside: torch.Tensor) -> None:
         self.aside = {tensor.untyped_storage().data_ptr() for tensor in aside}
@@ -160,7 +160,7 @@ def test_training_flops(tuning: str) -> None:
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_of_a_block(tuning: str, dtype: torch.dtype) -> None:
-    """Within 5 %: the norms' statistics and the adapters' inner activations are left out of the formula."""
+    """Within 5 %: the formula does not count the norms' statistics and the adapters' inner activations."""
     block, inputs = block_and_inputs(tuning, dtype)
     kept = Saved(*block.parameters(), *inputs[:3], inputs[4])
     with kept.hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=tuning == "full" and dtype == torch.bfloat16):

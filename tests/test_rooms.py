@@ -14,7 +14,7 @@ PACKAGE = REPOSITORY / "sage_fast"
 
 
 def imports_of(file: Path) -> Iterator[str]:
-    """Modules that a file imports at any depth, `sage_fast.x.y`; those for type checkers alone do not count."""
+    """Modules that a file imports at any depth, `sage_fast.x.y`; those only for type checkers do not count."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

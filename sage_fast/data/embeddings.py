@@ -21,7 +21,7 @@ def _digest(*parts: str) -> str:
 def encode_cached(
     prompts: Sequence[str], encoder_factory: Callable[[], Encoder], cache: Path, model: str, quiet: bool = False
 ) -> dict[str, TextEmbedding]:
-    """Embeddings of `prompts`, read from `cache` where they are; the text encoders load only if one is missing.
+    """Embeddings of `prompts`, read from `cache` if they are there; the text encoders load only if one is missing.
 
     Args:
         prompts: duplicates are encoded once.
@@ -48,7 +48,7 @@ def encode_cached(
 
 
 def _read(file: Path) -> TextEmbedding | None:
-    """None where the file is missing or broken."""
+    """None if the file is missing or broken."""
     try:
         return TextEmbedding(**load_file(file))
     except (FileNotFoundError, SafetensorError):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.console import progress
 from sage_fast.environment import environment
 from sage_fast.measure.harness import (
     H200_BF16_FLOPS,
@@ -243,18 +244,17 @@ def run(sizes: Sequence[str] | None = None, repetitions: int = 15) -> dict[str, 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if name != "tiny"])
     rows = []
-    for operator in ("transition_step", "transition_score"):
-        for name in names:
-            times = measure(operator, SIZES[name], device, repetitions)
-            rows.append(
-                {
-                    "operator": operator,
-                    "size": name,
-                    "shape": list(SIZES[name]),
-                    "bytes": bytes_moved(operator, math.prod(SIZES[name])),
-                    "seconds": times,
-                }
-            )
+    work = list(itertools.product(("transition_step", "transition_score"), names))
+    for operator, name in progress(work, "operators", len(work), "row"):
+        rows.append(
+            {
+                "operator": operator,
+                "size": name,
+                "shape": list(SIZES[name]),
+                "bytes": bytes_moved(operator, math.prod(SIZES[name])),
+                "seconds": measure(operator, SIZES[name], device, repetitions),
+            }
+        )
     return {"environment": environment(device), "rows": rows}
 
 

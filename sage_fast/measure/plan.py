@@ -36,7 +36,7 @@ def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> 
         layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner
 
     with mlp ratio r = 4 (so 24 d^2), N video and L text tokens, one more token's worth for the modulation of both
-    streams, and the same two terms over the L text tokens alone for the refiner. Left out: time and text embedders,
+    streams, and the same two terms over the L text tokens for the refiner. Not counted: time and text embedders,
     normalisation, elementwise work.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
@@ -64,7 +64,7 @@ def training_flops(forward: float, attention: float, *, checkpointing: bool, fro
 
     A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
     for that in its weight. Attention's is five products against two, since fused kernels recompute the scores. The
-    adapter's own products are left out: about r / d of the linear part.
+    adapter's own products are not counted: about r / d of the linear part.
     """
     linear = forward - attention
     return linear * (1 + checkpointing + (1 if frozen_base else 2)) + attention * (1 + checkpointing + 2.5)
@@ -249,12 +249,12 @@ def format_plan(plan: Plan) -> str:
         work("together", sum(plan.forwards.values()), sum(parts.values())),
         f"  The time is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an",
         f"  H200), with {plan.text_tokens} text tokens a prompt. Training holds the backward, and the recomputation",
-        "  where there is one. The anchor is free in the iteration after its refresh. Left out: decode, rewards.",
+        "  with checkpointing. The anchor is free in the iteration after its refresh. Not counted: decode, rewards.",
         "",
         "memory on each GPU while it trains",
         *(line(part, format_bytes(count)) for part, count in plan.memory.items()),
         line("together", format_bytes(sum(plan.memory.values()))),
-        "  Left out: autoencoder, text encoders, rewards, fragmentation.",
+        "  Not counted: autoencoder, text encoders, rewards, fragmentation.",
         "",
         "for comparison",
         *(line(part, format_bytes(count)) for part, count in plan.other_memory.items()),

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import DeviceType
 
 from sage_fast.config import Config
-from sage_fast.console import progress
+from sage_fast.console import progress, say
 from sage_fast.distributed import initialize, world_size
 from sage_fast.environment import environment
 from sage_fast.errors import UserError
@@ -99,12 +99,14 @@ def profile_iteration(
     if not window_only and (folder / "profile.json").exists():
         raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
     with ranges("nvtx" if window_only else "torch"):
+        say("loading the model")
         setup = load_setup(config)
         folder.mkdir(parents=True, exist_ok=True)
         setup.encode(folder / "embeddings", quiet=True)
         trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
         for index in progress(range(warmup), "warm-up", warmup, "iteration"):
             trainer.iteration(index)
+        say("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
         expected = plan(config, transformer_config(config.model.path))
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
@@ -151,7 +153,7 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
 
 
 def _trained_share(config: Config, row: Mapping[str, Any], samples: int) -> float:
-    """Samples that were trained: groups of equal rewards and failed rewards are left out of the update."""
+    """Samples that were trained: an update skips groups of equal rewards and failed rewards."""
     equal = row["reward/zero_std_groups"] if config.objective.drop_equal_groups else 0.0
     return max(0.0, 1 - equal - row["reward/dropped"] / samples)
 

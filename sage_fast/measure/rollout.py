@@ -3,7 +3,7 @@
 `sage-fast bench rollout`. Random weights (nothing is downloaded), one model whose stock and own forwards are timed
 interleaved in one process; medians. A correctness gate runs first: no time is reported for a velocity that is wrong.
 On a GPU the ladder is the published 8.3 B architecture from 5 x 16 x 16 latents to 480p, 81 frames; on the CPU it is
-the testbed, with a whole reinforcement-learning iteration besides.
+the testbed.
 """
 
 from __future__ import annotations
@@ -11,29 +11,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
-from sage_fast.config import Config, ModelConfig
+from sage_fast.config import ModelConfig
+from sage_fast.console import progress
 from sage_fast.environment import environment
 from sage_fast.measure.harness import head_line, host_timer, interleaved, matmul_ceiling
 from sage_fast.measure.plan import attention_flops, forward_flops, training_flops
-from sage_fast.measure.stock import StockDecoder, StockPolicy
+from sage_fast.measure.stock import StockPolicy
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.run.setup import load_setup
 from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer
-from sage_fast.trainer import Trainer
 from sage_fast.transitions import sigma_schedule, transition_table
 
 STEPS = 10
+PARTS = ("forward", "step", "rollout", "train")
 TEXT_TOKENS = 200
 
 
@@ -217,7 +215,7 @@ def run(names: Sequence[str] | None = None, rounds: int = 7) -> dict[str, Any]:
         assert transformer is not None
         rung = Rung(transformer, size, compiled=True)
         rung.check()
-        for part in ("forward", "step", "rollout", "train"):
+        for part in progress(PARTS, name, len(PARTS), "part"):
             transformer.gradient_checkpointing = False
             if part == "train" and not size.testbed:
                 transformer.enable_gradient_checkpointing()
@@ -240,41 +238,6 @@ def _flops(transformer: HunyuanVideo15Transformer3DModel, size: Size, part: str)
         checkpointing = transformer.gradient_checkpointing
         return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True)
     return forward * (STEPS if part == "rollout" else 1)
-
-
-def iterations(config: Config, rounds: int) -> dict[str, Any]:
-    """Whole iterations of one configuration through the stock forward and decode, and through ours, interleaved."""
-    trainers = {}
-    for name in ("stock", "eager"):
-        setup = load_setup(config)
-        if name == "stock":
-            policy = setup.model.policy
-            setup.model.policy = StockPolicy(
-                policy.transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale
-            )
-            batches = isinstance(policy.transformer, TestbedTransformer)
-            setup.model.decoder = StockDecoder(setup.model.vae, batches)
-        with tempfile.TemporaryDirectory() as folder:
-            setup.encode(Path(folder), quiet=True)
-        trainers[name] = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
-    trainers["stock"].graphs = None  # its forward synchronises with the host
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
-    for index in range(rounds + 1):
-        for name, trainer in trainers.items():
-            rows[name].append(trainer.iteration(index))
-    first = {name: row[0]["reward/mean"] for name, row in rows.items()}
-    assert math.isclose(*first.values(), rel_tol=1e-3), f"the first rollouts differ: {first}"
-    phases = [key for key in rows["eager"][0] if key.startswith("time/")]
-    device = trainers["eager"].device
-    return {
-        "environment": environment(device) | {"dtype": config.model.dtype},
-        "phases": {
-            phase.removeprefix("time/"): {
-                name: statistics.median(row[phase] for row in of[1:]) for name, of in rows.items()
-            }
-            for phase in phases
-        },
-    }
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -300,14 +263,4 @@ def format_rollout(result: Mapping[str, Any]) -> str:
     lines += ["", "medians of one interleaved run; FLOPs are the model's at the unpadded prompt, for every path"]
     if not any(row["peak_bytes"] for row in result["rows"]):
         lines.append("There is no GPU row yet.")
-    return "\n".join(lines)
-
-
-def format_iterations(result: Mapping[str, Any]) -> str:
-    """The table for a terminal."""
-    lines = [head_line(result["environment"]), "", f"{'phase':<12}{'stock':>11}{'ours':>11}{'ratio':>8}"]
-    for phase, row in result["phases"].items():
-        ratio = row["stock"] / row["eager"] if row["eager"] > 0 else math.nan
-        lines.append(f"{phase:<12}{1e3 * row['stock']:>8.1f} ms{1e3 * row['eager']:>8.1f} ms{ratio:>7.2f}x")
-    lines += ["", "medians of interleaved iterations; stock: diffusers' forward and decode under the same trainer"]
     return "\n".join(lines)

@@ -1,8 +1,9 @@
-"""What the two transition operators share: the library handle, the coefficient lookup and the checks."""
+"""What the operators share: the library handle and the compute type; and of the transitions, row lookup and checks."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,20 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def row(coefs: Tensor, step: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """(a, b, c, w, k, m), each `[B]` in the compute type."""
-    selected = coefs[step].to(compute_dtype(x)).expand(x.shape[0], 6)
-    return tuple(selected.unbind(1))
+class Row(NamedTuple):
+    """The coefficients of B transitions, each `[B]`; `TransitionTable.coefficients` says what they are."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    w: Tensor
+    k: Tensor
+    m: Tensor
+
+
+def row(coefs: Tensor, step: Tensor, x: Tensor) -> Row:
+    """The rows of `step` int64 `[]` or `[B]`, in the compute type of x `[B, ...]`."""
+    return Row(*coefs[step].to(compute_dtype(x)).expand(x.shape[0], 6).unbind(1))
 
 
 def per_sample(scalar: Tensor, x: Tensor) -> Tensor:

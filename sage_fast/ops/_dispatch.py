@@ -1,9 +1,9 @@
 """Which implementation serves the operators on each device; the only place that looks for one.
 
-The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place
-where they are there: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
-`SAGE_FAST_OPS=reference` in the environment leaves the fused ones out; `SAGE_FAST_OPS=triton` with `TRITON_INTERPRET=1`
-serves the CPU by Triton's interpreter, which is slow and for checks alone.
+The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place if
+they are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
+`SAGE_FAST_OPS=reference` in the environment skips the fused ones; `SAGE_FAST_OPS=triton` with `TRITON_INTERPRET=1`
+serves the CPU by Triton's interpreter, which is slow and only for checks.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _register() -> None:
     extension = next(Path(__file__).parents[1].glob("_C.*so"), None)
     if extension is None:
         logging.getLogger("sage_fast").warning(
-            "the C++ operators are not built; the CPU runs the slower PyTorch reference (install again where torch and "
-            "a C++ compiler are there)"
+            "the C++ operators are not built; the CPU runs the slower PyTorch reference (install again with torch "
+            "and a C++ compiler at hand)"
         )
         return
     torch.ops.load_library(extension)

@@ -73,12 +73,12 @@ def transition_score_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The specification, in plain PyTorch; also differentiable by autograd itself."""
     dtype = compute_dtype(x)
-    a, b, _, w, k, m = row(coefs, step, x)
+    at = row(coefs, step, x)
     v = v.to(dtype)
-    residual = x_next.to(dtype) - per_sample(a, x) * x.to(dtype) - per_sample(b, x) * v
-    logp = w * sample_mean(residual.square()) + k
+    residual = x_next.to(dtype) - per_sample(at.a, x) * x.to(dtype) - per_sample(at.b, x) * v
+    logp = at.w * sample_mean(residual.square()) + at.k
     kl_anchor, kl_old = (
-        torch.zeros_like(m) if other is None else m * sample_mean((v - other.to(dtype)).square())
+        torch.zeros_like(at.m) if other is None else at.m * sample_mean((v - other.to(dtype)).square())
         for other in (v_anchor, v_old)
     )
     return logp, kl_anchor, kl_old
@@ -98,14 +98,14 @@ def transition_score_backward_reference(
 ) -> Tensor:
     """The gradient in v, in plain PyTorch."""
     dtype = compute_dtype(x)
-    a, b, _, w, _, m = row(coefs, step, x)
+    at = row(coefs, step, x)
     scale = 2 / sample_numel(x)
     v32 = v.to(dtype)
-    residual = x_next.to(dtype) - per_sample(a, x) * x.to(dtype) - per_sample(b, x) * v32
-    dv = per_sample(-scale * grad_logp * w * b, x) * residual
+    residual = x_next.to(dtype) - per_sample(at.a, x) * x.to(dtype) - per_sample(at.b, x) * v32
+    dv = per_sample(-scale * grad_logp * at.w * at.b, x) * residual
     for grad, other in ((grad_kl_anchor, v_anchor), (grad_kl_old, v_old)):
         if other is not None:
-            dv = dv + per_sample(scale * grad * m, x) * (v32 - other.to(dtype))
+            dv = dv + per_sample(scale * grad * at.m, x) * (v32 - other.to(dtype))
     return dv.to(v.dtype)
 
 

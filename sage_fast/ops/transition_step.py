@@ -77,11 +77,11 @@ def transition_step_reference(
 ) -> tuple[Tensor, Tensor]:
     """The specification, in plain PyTorch."""
     dtype = compute_dtype(x)
-    a, b, c, w, k, _ = row(coefs, step, x)
-    mean = per_sample(a, x) * x.to(dtype) + per_sample(b, x) * guided(v, v_uncond, guidance, dtype)
+    at = row(coefs, step, x)
+    mean = per_sample(at.a, x) * x.to(dtype) + per_sample(at.b, x) * guided(v, v_uncond, guidance, dtype)
     noise = philox_normal(seed, step, x.shape[1:], dtype=dtype)
-    x_next = (mean + per_sample(c, x) * noise).to(x.dtype)
-    return x_next, w * sample_mean((x_next.to(dtype) - mean).square()) + k
+    x_next = (mean + per_sample(at.c, x) * noise).to(x.dtype)
+    return x_next, at.w * sample_mean((x_next.to(dtype) - mean).square()) + at.k
 
 
 LIBRARY.impl("transition_step", transition_step_reference, "CompositeExplicitAutograd")

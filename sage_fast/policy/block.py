@@ -1,9 +1,9 @@
 """One block of HunyuanVideo 1.5 over its stock modules, with fused element-wise work and no mask.
 
-diffusers' block normalises, rotates and joins queries and keys in seven passes, computes AdaLN from the timestep anew,
+diffusers' block normalises, rotates and joins queries and keys in seven passes, computes AdaLN from the timestep,
 and builds a [B, 1, S, S] mask. Here AdaLN comes in ready, `norm_modulate` and `norm_rotate` are one pass each, the
-gated residual is `addcmul`, and a mask, where lengths differ, covers keys alone. The same operators run with and
-without autograd, so that rollout and training round alike.
+gated residual is `addcmul`, and a mask, needed only if lengths differ, covers only keys. The same operators run with
+and without autograd, so that rollout and training round alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a forward reads beside the latents: AdaLN of every block, and the prompt as it enters the first one.
 
-Both depend on the timestep and the prompt alone, and a rollout knows its timesteps beforehand. `ConditioningTable`
+Both depend only on the timestep and the prompt, and a rollout knows its timesteps beforehand. `ConditioningTable`
 computes them once for a schedule; while their weights are frozen, as under LoRA on the blocks, training reads the same
 table.
 """
@@ -84,7 +84,7 @@ class ConditioningTable:
     Args:
         modulation: `[T, layers, 2, 6, d]`.
         final: `[T, 2, d]`.
-        embeddings: prompt -> embedding; holds the empty prompt where there is guidance.
+        embeddings: prompt -> embedding; holds the empty prompt if there is guidance.
         contextualize: P embeddings of one length -> `[T, P, L, d]`.
         uses_guidance: whether there is an unconditional pass.
     """

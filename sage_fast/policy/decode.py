@@ -56,7 +56,7 @@ def choose(
         latents: (C, T, H, W) of one video.
         itemsize: bytes of a value.
         free: bytes of memory, of which SHARE may be used.
-        enough: bytes that are not exceeded for speed alone.
+        enough: bytes that are not exceeded only for speed.
 
     Raises:
         UserError: not even the smallest tile fits.
@@ -106,7 +106,7 @@ class PendingVideos:
 
 
 class VideoDecoder:
-    """The decode of a frozen autoencoder; on the CPU its weights are laid out anew in memory, channels innermost.
+    """The decode of a frozen autoencoder; on the CPU its weights are rearranged in memory, channels innermost.
 
     Args:
         vae: the autoencoder, on its device.

@@ -3,7 +3,7 @@
 diffusers' own forward finds the valid text tokens with boolean indexing (12 B + 1 host synchronisations), masks padding
 even if nothing is padded, builds a [B, 1, S, S] mask in every block, and computes the rotary tables, AdaLN and the
 refined text every time. Here a batch whose prompts have one length runs with no mask at all, so that any attention
-kernel can serve it and nothing synchronises; a batch of mixed lengths masks keys alone. Every weight is that of a stock
+kernel can serve it and nothing synchronises; a batch of mixed lengths masks only keys. Every weight is that of a stock
 module, which stays as it is: its own forward still runs, and LoRA and `state_dict` know nothing of this one.
 
 Attention knows no order among text tokens (only video tokens are rotated), so their order does not matter.

@@ -40,7 +40,7 @@ class HunyuanVideo15Policy:
     Args:
         transformer: any instance of the diffusers class, on its device.
         dtype: type of activations. Weights stored in another type are used under autocast.
-        guidance_scale: classifier-free guidance; 1 runs the conditional pass alone.
+        guidance_scale: classifier-free guidance; 1 runs only the conditional pass.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from sage_fast.testbed.text import embed
 
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
 TEXT_TOKENS = 200
-"""Length of a prompt where a size is wanted before one is known; the published encoder pads to 1000."""
+"""Length assumed of a prompt whenever a size is wanted before one is known; the published encoder pads to 1000."""
 VIDEO_FPS = {"HunyuanVideo15Transformer3DModel": 24, "TestbedTransformer": 8}
 
 
@@ -44,7 +44,7 @@ class Model:
         vae: the frozen autoencoder.
         fps: frames per second of its videos.
         attention: the backend that serves it.
-        attention_milliseconds: what the choice was made by, where there was one.
+        attention_milliseconds: what the choice was made by; empty without a choice.
         decoder: `vae`'s, for latents of any batch.
     """
 

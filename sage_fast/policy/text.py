@@ -1,7 +1,7 @@
 """Prompts as the transformer reads them: valid tokens only, packed once per prompt, cached on disk.
 
 The published pipeline pads every prompt to 1000 Qwen and 256 ByT5 tokens and masks the padding in every block. Here a
-prompt keeps its valid tokens alone; a batch pads to its longest member, and not at all where a group shares a prompt.
+prompt keeps only its valid tokens; a batch pads to its longest member, and not at all if a group shares a prompt.
 """
 
 from __future__ import annotations

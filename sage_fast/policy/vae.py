@@ -55,10 +55,10 @@ def decode_frames(decoder: Any, latents: Tensor, frames: int) -> Iterator[Tensor
 
 
 def peak_bytes(decoder: Any, latents: tuple[int, ...], frames: int, itemsize: int) -> int:
-    """Most bytes that `decode_frames` holds at once, weights and the convolutions' own workspace left out.
+    """Most bytes that `decode_frames` holds at once, without weights and the convolutions' own workspace.
 
     With A the bytes of an activation and P those of a padded one, the largest of 7 A in the attention, 2 A + P in a
-    residual block (3 A + P where its shortcut is a convolution) and, from A to A', A + A' + max(P, A') in upsampling;
+    residual block (3 A + P if its shortcut is a convolution) and, from A to A', A + A' + max(P, A') in upsampling;
     and what is held meanwhile: the attention's output and, in pieces, two padded frames for each convolution.
 
     Args:
@@ -129,7 +129,7 @@ def _padded(x: Tensor, norm: Any = None) -> Tensor:
 
 
 def _conv(conv: Any, padded: Tensor, history: History | None = None) -> Tensor:
-    """Fill the border by replication, its first two frames from `history` where it has them, and convolve."""
+    """Fill the border by replication, its first two frames from `history` if it has them, and convolve."""
     rows = padded[:, :, 2:, :, 1:-1]
     rows[:, :, :, 0] = rows[:, :, :, 1]
     rows[:, :, :, -1] = rows[:, :, :, -2]

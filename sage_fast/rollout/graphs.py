@@ -3,7 +3,7 @@
 A graph holds the transformer and the fused transition over buffers that stay where they are: latents, step index,
 seeds, coefficients and conditioning. The step index advances inside, so a rollout is T replays and nothing else. A
 graph is tied to the addresses of the weights: in-place updates (the optimizer, `HunyuanVideo15Policy.using`) are seen
-by the next replay, replaced weights or adapters are recorded anew.
+by the next replay, after replaced weights or adapters it records again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class StepGraphs:
     def prepare(
         self, coefs: Tensor, schedule: ConditioningSchedule, seeds: Tensor, latents: Tensor
     ) -> StepGraph | None:
-        """The graph of these shapes, loaded with these values; None where the step runs without one.
+        """The graph of these shapes, loaded with these values; None if the step runs without one.
 
         The first rollout of a shape does: recording costs as much as some steps, and a shape may never come back.
         """

@@ -35,7 +35,7 @@ def equal_runs(lengths: Sequence[int], size: int) -> list[slice]:
 
 
 def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Standard normal latents at sigma = 1, float32 `[B, *shape]`, a function of the seeds alone."""
+    """Standard normal latents at sigma = 1, float32 `[B, *shape]`, a function of the seeds."""
     return philox_normal(
         seeds.to(device), torch.zeros((), dtype=torch.int64, device=device), shape, STREAM_INITIAL_LATENTS
     )

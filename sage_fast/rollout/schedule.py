@@ -35,7 +35,7 @@ def iteration_table(table: TransitionTable, config: Config, iteration: int) -> T
 
 
 def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
-    """The stochastic steps that an iteration trains; a random subset where the fraction is below 1."""
+    """The stochastic steps that an iteration trains; a random subset if the fraction is below 1."""
     steps = table.stochastic_steps
     count = math.ceil(config.train.timestep_fraction * len(steps))
     if config.train.timestep_permutation and count < len(steps):

@@ -16,7 +16,7 @@ Scores = tuple[Tensor, dict[str, Tensor]]
 
 
 def join_scores(chunks: Sequence[Scores]) -> Scores:
-    """One after the other; a part that a failure left out of one chunk is left out of all."""
+    """One after the other; a part that is missing in one chunk after a failure is dropped from all."""
     names = [name for name in chunks[0][1] if all(name in parts for _, parts in chunks)]
     parts = {name: torch.cat([parts[name] for _, parts in chunks]) for name in names}
     return torch.cat([rewards for rewards, _ in chunks]), parts
@@ -31,7 +31,7 @@ class VideoScorer:
     Args:
         decoder: makes the videos.
         reward: scores them.
-        watch: takes the seconds of `decode`, hidden ones left out, and of `reward`.
+        watch: takes the seconds of `decode`, without those hidden behind a rollout, and of `reward`.
     """
 
     def __init__(self, decoder: VideoDecoder, reward: CompositeReward, watch: Stopwatch) -> None:

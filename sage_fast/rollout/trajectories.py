@@ -48,7 +48,7 @@ class Trajectories:
         self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in steps}
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """`[N, C, T, H, W]` where the states are held."""
+        """`[N, C, T, H, W]` on the device, or in pinned host memory if offloaded."""
         if not self.offload:
             return torch.empty(self.count, *self.shape, dtype=dtype, device=self.device)
         return torch.empty(self.count, *self.shape, dtype=dtype, pin_memory=self.device.type == "cuda")

@@ -26,7 +26,7 @@ def _table() -> Tensor:
 def embed(prompt: str) -> Tensor:
     """float32 [L, TEXT_EMBED_DIM], L = 1 + the number of words: never padded.
 
-    The empty prompt, which stands for "no condition" in classifier-free guidance, is the begin token alone.
+    The empty prompt, which stands for "no condition" in classifier-free guidance, is only the begin token.
     """
     rows = [0]
     for word in prompt.split():

@@ -62,7 +62,7 @@ DTYPES = [  # x, v, v_uncond or v_anchor, v_old
 
 @dataclasses.dataclass
 class Case:
-    """Random inputs of both operators on one table."""
+    """Random inputs of both transition operators on one table."""
 
     x: Tensor
     v: Tensor
