@@ -1,4 +1,4 @@
-"""What the kernels share: of the transitions, rows, noise in registers and the second reduction; of all, launch options.
+"""What the kernels share: rows, noise in registers and the second reduction of the transitions; launch options of all.
 
 Tiles. A sample is a run of `numel` contiguous elements, cut into tiles of BLOCK elements held as
 `[BLOCK // VEC, VEC]`: a thread owns VEC neighbours and a warp 32 VEC, so that every access of an aligned sample is one

@@ -1,12 +1,13 @@
 """What a user sees while a command runs: lines on standard output, and how far a long part has come.
 
-On a terminal progress is a bar on standard error; elsewhere it is a plain line at most every few seconds, so that a
-log holds no carriage returns and a long part is never silent.
+On a terminal progress is a bar on standard error; elsewhere it is a plain line now and then, so that a log holds no
+carriage returns and a long part is never silent.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -16,7 +17,8 @@ from tqdm import tqdm
 Say = Callable[[str], object]
 """Told one line."""
 
-SECONDS_BETWEEN_LINES = 4.0
+FIRST_LINE, LAST_LINE = 4.0, 60.0
+"""Seconds until the first line of a long part; the wait doubles up to the last, so that a log of hours stays short."""
 
 Item = TypeVar("Item")
 
@@ -27,9 +29,19 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def say_wrapped(line: str, tell: Say) -> None:
+    """Tell one long line as lines of at most 80 columns, indented after the first."""
+    tell(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
+
+
 def say_nothing(line: str) -> None:
     """`say` of a quiet command, and of all ranks but the first."""
     del line
+
+
+def speaker(quiet: bool) -> Say:
+    """`say`, or `say_nothing` if quiet."""
+    return say_nothing if quiet else say
 
 
 class Progress:
@@ -47,7 +59,8 @@ class Progress:
         self.done = 0
         self._bar: Any = None
         self._prints = not quiet and not sys.stderr.isatty()
-        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+        self._wait = FIRST_LINE
+        self._next_line = time.monotonic() + self._wait
         if not quiet and not self._prints:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True)
 
@@ -65,7 +78,8 @@ class Progress:
             self._bar.update(count)
         elif self._prints and time.monotonic() >= self._next_line and self.done < self.total:
             say(f"{self.what}: {self.done} of {self.total} {self.unit}s")
-            self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+            self._wait = min(2 * self._wait, LAST_LINE)
+            self._next_line = time.monotonic() + self._wait
 
 
 def progress(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sage_fast.config import Config
+from sage_fast.console import Progress, progress, speaker
 from sage_fast.distributed import all_reduce, world_size
 from sage_fast.engine import Engine
 from sage_fast.errors import NonFiniteError, ParityError
@@ -55,7 +56,7 @@ class Trainer:
         reward: composite reward.
         prompts: training prompts.
         embeddings: prompt -> embedding, for every training prompt and the empty one.
-        say: told what a user should know.
+        quiet: print neither progress nor notes.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Trainer:
         reward: CompositeReward,
         prompts: Sequence[str],
         embeddings: dict[str, TextEmbedding],
-        say: Callable[[str], object] = print,
+        quiet: bool = True,
     ) -> None:
         self.config = config
         self.model = model
@@ -74,6 +75,7 @@ class Trainer:
         self.prompts = prompts
         self.embeddings = embeddings
         self.device = self.policy.device
+        self.quiet = quiet
         self.engine = Engine(self.policy, config.train)
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if uses_anchor(config.kl) else None
@@ -82,7 +84,7 @@ class Trainer:
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         self.equalizer = self._equalizer()
-        self.graphs = step_graphs(self.policy, say) if config.sampling.cuda_graphs else None
+        self.graphs = step_graphs(self.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 
@@ -128,9 +130,10 @@ class Trainer:
             batch.anchor_velocities = self._anchor_velocities(batch, steps)
         if self.config.train.parity_gate and self.engine.steps == self._first_step:
             metrics.set("log_prob/parity", self._parity_gate(batch, steps))
-        with watch("train"):
-            for transitions in update_schedule(self.config, index, groups, steps, kept.flatten().tolist()):
-                self._update(batch, transitions, metrics, watch)
+        updates = update_schedule(self.config, index, groups, steps, kept.flatten().tolist())
+        with watch("train"), Progress("train", sum(map(len, updates)), "transition", quiet=self.quiet) as bar:
+            for transitions in updates:
+                self._update(batch, transitions, metrics, watch, bar)
         self._refresh_anchor()
 
         row: dict[str, object] = {"iteration": index, "optimizer_step": self.engine.steps}
@@ -179,20 +182,23 @@ class Trainer:
             velocities=self._velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
         )
-        for rows in self._runs(prompts, self.config.sampling.batch_size):
-            with watch("rollout"):
-                latents = rollout(
-                    self.policy,
-                    table,
-                    coefs,
-                    conditioning,
-                    prompts[rows],
-                    seeds[rows],
-                    initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                    record=functools.partial(trajectories.record, rows),
-                    graphs=self.graphs,
-                )
-            scorer.submit(latents, prompts[rows])
+        runs = self._runs(prompts, self.config.sampling.batch_size)
+        with Progress("rollout", len(runs) * len(table), quiet=self.quiet) as bar:
+            for rows in runs:
+                with watch("rollout"):
+                    latents = rollout(
+                        self.policy,
+                        table,
+                        coefs,
+                        conditioning,
+                        prompts[rows],
+                        seeds[rows],
+                        initial_latents(latent_seeds[rows], self.latent_shape, self.device),
+                        record=functools.partial(trajectories.record, rows),
+                        on_step=bar.update,
+                        graphs=self.graphs,
+                    )
+                scorer.submit(latents, prompts[rows])
         return trajectories
 
     @property
@@ -201,7 +207,9 @@ class Trainer:
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def _update(self, batch: _Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch) -> None:
+    def _update(
+        self, batch: _Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch, bar: Progress
+    ) -> None:
         """One optimizer step on `transitions`, accumulated over micro-batches."""
         total = int(all_reduce(torch.tensor(len(transitions), device=self.device)))
         if total == 0:
@@ -215,6 +223,7 @@ class Trainer:
             loss = self._loss(batch, transitions[rows], metrics, weight)
             self.engine.backward(weight * loss.total.sum())
             losses.append(dataclasses.replace(loss, total=loss.total.detach()))
+            bar.update(rows.stop - rows.start)
         record_losses(metrics, losses)
         kl = torch.stack([loss.kl.sum() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
         value = torch.stack([loss.total.sum() for loss in losses]).sum() if losses else torch.zeros_like(kl)
@@ -292,12 +301,13 @@ class Trainer:
         if self.anchor_is_current:
             return rows.velocities
         velocities = {t: rows.empty(self._velocity_dtype) for t in steps}
+        runs = self._runs(batch.prompts, self.config.sampling.batch_size)
+        work = [(t, run) for t in steps for run in runs]
         with self.policy.using(self.anchor):
-            for t in steps:
-                for run in self._runs(batch.prompts, self.config.sampling.batch_size):
-                    micro = [(i, t) for i in range(run.start, run.stop)]
-                    velocity = self._velocity(batch, micro, rows.gather(rows.states, micro))
-                    velocities[t][run].copy_(velocity, non_blocking=True)
+            for t, run in progress(work, "anchor", len(work), "forward", quiet=self.quiet):
+                micro = [(i, t) for i in range(run.start, run.stop)]
+                velocity = self._velocity(batch, micro, rows.gather(rows.states, micro))
+                velocities[t][run].copy_(velocity, non_blocking=True)
         return velocities
 
     def _refresh_anchor(self) -> None:

@@ -227,7 +227,7 @@ def test_free_bytes() -> None:
 def test_submit_on_the_cpu() -> None:
     model = tiny_model(settings())
     latents = torch.randn(3, *model.latent_shape(settings().sampling))
-    assert torch.equal(model.decoder.submit(latents).result(), model.decode(latents))
+    assert torch.equal(model.decoder.submit(latents).result(), model.decoder(latents))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -268,7 +268,7 @@ def test_chunks_score_as_one_batch_and_are_held_one_at_a_time() -> None:
         scorer.submit(latents[start : start + 3], prompts[start : start + 3])
     rewards, parts = scorer.finish()
     assert reward.sizes == [3, 3, 1]
-    expected, expected_parts = CompositeReward(BrightnessReward(), config.reward)(model.decode(latents), prompts)
+    expected, expected_parts = CompositeReward(BrightnessReward(), config.reward)(model.decoder(latents), prompts)
     torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-6)
     assert list(parts) == list(expected_parts)
     for part, value in parts.items():

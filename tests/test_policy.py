@@ -146,7 +146,7 @@ def test_latent_shape_and_decode_equal_the_pipeline(
     sampling = SamplingConfig(num_frames=5, height=48, width=64)
     assert model.latent_shape(sampling) == SPACE
     latents = noise(2, *SPACE)
-    videos = model.decode(latents)
+    videos = model.decoder(latents)
     assert videos.shape == (2, 5, 3, 48, 64)
     assert videos.dtype == torch.float32
     assert 0 <= videos.min() < 0.4

@@ -36,7 +36,7 @@ def run(config: Config, rounds: int) -> dict[str, Any]:
             setup.model.decoder = StockDecoder(setup.model.vae, batches)
         with tempfile.TemporaryDirectory() as folder:
             setup.encode(Path(folder), quiet=True)
-        trainers[name] = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+        trainers[name] = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
     trainers["stock"].graphs = None  # its forward synchronises with the host
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
     rounds_and_names = [(index, name) for index in range(rounds + 1) for name in trainers]

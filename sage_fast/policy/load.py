@@ -16,7 +16,6 @@ import torch
 import transformers
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from safetensors import SafetensorError
-from torch import Tensor
 
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object
@@ -79,10 +78,6 @@ class Model:
             sampling.height // self.vae.spatial_compression_ratio,
             sampling.width // self.vae.spatial_compression_ratio,
         )
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Latents `[B, C, T, H, W]` -> videos `[B, F, 3, 8 or 16 H, ... W]`, float32 in [0, 1]."""
-        return self.decoder(latents)
 
     def load_encoder(self) -> Encoder:
         """Load the text encoders; they are released with the function that is returned.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config import AttentionBackend, Config
-from sage_fast.console import Say, say, say_nothing
+from sage_fast.console import Say, say_wrapped, speaker
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.environment import environment
 from sage_fast.metrics import REWARD_PART
@@ -32,12 +32,13 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     initialize()
     check_trainable(config)
     check_output(config, resume=resume)
-    tell = say if rank() == 0 and not quiet else say_nothing
+    quiet = quiet or rank() > 0
+    tell = speaker(quiet)
     setup = load_setup(config, attention=_attention_of(config, resume))
     trajectories = check_trajectories(config, setup.model)
     run = claim_output(config, resume=resume)
-    setup.encode(run / "embeddings", quiet=tell is say_nothing)
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, tell)
+    setup.encode(run / "embeddings", quiet=quiet)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
     start = _resume(trainer, run) if resume else 0
     describe(trainer, run, tell)
     tell(trajectories)
@@ -121,7 +122,7 @@ def _evaluate(trainer: Trainer, setup: Setup, run: Path, name: str, iteration: i
             setup.eval_prompts,
             setup.embeddings,
             iteration=iteration,
-            quiet=tell is say_nothing,
+            quiet=trainer.quiet,
         )
     if rank() == 0:
         (run / "eval").mkdir(exist_ok=True)
@@ -152,14 +153,18 @@ def describe(trainer: Trainer, run: Path, tell: Say) -> None:
     }
     if rank() == 0:
         (run / "run.json").write_text(json.dumps(facts, indent=1))
-    tell(f"{facts['device']} x {world_size()}, {facts['threads']} threads")
-    tell(f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained; operators: {facts['operators']}, "
-         f"attention: {facts['attention']}")  # fmt: skip
+    lines = [
+        f"{facts['device']} x {world_size()}, {facts['threads']} threads",
+        f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
+        f"operators: {facts['operators']}, attention: {facts['attention']}",
+        f"decode: {facts['decode']}",
+        *(f"note: {note}" for note in trainer.full_table.notes),
+    ]
     if measured := trainer.model.attention_milliseconds:
-        tell("attention, forward and backward: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in measured.items()))
-    tell(f"decode: {facts['decode']}")
-    for note in trainer.full_table.notes:
-        tell(f"note: {note}")
+        times = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items())
+        lines.append(f"attention, forward and backward: {times}")
+    for line in lines:
+        say_wrapped(line, tell)
 
 
 def format_row(row: dict[str, Any], iterations: int) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 FRAMES = 17
 HEIGHT = 32
 WIDTH = 32
-FPS = 8
 
 SHAPES = ("circle", "square", "triangle")
 DIRECTIONS: dict[str, tuple[float, float]] = {

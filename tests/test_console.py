@@ -1,0 +1,63 @@
+"""What a user sees: a bar on a terminal, plain lines in a log, nothing when quiet."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from sage_fast import console
+
+SLOW = (
+    "import time\nfrom sage_fast import console\nconsole.FIRST_LINE = 0.05\n"
+    "for _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
+    "console.say('done')\n"
+)
+TINY_RUN = [
+    *("--train.iterations", "1", "--train.prompts_per_iteration", "1", "--train.group_size", "2"),
+    *("--sampling.steps", "3", "--eval.steps", "2", "--eval.num_prompts", "1", "--eval.seeds_per_prompt", "1"),
+]
+
+
+def test_a_log_holds_lines_at_growing_distances_and_no_carriage_return() -> None:
+    done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "done"
+    assert 2 <= len(lines[:-1]) <= 5  # 0.5 s: after about 0.05, 0.15 and 0.35 s
+    assert all(line.startswith("sample: ") and line.endswith(" of 12 steps") for line in lines[:-1])
+    assert "\r" not in done.stdout + done.stderr
+
+
+def test_a_terminal_shows_a_bar() -> None:
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 80))
+    done = subprocess.run([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=follower, check=True)
+    assert select.select([leader], [], [], 10)[0]
+    shown = os.read(leader, 65536).decode()
+    os.close(follower)
+    os.close(leader)
+    assert done.stdout.decode().splitlines() == ["done"]
+    assert "sample:" in shown
+    assert "\r" in shown
+
+
+def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "FIRST_LINE", 0.0)
+    assert list(console.progress(range(3), "sample", 3, "step", quiet=True)) == [0, 1, 2]
+    console.speaker(True)("nothing")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_log_of_a_run_fits_80_columns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sage_fast", "train", "configs/demo.yaml", "--output", "run", *TINY_RUN]
+    command[4] = str(Path(__file__).parent.parent / command[4])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "\r" not in done.stdout + done.stderr
+    assert done.stderr == ""
+    rows = done.stdout.splitlines()
+    assert [line for line in rows if len(line) > 80] == []
+    assert any(line.strip().startswith("1/1  reward ") for line in rows)
