@@ -1,9 +1,10 @@
-"""Builds the C++ operators where torch and a compiler are there at build time; everything else is in pyproject.toml.
+"""Builds the C++ operators if torch and a compiler are available at build time; everything else is in pyproject.toml.
 
 Without them (a wheel built in isolation, a machine without a compiler) the package installs all the same and runs the
-PyTorch reference on the CPU, which it says once at start.
+PyTorch reference on the CPU, and says so once at start.
 """
 
+import glob
 import sys
 
 from setuptools import setup
@@ -16,14 +17,8 @@ except ImportError:
 else:
     extension = CppExtension(
         "sage_fast._C",
-        [
-            "csrc/kernels.cpp",
-            "csrc/norm_modulate.cpp",
-            "csrc/norm_rotate.cpp",
-            "csrc/transition_score.cpp",
-            "csrc/transition_step.cpp",
-        ],
-        depends=["csrc/kernels.h", "csrc/kernels_api.h", "csrc/norm_kernels.h", "csrc/tensors.h"],
+        sorted(glob.glob("csrc/*.cpp")),
+        depends=sorted(glob.glob("csrc/*.h")),
         # Errno and floating-point traps are the two things that keep GCC from vectorising sqrt and selections.
         extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"],
         define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],  # stable ABI of torch 2.11 and later

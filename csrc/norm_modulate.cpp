@@ -7,7 +7,7 @@ namespace sage_fast {
 
 namespace {
 
-// Arguments of sample `i` of x [B, S, d], scale and shift [B, d] with any stride between samples.
+// The arguments by sample: x [B, S, d], scale and shift [B, d] with any stride between samples.
 struct Inputs {
   Inputs(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& shift, double eps)
       : xs(x), scales(scale), shifts(shift), eps(static_cast<float>(eps)) {
@@ -15,12 +15,10 @@ struct Inputs {
     width = x.size(2);
   }
 
-  ModulateArgs operator[](int64_t i) const {
-    return {xs[i], scales[i], shifts[i], {}, nullptr, width, eps};
-  }
+  ModulateArgs operator[](int64_t i) const { return {xs[i], scales[i], shifts[i], {}, nullptr, width, eps}; }
 
   Samples xs;
-  Rows2d scales, shifts;
+  Vectors scales, shifts;
   float eps;
   int64_t rows, width;
 };
@@ -35,13 +33,13 @@ Tensor norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift, 
     std::vector<float> scratch(kModulateScratch * in.width);
     ModulateArgs args = in[i];
     args.out = data + i * in.xs.numel() * size_of(in.xs.type());
-    kernels().norm_modulate(args, begin, end, scratch.data());
+    loops().norm_modulate(args, begin, end, scratch.data());
   });
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_modulate_backward(
-    const Tensor& grad, const Tensor& x, const Tensor& scale, double eps, bool modulation) {
+std::tuple<Tensor, Tensor, Tensor> norm_modulate_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
+                                                          double eps, bool modulation) {
   const Inputs in(x, scale, std::nullopt, eps);
   const Samples grads(grad);
   Tensor dx = new_like(x);
@@ -52,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_modulate_backward(
     ModulateArgs args = in[i];
     args.grad = grads[i];
     args.out = data + i * in.xs.numel() * size_of(in.xs.type());
-    kernels().norm_modulate_backward(args, begin, end, partials.of(i, chunk), scratch.data());
+    loops().norm_modulate_backward(args, begin, end, partials.of(i, chunk), scratch.data());
   });
   const int64_t samples = modulation ? in.xs.count() : 0;
   Tensor dscale = new_floats(x, {samples, in.width}), dshift = new_floats(x, {samples, in.width});

@@ -7,7 +7,7 @@ namespace sage_fast {
 
 namespace {
 
-// [B, S, H, D] with neighbours in D next to each other, any strides between heads, tokens and samples.
+// [B, S, H, D]: each head contiguous, with any strides between heads, tokens and samples.
 struct HeadTensor {
   explicit HeadTensor(const Tensor& tensor)
       : tensor(tensor.stride(3) == 1 || tensor.size(3) == 1 ? tensor : torch::stable::contiguous(tensor)),
@@ -22,29 +22,16 @@ struct HeadTensor {
   Type type;
 };
 
-std::vector<float> floats_of(const Tensor& weight) {
-  const Tensor row = torch::stable::contiguous(weight);
-  std::vector<float> out(row.size(0));
-  const void* data = row.const_data_ptr();
-  const Type type = type_of(row);
-  for (size_t i = 0; i < out.size(); ++i) {
-    if (type == Type::float32) {
-      out[i] = static_cast<const float*>(data)[i];
-    } else if (type == Type::bfloat16) {
-      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16;
-      std::memcpy(&out[i], &bits, 4);
-    } else {
-      out[i] = static_cast<float>(static_cast<const _Float16*>(data)[i]);
-    }
-  }
-  return out;
-}
-
-struct RotateInputs {
-  RotateInputs(const Tensor& video, const Tensor& text, const Tensor& video_weight, const Tensor& text_weight,
-               const Tensor& rotary, double eps)
-      : videos(video), texts(text), video_weights(floats_of(video_weight)), text_weights(floats_of(text_weight)),
-        table(torch::stable::contiguous(rotary)), eps(static_cast<float>(eps)) {
+// The arguments by sample.
+struct Inputs {
+  Inputs(const Tensor& video, const Tensor& text, const Tensor& video_weight, const Tensor& text_weight,
+         const Tensor& rotary, double eps)
+      : videos(video),
+        texts(text),
+        video_weight(torch::stable::contiguous(video_weight)),
+        text_weight(torch::stable::contiguous(text_weight)),
+        table(torch::stable::contiguous(rotary)),
+        eps(static_cast<float>(eps)) {
     STD_TORCH_CHECK(videos.type == texts.type, "text: expected the dtype of video");
     STD_TORCH_CHECK(rotary.scalar_type() == ScalarType::Float, "rotary: expected float32");
     samples = video.size(0);
@@ -55,14 +42,21 @@ struct RotateInputs {
   }
 
   RotateArgs operator[](int64_t i) const {
-    const float* rotary = static_cast<const float*>(table.const_data_ptr());
-    return {videos[i], texts[i], {}, video_weights.data(), text_weights.data(), rotary, nullptr, nullptr, video_tokens,
-            heads, width, eps};
+    RotateArgs args{};
+    args.video = videos[i];
+    args.text = texts[i];
+    args.video_weight = array_of(video_weight);
+    args.text_weight = array_of(text_weight);
+    args.rotary = static_cast<const float*>(table.const_data_ptr());
+    args.video_tokens = video_tokens;
+    args.heads = heads;
+    args.width = width;
+    args.eps = eps;
+    return args;
   }
 
   HeadTensor videos, texts;
-  std::vector<float> video_weights, text_weights;
-  Tensor table;
+  Tensor video_weight, text_weight, table;
   float eps;
   int64_t samples, video_tokens, tokens, heads, width;
 };
@@ -71,7 +65,7 @@ struct RotateInputs {
 
 Tensor norm_rotate(const Tensor& video, const Tensor& text, const Tensor& video_weight, const Tensor& text_weight,
                    const Tensor& rotary, double eps) {
-  const RotateInputs in(video, text, video_weight, text_weight, rotary, eps);
+  const Inputs in(video, text, video_weight, text_weight, rotary, eps);
   Tensor out = new_sized(video, {in.samples, in.tokens, in.heads, in.width});
   char* data = static_cast<char*>(out.mutable_data_ptr());
   const int64_t row = in.heads * in.width;
@@ -79,15 +73,16 @@ Tensor norm_rotate(const Tensor& video, const Tensor& text, const Tensor& video_
     std::vector<float> scratch(kRotateScratch * in.width);
     RotateArgs args = in[i];
     args.out = data + i * in.tokens * row * size_of(in.videos.type);
-    kernels().norm_rotate(args, begin, end, scratch.data());
+    loops().norm_rotate(args, begin, end, scratch.data());
   });
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_backward(
-    const Tensor& grad, const Tensor& video, const Tensor& text, const Tensor& video_weight, const Tensor& text_weight,
-    const Tensor& rotary, double eps, bool weights) {
-  const RotateInputs in(video, text, video_weight, text_weight, rotary, eps);
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_backward(const Tensor& grad, const Tensor& video,
+                                                                const Tensor& text, const Tensor& video_weight,
+                                                                const Tensor& text_weight, const Tensor& rotary,
+                                                                double eps, bool weights) {
+  const Inputs in(video, text, video_weight, text_weight, rotary, eps);
   const HeadTensor grads(grad);
   const int64_t row = in.heads * in.width, texts = in.tokens - in.video_tokens, size = size_of(in.videos.type);
   Tensor d_video = new_sized(video, {in.samples, in.video_tokens, in.heads, in.width});
@@ -101,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_backward(
     args.grad = grads[i];
     args.out = video_data + i * in.video_tokens * row * size;
     args.text_out = text_data + i * texts * row * size;
-    kernels().norm_rotate_backward(args, begin, end, partials.of(i, chunk), scratch.data());
+    loops().norm_rotate_backward(args, begin, end, partials.of(i, chunk), scratch.data());
   });
   const int64_t width = weights ? in.width : 0;
   Tensor d_video_weight = new_floats(video, {width}), d_text_weight = new_floats(video, {width});

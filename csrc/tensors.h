@@ -1,7 +1,7 @@
-// From stable-ABI tensors to the kernels' arrays, and the parallel loop that both operators use.
+// From tensors of torch's stable ABI to the arrays of the inner loops, and the parallel loops over samples.
 #pragma once
 
-#include "kernels_api.h"
+#include "arguments.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -17,8 +18,7 @@ namespace sage_fast {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kColumns = 6;      // a, b, c, w, k, m
-constexpr int64_t kChunk = 1 << 15;  // elements of one sample that one task handles
+constexpr int64_t kChunk = 1 << 15;     // elements of one sample that one task handles
 constexpr int64_t kRowChunk = 1 << 13;  // the same for the normalisations, whose samples may be small
 
 inline Type type_of(const Tensor& tensor) {
@@ -29,6 +29,8 @@ inline Type type_of(const Tensor& tensor) {
     default: STD_TORCH_CHECK(false, "expected float32, bfloat16 or float16"); return Type::float32;
   }
 }
+
+inline Array array_of(const Tensor& contiguous) { return {contiguous.const_data_ptr(), type_of(contiguous)}; }
 
 inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
 
@@ -59,7 +61,7 @@ class Samples {
   int64_t count_ = 0, numel_ = 0;
 };
 
-// Rows of the coefficient table by sample.
+// The row of the coefficient table for each sample.
 class Rows {
  public:
   Rows(const Tensor& coefs, const Tensor& step, int64_t samples)
@@ -73,8 +75,10 @@ class Rows {
   int64_t step(int64_t sample) const {
     return static_cast<const int64_t*>(step_.const_data_ptr())[single_ ? 0 : sample];
   }
-  const float* operator[](int64_t sample) const {
-    return static_cast<const float*>(coefs_.const_data_ptr()) + kColumns * step(sample);
+  Row operator[](int64_t sample) const {
+    Row row;
+    std::memcpy(&row, static_cast<const Row*>(coefs_.const_data_ptr()) + step(sample), sizeof row);
+    return row;
   }
 
  private:
@@ -82,11 +86,13 @@ class Rows {
   bool single_;
 };
 
-// Calls f(sample, chunk, begin, end) for fixed chunks of every sample, in parallel. Chunks do not depend on the number of
-// threads, so neither do sums over them.
+inline int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
+
+// Calls f(sample, chunk, begin, end) for fixed chunks of every sample, in parallel. Chunks do not depend on the number
+// of threads, so neither do sums over them.
 template <class F>
 void for_each_chunk(const Samples& x, const F& f) {
-  const int64_t chunks = (x.numel() + kChunk - 1) / kChunk;
+  const int64_t chunks = chunks_of(x.numel());
   torch::stable::parallel_for(0, x.count() * chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
       const int64_t begin = task % chunks * kChunk;
@@ -95,9 +101,9 @@ void for_each_chunk(const Samples& x, const F& f) {
   });
 }
 
-// Calls f(sample, chunk, begin, end) for fixed chunks of every sample's rows of `width` elements, in parallel.
 inline int64_t rows_of_chunk(int64_t width) { return std::max<int64_t>(kRowChunk / std::max<int64_t>(width, 1), 1); }
 
+// Calls f(sample, chunk, begin, end) for fixed chunks of every sample's rows of `width` elements, in parallel.
 template <class F>
 void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
   const int64_t size = rows_of_chunk(width), chunks = (rows + size - 1) / size;
@@ -109,11 +115,13 @@ void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
   });
 }
 
-// Two sums of `sum_width` floats by chunk of `for_each_rows`, added in order: they do not depend on the threads.
+// Two sums of `sum_width` floats for each chunk of `for_each_rows`, added in order, so that results do not depend on
+// the number of threads.
 class Partials {
  public:
   Partials(bool wanted, int64_t samples, int64_t rows, int64_t width, int64_t sum_width)
-      : chunks_((rows + rows_of_chunk(width) - 1) / rows_of_chunk(width)), width_(sum_width),
+      : chunks_((rows + rows_of_chunk(width) - 1) / rows_of_chunk(width)),
+        width_(sum_width),
         sums_(wanted ? samples * chunks_ * 2 * sum_width : 0) {}
   Partials(bool wanted, int64_t samples, int64_t rows, int64_t width) : Partials(wanted, samples, rows, width, width) {}
 
@@ -133,18 +141,18 @@ class Partials {
   std::vector<float> sums_;
 };
 
-// [B, d] with neighbours in d next to each other and any stride between rows, 0 included.
-class Rows2d {
+// [B, d], a vector for each sample: contiguous, with any stride between vectors, 0 included.
+class Vectors {
  public:
-  explicit Rows2d(const Tensor& tensor)
+  explicit Vectors(const Tensor& tensor)
       : tensor_(tensor.stride(1) == 1 || tensor.size(1) == 1 ? tensor : torch::stable::contiguous(tensor)),
         type_(type_of(tensor)) {}
-  explicit Rows2d(const std::optional<Tensor>& tensor) {
-    if (tensor.has_value()) *this = Rows2d(*tensor);
+  explicit Vectors(const std::optional<Tensor>& tensor) {
+    if (tensor.has_value()) *this = Vectors(*tensor);
   }
-  Array operator[](int64_t row) const {
+  Array operator[](int64_t sample) const {
     if (!tensor_.has_value()) return {};
-    return {static_cast<const char*>(tensor_->const_data_ptr()) + row * tensor_->stride(0) * size_of(type_), type_};
+    return {static_cast<const char*>(tensor_->const_data_ptr()) + sample * tensor_->stride(0) * size_of(type_), type_};
   }
 
  private:
@@ -154,7 +162,7 @@ class Rows2d {
 
 // Mean over a sample from its chunks' sums, added in order; 0 for samples without elements.
 inline double mean_of_chunks(const std::vector<double>& sums, int64_t sample, int64_t numel, int64_t width, int64_t k) {
-  const int64_t chunks = (numel + kChunk - 1) / kChunk;
+  const int64_t chunks = chunks_of(numel);
   double sum = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += sums[(sample * chunks + chunk) * width + k];
   return sum / std::max<int64_t>(numel, 1);

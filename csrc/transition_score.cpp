@@ -12,9 +12,7 @@ struct Inputs {
          const std::optional<Tensor>& v_old, const Tensor& coefs, const Tensor& step)
       : xs(x), nexts(x_next), vs(v), anchors(v_anchor), olds(v_old), rows(coefs, step, xs.count()) {}
 
-  ScoreArgs operator[](int64_t i) const {
-    return {xs[i], nexts[i], vs[i], {anchors[i], olds[i]}, rows[i]};
-  }
+  ScoreArgs operator[](int64_t i) const { return {xs[i], nexts[i], vs[i], {anchors[i], olds[i]}, rows[i]}; }
 
   Samples xs, nexts, vs, anchors, olds;
   Rows rows;
@@ -24,46 +22,49 @@ const float* floats(const Tensor& tensor) { return static_cast<const float*>(ten
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> transition_score(
-    const Tensor& x, const Tensor& x_next, const Tensor& v, const std::optional<Tensor>& v_anchor,
-    const std::optional<Tensor>& v_old, const Tensor& coefs, const Tensor& step) {
+std::tuple<Tensor, Tensor, Tensor> transition_score(const Tensor& x, const Tensor& x_next, const Tensor& v,
+                                                    const std::optional<Tensor>& v_anchor,
+                                                    const std::optional<Tensor>& v_old, const Tensor& coefs,
+                                                    const Tensor& step) {
   const Inputs in(x, x_next, v, v_anchor, v_old, coefs, step);
-  const int64_t samples = in.xs.count(), numel = in.xs.numel(), chunks = (numel + kChunk - 1) / kChunk;
+  const int64_t samples = in.xs.count(), numel = in.xs.numel(), chunks = chunks_of(numel);
   std::vector<double> sums(samples * chunks * 3);
   for_each_chunk(in.xs, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
-    kernels().score(in[i], begin, end, &sums[(i * chunks + chunk) * 3]);
+    loops().score(in[i], begin, end, &sums[(i * chunks + chunk) * 3]);
   });
   Tensor out[3] = {new_floats(x, {samples}), new_floats(x, {samples}), new_floats(x, {samples})};
   for (int64_t i = 0; i < samples; ++i) {
-    const float* row = in.rows[i];
+    const Row row = in.rows[i];
     for (int k = 0; k < 3; ++k) {
       const double mean = mean_of_chunks(sums, i, numel, 3, k);
-      const double value = k == 0 ? row[3] * mean + row[4] : row[5] * mean;
+      const double value = k == 0 ? row.w * mean + row.k : row.m * mean;
       static_cast<float*>(out[k].mutable_data_ptr())[i] = static_cast<float>(value);
     }
   }
   return {out[0], out[1], out[2]};
 }
 
-Tensor transition_score_backward(
-    const Tensor& grad_logp, const Tensor& grad_kl_anchor, const Tensor& grad_kl_old, const Tensor& x,
-    const Tensor& x_next, const Tensor& v, const std::optional<Tensor>& v_anchor, const std::optional<Tensor>& v_old,
-    const Tensor& coefs, const Tensor& step) {
+Tensor transition_score_backward(const Tensor& grad_logp, const Tensor& grad_kl_anchor, const Tensor& grad_kl_old,
+                                 const Tensor& x, const Tensor& x_next, const Tensor& v,
+                                 const std::optional<Tensor>& v_anchor, const std::optional<Tensor>& v_old,
+                                 const Tensor& coefs, const Tensor& step) {
   const Inputs in(x, x_next, v, v_anchor, v_old, coefs, step);
   const Tensor grads[3] = {torch::stable::contiguous(grad_logp), torch::stable::contiguous(grad_kl_anchor),
                            torch::stable::contiguous(grad_kl_old)};
-  for (const Tensor& grad : grads) STD_TORCH_CHECK(grad.scalar_type() == ScalarType::Float, "gradients: expected float32");
+  for (const Tensor& grad : grads) {
+    STD_TORCH_CHECK(grad.scalar_type() == ScalarType::Float, "gradients: expected float32");
+  }
 
   Tensor dv = new_like(v);
   char* out = static_cast<char*>(dv.mutable_data_ptr());
   const int64_t numel = in.xs.numel();
   const double scale = 2.0 / std::max<int64_t>(numel, 1);
   for_each_chunk(in.xs, [&](int64_t i, int64_t, int64_t begin, int64_t end) {
-    const float* row = in.rows[i];
-    const float weight[3] = {static_cast<float>(-scale * floats(grads[0])[i] * row[3] * row[1]),
-                             static_cast<float>(scale * floats(grads[1])[i] * row[5]),
-                             static_cast<float>(scale * floats(grads[2])[i] * row[5])};
-    kernels().score_backward(in[i], weight, out + i * numel * size_of(in.vs.type()), begin, end);
+    const Row row = in.rows[i];
+    const float weight[3] = {static_cast<float>(-scale * floats(grads[0])[i] * row.w * row.b),
+                             static_cast<float>(scale * floats(grads[1])[i] * row.m),
+                             static_cast<float>(scale * floats(grads[2])[i] * row.m)};
+    loops().score_backward(in[i], weight, out + i * numel * size_of(in.vs.type()), begin, end);
   });
   return dv;
 }

@@ -5,9 +5,9 @@
 
 namespace sage_fast {
 
-std::tuple<Tensor, Tensor> transition_step(
-    const Tensor& x, const Tensor& v, const std::optional<Tensor>& v_uncond, const std::optional<Tensor>& guidance,
-    const Tensor& coefs, const Tensor& step, const Tensor& seed) {
+std::tuple<Tensor, Tensor> transition_step(const Tensor& x, const Tensor& v, const std::optional<Tensor>& v_uncond,
+                                           const std::optional<Tensor>& guidance, const Tensor& coefs,
+                                           const Tensor& step, const Tensor& seed) {
   const Samples xs(x), vs(v), unconds(v_uncond);
   STD_TORCH_CHECK(xs.type() != Type::float16, "x: expected float32 or bfloat16");
   const Rows rows(coefs, step, xs.count());
@@ -21,17 +21,18 @@ std::tuple<Tensor, Tensor> transition_step(
   Tensor x_next = new_like(x);
   Tensor log_prob = new_floats(x, {xs.count()});
   char* out = static_cast<char*>(x_next.mutable_data_ptr());
-  const int64_t chunks = (xs.numel() + kChunk - 1) / kChunk;
+  const int64_t chunks = chunks_of(xs.numel());
   std::vector<double> sums(xs.count() * chunks);
   for_each_chunk(xs, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
     StepArgs args{xs[i], vs[i], unconds[i], out + i * xs.numel() * size_of(xs.type()), rows[i], scale, 0, 0};
     args.seed = static_cast<const uint64_t*>(seeds.const_data_ptr())[i];
     args.step = static_cast<uint32_t>(rows.step(i));
-    sums[i * chunks + chunk] = kernels().step(args, begin, end);
+    sums[i * chunks + chunk] = loops().step(args, begin, end);
   });
   float* log_probs = static_cast<float*>(log_prob.mutable_data_ptr());
   for (int64_t i = 0; i < xs.count(); ++i) {
-    log_probs[i] = static_cast<float>(rows[i][3] * mean_of_chunks(sums, i, xs.numel(), 1, 0) + rows[i][4]);
+    const Row row = rows[i];
+    log_probs[i] = static_cast<float>(row.w * mean_of_chunks(sums, i, xs.numel(), 1, 0) + row.k);
   }
   return {x_next, log_prob};
 }

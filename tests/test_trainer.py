@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sage_fast.data.prompts import read_prompts
 from sage_fast.errors import NonFiniteError, ParityError, RewardError
+from sage_fast.ops import transition_score
 from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import generate
@@ -127,7 +129,8 @@ def test_window_trains_contiguous_steps() -> None:
         starts.add(steps[0])
     assert len(starts) > 1
     norms = trainer.iteration(0)["velocity_grad_norm"]
-    assert sum(value is not None for value in norms) == 3
+    trained = trained_steps(iteration_table(trainer.full_table, trainer.config, 0), trainer.config, 0)
+    assert [t for t, value in enumerate(norms) if value is not None] == trained
 
 
 def test_shared_initial_noise() -> None:
@@ -326,23 +329,28 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
             assert theirs == pytest.approx(ours, rel=1e-2)
 
 
-def test_recorded_gradient_norm_is_that_at_the_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm in closed form against the gradient that autograd delivers, transition by transition."""
-    trainer = tiny_trainer(settings(train__batch_size=1, train__parity_gate=False))
-    original = trainer.policy.guided_velocity
-    norms: list[float] = []
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm in closed form, step by step, against the gradients that autograd delivers to the scored velocities."""
+    trainer = tiny_trainer(settings(train__batch_size=batch_size, train__parity_gate=False))
+    norms: dict[int, list[float]] = defaultdict(list)
 
-    def watched(*args: Any) -> Tensor:
-        v = original(*args)
-        if v.requires_grad:
-            v.register_hook(lambda grad: norms.append(float(grad.norm())))
-        return v
+    def watched(x: Tensor, x_next: Tensor, v: Tensor, coefs: Tensor, step: Tensor, *others: Any) -> Any:
+        def note(grad: Tensor) -> None:
+            for index, norm in zip(step.tolist(), grad.flatten(1).norm(dim=1).tolist()):
+                norms[index].append(norm)
 
-    monkeypatch.setattr(trainer.policy, "guided_velocity", watched)
-    recorded = [value for value in trainer.iteration(0)["velocity_grad_norm"] if value is not None]
-    transitions = 2 * 3 * 5
-    assert len(norms) == transitions
-    assert sum(recorded) / len(recorded) == pytest.approx(sum(norms) / transitions * transitions, rel=1e-4)
+        v.register_hook(note)
+        return transition_score(x, x_next, v, coefs, step, *others)
+
+    monkeypatch.setattr("sage_fast.trainer.transition_score", watched)
+    recorded = trainer.iteration(0)["velocity_grad_norm"]
+    samples, transitions = 2 * 3, 2 * 3 * 5
+    assert len(recorded) == 5
+    # The loss is a mean over all transitions; the record is of a transition's own loss, averaged over the samples.
+    for t, value in enumerate(recorded):
+        assert len(norms[t]) == samples
+        assert value == pytest.approx(sum(norms[t]) / samples * transitions, rel=1e-4), f"step {t}"
 
 
 def test_videos_come_back_in_the_order_of_the_prompts() -> None:

@@ -1,8 +1,4 @@
-"""The C++ operators against the float64 reference, value and gradient.
-
-The criterion is relative to plain PyTorch: the fused error may be at most twice the error of the reference run in the
-same dtype, plus a few units in the last place of the output's type.
-"""
+"""The C++ operators against the float64 reference, value and gradient."""
 
 from collections.abc import Iterator
 
@@ -15,6 +11,7 @@ from sage_fast.ops.philox import philox_normal
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 from sage_fast.transitions import SAMPLERS, sigma_schedule, transition_table
+from tests.ops.accuracy import assert_accurate, double
 
 pytestmark = pytest.mark.skipif(
     implementation(torch.device("cpu")) != "C++", reason="the C++ extension is not built (or SAGE_FAST_OPS=reference)"
@@ -45,17 +42,6 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def assert_as_good(name: str, fused: Tensor, plain: Tensor, exact: Tensor) -> None:
-    assert fused.dtype == plain.dtype, name
-    assert fused.shape == exact.shape, name
-    if not fused.numel():
-        return
-    assert fused.isfinite().all(), name
-    unit = torch.finfo(fused.dtype).eps * max(float(exact.abs().max()), 1e-30)
-    error, allowed = ((t.double() - exact).abs().max() for t in (fused, plain))
-    assert float(error) <= 2 * float(allowed) + 2 * unit, f"{name}: {float(error):.3e} > 2 x {float(allowed):.3e}"
-
-
 def make(shape: tuple[int, ...], x_dtype: torch.dtype, v_dtype: torch.dtype, sampler: str) -> tuple[Tensor, ...]:
     """x, x_next, v, v_anchor, v_old, coefs, step, seed; every sample at a step of its own, the last one included."""
     generator = torch.Generator().manual_seed(len(shape))
@@ -71,13 +57,13 @@ def check_step(x: Tensor, v: Tensor, v_uncond: Tensor | None, coefs: Tensor, ste
     fused = transition_step(x, v, coefs, step, seed, v_uncond, guidance)
     plain = transition_step_reference(x, v, v_uncond, guidance, coefs, step, seed)
     exact = transition_step_reference(x.double(), v, v_uncond, guidance, coefs, step, seed)
-    assert_as_good("x_next", fused[0], plain[0], exact[0])
+    assert_accurate("x_next", fused[0], plain[0], exact[0])
     # The log-prob is that of the value as stored, so the exact one is taken at that value.
     of_stored = transition_score_reference(
         x.double(), fused[0].double(), _guided(v, v_uncond), None, None, coefs, step
     )[0]
     again = transition_score_reference(x, fused[0], _guided(v, v_uncond).float(), None, None, coefs, step)[0]
-    assert_as_good("log-prob", fused[1], again, of_stored)
+    assert_accurate("log-prob", fused[1], again, of_stored)
 
 
 def _guided(v: Tensor, v_uncond: Tensor | None) -> Tensor:
@@ -92,15 +78,13 @@ def check_score(
     plain = transition_score_reference(x, x_next, v.detach(), v_anchor, v_old, coefs, step)
     exact = transition_score_reference(x.double(), x_next, v.detach(), v_anchor, v_old, coefs, step)
     for name, *values in zip(("log-prob", "KL to anchor", "KL to rollout"), outputs, plain, exact):
-        assert_as_good(name, *(value.detach() for value in values))
+        assert_accurate(name, *(value.detach() for value in values))
     upstream = [torch.randn(len(x)) for _ in range(3)]
     fused = torch.autograd.grad(outputs, v, upstream)[0]
     arguments = (x_next, v.detach(), v_anchor, v_old, coefs, step)
     plain_dv = transition_score_backward_reference(*upstream, x, *arguments)
-    exact_dv = transition_score_backward_reference(
-        *(g.double() for g in upstream), x.double(), x_next.double(), v.detach().double(), *arguments[2:]
-    )
-    assert_as_good("dv", fused, plain_dv, exact_dv)
+    exact_dv = transition_score_backward_reference(*double(*upstream, x, x_next, v.detach()), *arguments[2:])
+    assert_accurate("dv", fused, plain_dv, exact_dv)
 
 
 @pytest.mark.parametrize(("x_dtype", "v_dtype"), DTYPES, ids=str)

@@ -1,8 +1,6 @@
 """norm_modulate and norm_rotate against float64, value and every gradient, in C++ and in Triton.
 
-The criterion is relative to plain PyTorch: a kernel's error may be at most twice that of the reference in the same
-dtype, plus two units in the last place. Triton's launchers are called directly; without a GPU its interpreter runs
-them.
+Triton's launchers are called directly; without a GPU its interpreter runs them.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from torch import Tensor
 from sage_fast.ops import implementation, norm_modulate, norm_rotate
 from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
+from tests.ops.accuracy import assert_accurate, double
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,27 +52,12 @@ def kernels(
     return _kernels(request.param)
 
 
-def assert_as_good(name: str, fused: Tensor, plain: Tensor, exact: Tensor) -> None:
-    assert fused.dtype == plain.dtype, name
-    assert fused.shape == plain.shape == exact.shape, name
-    if not fused.numel():
-        return
-    assert fused.isfinite().all(), name
-    unit = torch.finfo(fused.dtype).eps * max(float(exact.abs().max()), 1e-30)
-    error, allowed = (float((t.double() - exact).abs().max()) for t in (fused, plain))
-    assert error <= 2 * allowed + 2 * unit, f"{name}: error {error:.3e}, plain PyTorch {allowed:.3e}"
-
-
-def double(*arguments: Any) -> list[Any]:
-    return [a.double() if isinstance(a, Tensor) else a for a in arguments]
-
-
 def compare(names: list[str], function: Callable[..., Any], reference: Callable[..., Any], *arguments: Any) -> None:
     fused, plain, exact = function(*arguments), reference(*arguments), reference(*double(*arguments))
     if isinstance(fused, Tensor):
         fused, plain, exact = (fused,), (plain,), (exact,)
     for name, *values in zip(names, fused, plain, exact):
-        assert_as_good(name, *values)
+        assert_accurate(name, *values)
 
 
 # -- norm_modulate ----------------------------------------------------------------------------------------------------

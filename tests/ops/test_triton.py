@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import get_args
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ from sage_fast.ops.transition_score import (  # noqa: E402
     transition_score_reference,
 )
 from sage_fast.ops.transition_step import guided, transition_step_reference  # noqa: E402
-from sage_fast.transitions import REDUCTIONS, SAMPLERS, sigma_schedule, transition_table  # noqa: E402
+from sage_fast.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table  # noqa: E402
+from tests.ops.accuracy import assert_accurate, double  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and isinstance(_noise, triton.runtime.JITFunction):
@@ -100,21 +102,6 @@ def make(
     )
 
 
-def assert_accurate(name: str, fused: Tensor, plain: Tensor, exact: Tensor, atol: float) -> None:
-    """The kernel may err at most twice as much as plain PyTorch in the same dtype, both against float64."""
-    assert fused.dtype == plain.dtype, f"{name}: {fused.dtype}, the reference gives {plain.dtype}"
-    assert fused.shape == plain.shape, f"{name}: {fused.shape}, the reference gives {plain.shape}"
-    if fused.numel() == 0:
-        return
-    assert fused.isfinite().all(), f"{name}: not finite"
-    error, allowed = ((value.double() - exact).abs().max().item() for value in (fused, plain))
-    assert error <= 2 * allowed + atol, f"{name}: error {error:.3e}, plain PyTorch {allowed:.3e}, atol {atol:.0e}"
-
-
-def double(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.double() for tensor in tensors]
-
-
 def check_step(case: Case, with_guidance: bool) -> None:
     args = case.step_args(with_guidance)
     x, v, v_uncond, guidance, coefs, step, _ = args
@@ -173,7 +160,7 @@ def test_absent_velocities_score_zero(anchor, old):
     check_score(case, case.other if anchor else None, case.old if old else None)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", get_args(Reduction))
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_and_reduction(sampler, reduction):
     case = make((5, 131), (FP32, BF16, BF16, BF16), sampler, reduction)

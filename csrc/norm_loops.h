@@ -1,46 +1,7 @@
-// The normalisations of a transformer block over some rows of one sample; comes after kernels.h in each namespace.
-// Widths that are known to the compiler (kWidth > 0) are unrolled: the heads of the models in use.
+// The normalisations of a transformer block over a range of one sample's rows or tokens. Uses storage.h and sums.h.
+// Widths that the compiler knows (kWidth > 0) are unrolled: those of the models in use.
 
-namespace sage_fast::KERNELS {
-
-// Sixteen floats, which the compiler splits for narrower registers.
-typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
-
-inline Lanes lanes_at(const float* values) { return *reinterpret_cast<const Lanes*>(values); }
-
-inline float total(const Lanes& lanes) {
-  Lanes s = lanes + __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  s += __builtin_shufflevector(s, s, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  s += __builtin_shufflevector(s, s, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  s += __builtin_shufflevector(s, s, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  return s[0];
-}
-
-inline float dot(const float* a, const float* b, int64_t n) {
-  Lanes lanes = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) lanes += lanes_at(a + i) * lanes_at(b + i);
-  float rest = 0;
-  for (; i < n; ++i) rest += a[i] * b[i];
-  return total(lanes) + rest;
-}
-
-inline float sum(const float* a, int64_t n) {
-  Lanes lanes = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) lanes += lanes_at(a + i);
-  float rest = 0;
-  for (; i < n; ++i) rest += a[i];
-  return total(lanes) + rest;
-}
-
-// Where results are computed: in place for floats, else in `buffer`, which `flush` rounds and stores.
-inline float* target(void* data, Type type, int64_t begin, float* buffer) {
-  return type == Type::float32 ? static_cast<float*>(data) + begin : buffer;
-}
-inline void flush(void* data, Type type, int64_t begin, int64_t n, const float* buffer) {
-  if (type != Type::float32) store(data, type, begin, n, buffer);
-}
+namespace sage_fast::INSTRUCTION_SET {
 
 // -- norm_modulate: layer_norm(x) (1 + scale) + shift ----------------------------------------------------------------
 
@@ -76,7 +37,7 @@ void modulate_rows(const ModulateArgs& args, int64_t begin, int64_t end, float* 
   }
 }
 
-// dx in `out`; adds to sums [2, width] the gradients of scale and shift, where they are wanted.
+// dx in `out`; adds the gradients of scale and shift to sums [2, width], unless that is null.
 template <int64_t kWidth>
 void modulate_rows_backward(const ModulateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width;
@@ -123,7 +84,7 @@ inline void rotate(const float* y, const float* cosine, const float* sine, int64
   }
 }
 
-// The table of one token, each value for both channels of its pair; `sign` -1 turns back.
+// The rotary table of one token, each value for both channels of its pair; `sign` -1 rotates back.
 inline void spread(const float* cos_sin, float sign, int64_t n, float* cosine, float* sine) {
   for (int64_t i = 0; i < n; i += 2) {
     cosine[i] = cosine[i + 1] = cos_sin[i];
@@ -137,10 +98,12 @@ void rotate_rows(const RotateArgs& args, int64_t begin, int64_t end, float* scra
   const int64_t n = kWidth > 0 ? kWidth : args.width;
   float *x_buffer = scratch, *y = scratch + n, *out_buffer = scratch + 2 * n, *cosine = scratch + 3 * n,
         *sine = scratch + 4 * n;
+  const float* video_weight = load(args.video_weight, 0, n, scratch + 5 * n);
+  const float* text_weight = load(args.text_weight, 0, n, scratch + 6 * n);
   for (int64_t token = begin; token < end; ++token) {
     const bool video = token < args.video_tokens;
     const Heads& heads = video ? args.video : args.text;
-    const float* weight = video ? args.video_weight : args.text_weight;
+    const float* weight = video ? video_weight : text_weight;
     const int64_t at = heads.token_stride * (video ? token : token - args.video_tokens);
     if (video) spread(args.rotary + token * n, 1, n, cosine, sine);
     for (int64_t head = 0; head < args.heads; ++head) {
@@ -159,16 +122,18 @@ void rotate_rows(const RotateArgs& args, int64_t begin, int64_t end, float* scra
   }
 }
 
-// Gradients of video and text; adds to sums [2, width] those of their weights, where they are wanted.
+// Gradients of video and text; adds those of their weights to sums [2, width], unless that is null.
 template <int64_t kWidth>
 void rotate_rows_backward(const RotateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width;
   float *x_buffer = scratch, *normed = scratch + n, *out_buffer = scratch + 2 * n, *g_buffer = scratch + 3 * n,
         *turned = scratch + 4 * n, *cosine = scratch + 5 * n, *sine = scratch + 6 * n;
+  const float* video_weight = load(args.video_weight, 0, n, scratch + 7 * n);
+  const float* text_weight = load(args.text_weight, 0, n, scratch + 8 * n);
   for (int64_t token = begin; token < end; ++token) {
     const bool video = token < args.video_tokens;
     const Heads& heads = video ? args.video : args.text;
-    const float* weight = video ? args.video_weight : args.text_weight;
+    const float* weight = video ? video_weight : text_weight;
     const int64_t own = video ? token : token - args.video_tokens;
     if (video) spread(args.rotary + token * n, -1, n, cosine, sine);
     for (int64_t head = 0; head < args.heads; ++head) {
@@ -197,7 +162,9 @@ void rotate_rows_backward(const RotateArgs& args, int64_t begin, int64_t end, fl
 }
 
 void norm_rotate(const RotateArgs& args, int64_t begin, int64_t end, float* scratch) {
-  (args.width == 16 ? rotate_rows<16> : args.width == 128 ? rotate_rows<128> : rotate_rows<0>)(args, begin, end, scratch);
+  (args.width == 16    ? rotate_rows<16>
+   : args.width == 128 ? rotate_rows<128>
+                       : rotate_rows<0>)(args, begin, end, scratch);
 }
 
 void norm_rotate_backward(const RotateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
@@ -206,4 +173,4 @@ void norm_rotate_backward(const RotateArgs& args, int64_t begin, int64_t end, fl
                        : rotate_rows_backward<0>)(args, begin, end, sums, scratch);
 }
 
-}  // namespace sage_fast::KERNELS
+}  // namespace sage_fast::INSTRUCTION_SET

@@ -1,4 +1,4 @@
-// What the torch side and the kernels share; no torch in here.
+// What the torch side and the inner loops share; no torch in here.
 #pragma once
 
 #include <cstdint>
@@ -12,20 +12,28 @@ struct Array {
   Type type = Type::float32;
 };
 
-// One sample. `row` points at its (a, b, c, w, k, m).
+// One row of the coefficient table: x_next = a x + b v + c noise, log-prob = w mean(residual^2) + k, and
+// KL = m mean(difference^2).
+struct Row {
+  float a, b, c, w, k, m;
+};
+static_assert(sizeof(Row) == 6 * sizeof(float), "rows are read from a contiguous table [T, 6]");
+
+// One sample.
 struct StepArgs {
   Array x, v, v_uncond;
   void* x_next;
-  const float* row;
+  Row row;
   float guidance;
   uint64_t seed;
   uint32_t step;
 };
 
+// One sample.
 struct ScoreArgs {
   Array x, x_next, v;
   Array other[2];  // anchor, rollout policy
-  const float* row;
+  Row row;
 };
 
 // Rows of one sample: x and grad [S, width]; scale and shift [width]. `out` is the result, or dx.
@@ -42,19 +50,21 @@ struct Heads {
   int64_t token_stride, head_stride;
 };
 
-// One sample: video tokens first, then text. `out` is the result, or the gradient of video, with `text_out` that of text.
+// One sample: video tokens first, then text. `out` is the result, or the gradient of video, with `text_out` that of
+// text.
 struct RotateArgs {
   Heads video, text, grad;
-  const float *video_weight, *text_weight;
-  const float* rotary;  // [video_tokens, width / 2, 2]
+  Array video_weight, text_weight;  // [width]
+  const float* rotary;              // [video_tokens, width / 2, 2]
   void *out, *text_out;
   int64_t video_tokens, heads, width;
   float eps;
 };
 
-constexpr int64_t kModulateScratch = 7, kRotateScratch = 7;  // floats for each element of a row or head
+constexpr int64_t kModulateScratch = 7, kRotateScratch = 9;  // floats for each element of a row or head
 
-struct Kernels {
+// The inner loops, each over a range [begin, end) of one sample: its elements, rows or tokens.
+struct Loops {
   double (*step)(const StepArgs&, int64_t begin, int64_t end);
   void (*score)(const ScoreArgs&, int64_t begin, int64_t end, double* sums);
   void (*score_backward)(const ScoreArgs&, const float* weight, void* dv, int64_t begin, int64_t end);
@@ -62,10 +72,9 @@ struct Kernels {
   void (*norm_modulate_backward)(const ModulateArgs&, int64_t begin, int64_t end, float* sums, float* scratch);
   void (*norm_rotate)(const RotateArgs&, int64_t begin, int64_t end, float* scratch);
   void (*norm_rotate_backward)(const RotateArgs&, int64_t begin, int64_t end, float* sums, float* scratch);
-  const char* name;
 };
 
-// The kernels for the widest instruction set that this processor has.
-const Kernels& kernels();
+// The loops for the widest instruction set that this processor has.
+const Loops& loops();
 
 }  // namespace sage_fast

@@ -1,0 +1,87 @@
+// The transition operators over a range of one sample's elements. Uses storage.h, philox.h and sums.h.
+//
+// Elements are handled in blocks that fit the first-level cache: each input is widened to float, and the arithmetic
+// runs over plain float arrays that the compiler vectorises.
+
+namespace sage_fast::INSTRUCTION_SET {
+
+constexpr int64_t kBlock = 1024;  // elements; a multiple of 4 and of kLanes
+
+// x_next = a x + b v + c noise over [begin, end), begin a multiple of 4; returns the sum of squared residuals of the
+// values as stored.
+double step(const StepArgs& args, int64_t begin, int64_t end) {
+  float x_buffer[kBlock], v_buffer[kBlock], uncond_buffer[kBlock], mean[kBlock], next[kBlock + 4];
+  const float a = args.row.a, b = args.row.b, c = args.row.c;
+  double sum = 0;
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int64_t n = std::min(kBlock, end - i);
+    const float* x = load(args.x, i, n, x_buffer);
+    const float* v = load(args.v, i, n, v_buffer);
+    if (args.v_uncond.data != nullptr) {
+      const float* uncond = load(args.v_uncond, i, n, uncond_buffer);
+      for (int64_t j = 0; j < n; ++j) {
+        mean[j] = a * x[j] + b * (uncond[j] + args.guidance * (v[j] - uncond[j]));
+      }
+    } else {
+      for (int64_t j = 0; j < n; ++j) mean[j] = a * x[j] + b * v[j];
+    }
+    if (c != 0) {
+      normal(args.seed, args.step, static_cast<uint64_t>(i) / 4, (n + 3) / 4, next);
+      for (int64_t j = 0; j < n; ++j) next[j] = mean[j] + c * next[j];
+    } else {
+      std::copy(mean, mean + n, next);
+    }
+    store(args.x_next, args.x.type, i, n, next);
+    if (args.x.type == Type::bfloat16) {
+      for (int64_t j = 0; j < n; ++j) {
+        next[j] = from_bfloat16(to_bfloat16(next[j])) - mean[j];
+      }
+    } else {
+      for (int64_t j = 0; j < n; ++j) next[j] -= mean[j];
+    }
+    sum += sum_of_squares(next, n);
+  }
+  return sum;
+}
+
+// Sums of (x_next - a x - b v)^2, (v - v_anchor)^2 and (v - v_old)^2 over [begin, end).
+void score(const ScoreArgs& args, int64_t begin, int64_t end, double* sums) {
+  float x_buffer[kBlock], next_buffer[kBlock], v_buffer[kBlock], other_buffer[kBlock], difference[kBlock];
+  const float a = args.row.a, b = args.row.b;
+  sums[0] = sums[1] = sums[2] = 0;
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int64_t n = std::min(kBlock, end - i);
+    const float* x = load(args.x, i, n, x_buffer);
+    const float* next = load(args.x_next, i, n, next_buffer);
+    const float* v = load(args.v, i, n, v_buffer);
+    for (int64_t j = 0; j < n; ++j) difference[j] = next[j] - a * x[j] - b * v[j];
+    sums[0] += sum_of_squares(difference, n);
+    for (int k = 0; k < 2; ++k) {
+      if (args.other[k].data == nullptr) continue;
+      const float* other = load(args.other[k], i, n, other_buffer);
+      for (int64_t j = 0; j < n; ++j) difference[j] = v[j] - other[j];
+      sums[1 + k] += sum_of_squares(difference, n);
+    }
+  }
+}
+
+// dv = weight[0] (x_next - a x - b v) + weight[1] (v - v_anchor) + weight[2] (v - v_old) over [begin, end).
+void score_backward(const ScoreArgs& args, const float* weight, void* dv, int64_t begin, int64_t end) {
+  float x_buffer[kBlock], next_buffer[kBlock], v_buffer[kBlock], other_buffer[kBlock], out[kBlock];
+  const float a = args.row.a, b = args.row.b;
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int64_t n = std::min(kBlock, end - i);
+    const float* x = load(args.x, i, n, x_buffer);
+    const float* next = load(args.x_next, i, n, next_buffer);
+    const float* v = load(args.v, i, n, v_buffer);
+    for (int64_t j = 0; j < n; ++j) out[j] = weight[0] * (next[j] - a * x[j] - b * v[j]);
+    for (int k = 0; k < 2; ++k) {
+      if (args.other[k].data == nullptr) continue;
+      const float* other = load(args.other[k], i, n, other_buffer);
+      for (int64_t j = 0; j < n; ++j) out[j] += weight[1 + k] * (v[j] - other[j]);
+    }
+    store(dv, args.v.type, i, n, out);
+  }
+}
+
+}  // namespace sage_fast::INSTRUCTION_SET

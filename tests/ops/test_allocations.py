@@ -1,0 +1,92 @@
+"""The transition operators allocate their outputs and next to nothing else: no intermediate of latent size.
+
+The profiler hears of every tensor, those that the C++ extension allocates through torch's stable ABI included. What C++
+takes from the heap past PyTorch, such as a vector, shows in the peak memory of the process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.ops import implementation
+
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CALLS = ("step", "step with guidance", "score", "score backward")
+Call = Callable[[], tuple[Tensor, ...] | Tensor]
+
+
+def operators(name: str) -> tuple[Callable[..., Tensor | tuple[Tensor, ...]], ...]:
+    """Step, score and score's backward of an implementation."""
+    if name == "triton":
+        pytest.importorskip("triton")
+        from sage_fast.kernels.transition_score import transition_score, transition_score_backward
+        from sage_fast.kernels.transition_step import transition_step
+
+        return transition_step, transition_score, transition_score_backward
+    if implementation(torch.device("cpu")) != "C++":
+        pytest.skip("the C++ extension is not built (or SAGE_FAST_OPS is set)")
+    ops = torch.ops.sage_fast
+    return ops.transition_step, ops.transition_score, ops.transition_score_backward
+
+
+def make(call: str, name: str, numel: int, device: torch.device) -> tuple[Call, int]:
+    """The call on float32 latents `[2, numel]` and bfloat16 velocities, and the bytes of a velocity."""
+    step, score, backward = operators(name)
+    x, v = torch.ones(2, numel, device=device), torch.ones(2, numel, dtype=torch.bfloat16, device=device)
+    coefs, row = torch.ones(3, 6, device=device), torch.tensor([0, 2], device=device)
+    seed, guidance, grad = row.clone(), torch.tensor(6.0, device=device), torch.ones(2, device=device)
+    calls: dict[str, Call] = {
+        "step": lambda: step(x, v, None, None, coefs, row, seed),
+        "step with guidance": lambda: step(x, v, v, guidance, coefs, row, seed),
+        "score": lambda: score(x, x, v, v, v, coefs, row),
+        "score backward": lambda: backward(grad, grad, grad, x, x, v, v, v, coefs, row),
+    }
+    return calls[call], v.nbytes
+
+
+def total_bytes(outputs: tuple[Tensor, ...] | Tensor) -> int:
+    return sum(t.nbytes for t in ((outputs,) if isinstance(outputs, Tensor) else outputs))
+
+
+def allocated_bytes(call: Call, folder: Path) -> int:
+    """What PyTorch's allocators hand out during `call`, whether it is freed again or not."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return sum(max(event["args"]["Bytes"], 0) for event in events if event["name"] == "[memory]")
+
+
+@pytest.mark.parametrize("name", ["C++", "triton"])
+@pytest.mark.parametrize("call", CALLS)
+def test_tensors_are_the_outputs_alone(call: str, name: str, tmp_path: Path) -> None:
+    device = GPU if name == "triton" else torch.device("cpu")
+    run, latent = make(call, name, 2**12 if device.type == "cpu" else 2**20, device)
+    outputs = total_bytes(run())  # also compiles and fills caches
+    allocated = allocated_bytes(run, tmp_path)
+    assert allocated >= outputs, "the profiler missed the outputs"
+    assert allocated - outputs < latent / 50, f"{allocated} bytes allocated, the outputs have {outputs}"
+
+
+def peak_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux alone")
+@pytest.mark.parametrize("call", CALLS)
+def test_cpp_takes_no_more_from_the_heap(call: str) -> None:
+    """Latents of 64 and 128 MiB, which the C library maps for every allocation and returns when they are freed."""
+    run, latent = make(call, "C++", 2**24, torch.device("cpu"))
+    outputs = total_bytes(run())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is resident now
+    start = peak_memory()
+    run()
+    grown = peak_memory() - start
+    assert grown < outputs + latent / 4, f"{grown} bytes more at the peak, the outputs have {outputs}"
