@@ -174,6 +174,14 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(kw_only=True)
+class TrackingConfig:
+    trackers: list[str] = dataclasses.field(default_factory=lambda: ["tensorboard"])
+    """Trackers beside `metrics.jsonl`, by accelerate's names: `tensorboard`, `wandb`, `trackio`, `mlflow`, ..."""
+    project: str = "sage-fast"
+    """Project of the run in trackers that have projects."""
+
+
+@dataclasses.dataclass(kw_only=True)
 class Config:
     output: str = "runs/sage"
     """Run folder; must not hold another run."""
@@ -186,6 +194,7 @@ class Config:
     kl: KLConfig = dataclasses.field(default_factory=KLConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:

@@ -18,6 +18,7 @@ from torch import Tensor
 from sage_fast.config import TrainConfig
 from sage_fast.distributed import all_reduce, barrier, rank, world_size
 from sage_fast.errors import NonFiniteError
+from sage_fast.files import share
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
 
 
@@ -111,9 +112,11 @@ class Engine:
         """Write the policy's present weights into `folder` in diffusers format; the first rank writes."""
         if rank() == 0:
             self.policy.save_weights(folder)
+            share(folder)
         barrier()
 
 
 def save_state(state: State, file: Path) -> None:
     """A safetensors file of `state`, from whatever layout its tensors have in memory."""
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
+    share(file)

@@ -1,20 +1,25 @@
 """The report is made from written-out run folders, whole and damaged."""
 
+import base64
+import io
 import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from sage_fast.report import charts
-from sage_fast.report.comparison import format_paired_table, format_scores, paired_table
+from sage_fast.report.comparison import paired_table
 from sage_fast.report.page import checks, read_metrics, read_run, write_report
 from sage_fast.report.videos import save_mp4
+from tests.test_comparison import evaluation, scores
 
 
 def row(i, **changes):
@@ -45,17 +50,20 @@ def row(i, **changes):
     return keys | {key.replace("__", "/"): value for key, value in changes.items()}
 
 
-def scores(reward, iteration=0, prompts=("a <b>red</b> circle", "a blue square")):
-    half = [value / 2 for value in reward]
-    parts = {"vq": half, "mq": half}
-    return {"iteration": iteration, "prompts": list(prompts), "seeds": [7, 8], "reward": list(reward), "parts": parts}
-
-
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A finished run of 12 iterations with two videos on each side."""
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 12}, "model": {"path": "testbed"}}))
-    facts = {"torch": "2.13.0", "notes": ["sage: a note"], "sigmas": [1.0, 0.8, 0.5, 0.0], "parameters": 438123}
+    facts = {
+        "date": "2026-11-21T17:38:16+00:00",
+        "commit": "ae1e5df",
+        "command": "sage-fast train 'my config.yaml'",
+        "resumed": [{"iteration": 5, "date": "2026-11-22T09:00:00+00:00", "commit": None, "command": "again --resume"}],
+        "torch": "2.13.0",
+        "notes": ["sage: a note"],
+        "sigmas": [1.0, 0.8, 0.5, 0.0],
+        "parameters": 438123,
+    }
     (tmp_path / "run.json").write_text(json.dumps(facts))
     write_rows(tmp_path, [row(i) for i in range(12)])
     (tmp_path / "eval").mkdir()
@@ -99,17 +107,102 @@ def test_the_page_is_whole_and_loads_nothing(run):
     tags = Outline(page).tags
     names = [tag for tag, _ in tags]
     assert names.count("video") == 4
-    assert all({"loop", "autoplay", "muted", "playsinline"} <= attrs.keys() for tag, attrs in tags if tag == "video")
     assert names.count("svg") == 13
     loading = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
     addresses = [value for _, attrs in tags for key, value in attrs.items() if key in loading]
     assert addresses
     assert all(address.startswith(("data:", "#")) for address in addresses)
-    assert not re.findall(r"@import|<script|url\((?!#)", page)
+    assert not re.findall(r"@import|url\((?!#)", page)
     assert not re.search(r">\s*nan\b", page, re.IGNORECASE)
     assert "12 iterations in 42 s of training" in page
-    assert "438,123" in page
     assert "sage: a note" in page
+
+
+def test_every_video_can_be_stopped_and_none_starts_by_itself(run):
+    """The script starts them unless the reader asked for less motion."""
+    page = write_report(run).read_text()
+    videos = [attrs for tag, attrs in Outline(page).tags if tag == "video"]
+    for attrs in videos:
+        assert {"controls", "loop", "muted", "playsinline"} <= attrs.keys()
+        assert "autoplay" not in attrs
+        assert attrs["poster"].startswith("data:image/jpeg;base64,")
+    assert {attrs["aria-label"] for attrs in videos} >= {"before: a <b>red</b> circle", "after: a blue square"}
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert script.index("prefers-reduced-motion: reduce") < script.index(".play()")
+
+
+def test_poster_is_the_first_frame(run):
+    attrs = next(attrs for tag, attrs in Outline(write_report(run).read_text()).tags if tag == "video")
+    image = Image.open(io.BytesIO(base64.b64decode(attrs["poster"].partition(",")[2])))
+    frames = iio.imread(run / "videos" / "before" / "00-a-b-red-b-circle.mp4").astype(float)
+    first, *others = np.abs(np.asarray(image) - frames).mean((1, 2, 3))  # of random pixels
+    assert first < 20 < 60 < min(others)
+
+
+def test_no_table_header_is_empty(run):
+    for _ in range(2):  # the comparison, then a single evaluation
+        headers = re.findall(r"<th[^>]*>(.*?)</th>", write_report(run).read_text())
+        assert headers
+        assert all(header.strip() for header in headers)
+        (run / "eval" / "after.json").unlink(missing_ok=True)
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of WCAG 2 for `#rrggbb`."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("text", ["ink", "soft", "up", "down", "warn"])
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_has_the_contrast_of_wcag_aa(scheme, text):
+    template = Path(charts.__file__).with_name("template.html.j2").read_text()
+    roots = re.findall(r":root \{(.*?)\}", template)
+    assert len(roots) == 2
+    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", roots[scheme]))
+    for ground in ("paper", "card"):
+        low, high = sorted((luminance(colors[text]), luminance(colors[ground])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, ground
+
+
+def test_environment_says_how_to_repeat_the_run(run):
+    page = write_report(run).read_text()
+    section = page[page.index("<h2>Environment</h2>") :]
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))
+    assert facts == {
+        "started": "2026-11-21T17:38:16+00:00, commit ae1e5df<code>sage-fast train &#39;my config.yaml&#39;</code>",
+        "resumed": "after 5 iterations, 2026-11-22T09:00:00+00:00<code>again --resume</code>",
+        "parameters": "438,123",
+        "versions": "torch 2.13.0",
+    }
+
+
+def test_fewer_than_five_prompts_are_not_judged(run):
+    before, after = scores((1.0, 2.0), prompts=4), scores((1.5, 2.7), 12, prompts=4)
+    assert not {"One part bought with another (held-out)", "Training reward against held-out reward"} & {
+        check.name for check in checks([row(i) for i in range(12)], paired_table(before, after))
+    }
+    for name, content in (("before", before), ("after", after)):
+        (run / "eval" / f"{name}.json").write_text(json.dumps(content))
+    page = write_report(run).read_text()
+    assert "±" not in page
+    assert "in std. errors" not in page
+    assert "no standard error from fewer than 5 prompts: no difference is judged" in page
+    (run / "eval" / "after.json").unlink()
+    page = write_report(run).read_text()
+    assert "±" not in page
+    assert "no standard error from fewer than 5 prompts" in page
+
+
+def test_small_numbers_keep_their_digits(run):
+    before, after = scores((1e-5, 3e-5)), scores((4e-5, 7e-5), 12)
+    for name, content in (("before", before), ("after", after)):
+        (run / "eval" / f"{name}.json").write_text(json.dumps(content))
+    page = write_report(run).read_text()
+    assert ">0.000" not in page
+    assert "<td>2e-05</td><td>5.5e-05</td>".replace("-", "\N{MINUS SIGN}") in page
+    assert "+3.5e-05 ± 2.2e-06".replace("-", "\N{MINUS SIGN}") in page
 
 
 def test_ids_of_inline_pictures_are_distinct(run):
@@ -123,7 +216,7 @@ def test_prompts_are_escaped_and_rewards_shown(run):
     assert "a &lt;b&gt;red&lt;/b&gt; circle" in page
     assert "<b>red</b>" not in page
     assert "<b>2.700</b>" in page
-    assert "+0.600 ± 0.100" in page
+    assert "+0.600 ± 0.045" in page
 
 
 def test_names_of_reward_parts_reach_the_charts_escaped(run):
@@ -179,7 +272,7 @@ def test_a_run_that_was_stopped_is_compared_at_its_last_evaluation(run):
     assert page.count("no video") == 2
 
 
-def test_a_cut_off_last_line_is_left_out_and_others_are_errors(run):
+def test_a_cut_off_last_line_is_dropped_and_others_are_errors(run):
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text[:-40])
     assert len(read_metrics(run / "metrics.jsonl")) == 11
@@ -203,66 +296,6 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
     (run / "eval" / "after.json").write_text("{")
     with pytest.raises(ValueError, match=r"after\.json: not valid JSON"):
         read_run(run)
-
-
-# -- paired comparison ------------------------------------------------------------------------------------------------
-
-
-def evaluation(prompts, reward):
-    return {"iteration": 0, "prompts": prompts, "seeds": list(range(len(prompts))), "reward": reward, "parts": {}}
-
-
-def test_paired_table_by_hand():
-    (line,) = paired_table(evaluation(["a", "b", "c"], [1, 2, 3]), evaluation(["a", "b", "c"], [2, 2, 5]))
-    assert (line.before, line.after, line.difference) == (2, 3, 1)
-    assert line.standard_error == pytest.approx(1 / math.sqrt(3))  # differences 1, 0, 2: std 1
-    assert line.standard_errors == pytest.approx(math.sqrt(3))
-    assert (line.pairs, line.prompts) == (3, 3)
-
-
-def test_seeds_of_a_prompt_are_averaged_before_the_standard_error():
-    prompts = ["a", "a", "b", "b", "c", "c"]
-    after = np.array([1.0, 3.0, 0.0, 0.0, 5.0, 3.0])
-    (line,) = paired_table(evaluation(prompts, [0.0] * 6), evaluation(prompts, after.tolist()))
-    means = after.reshape(3, 2).mean(1)
-    assert line.standard_error == pytest.approx(means.std(ddof=1) / math.sqrt(3))
-    assert (line.pairs, line.prompts) == (6, 3)
-
-
-def test_one_prompt_is_compared_over_its_seeds():
-    (line,) = paired_table(evaluation(["a", "a"], [0.0, 0.0]), evaluation(["a", "a"], [1.0, 3.0]))
-    assert line.standard_error == pytest.approx(1.0)
-
-
-def test_one_pair_has_no_standard_error_and_identical_ones_no_ratio():
-    (line,) = paired_table(evaluation(["a"], [0.0]), evaluation(["a"], [1.0]))
-    assert line.standard_error is None
-    assert line.standard_errors is None
-    (line,) = paired_table(evaluation(["a", "b"], [0.0, 1.0]), evaluation(["a", "b"], [0.0, 1.0]))
-    assert line.standard_error == 0
-    assert line.standard_errors is None
-    assert "±" in format_paired_table([line])
-
-
-def test_pairs_with_a_failed_score_are_left_out():
-    before, after = evaluation(["a", "b", "c"], [1.0, None, 3.0]), evaluation(["a", "b", "c"], [2.0, 9.0, math.nan])
-    (line,) = paired_table(before, after)
-    assert (line.pairs, line.before, line.after) == (1, 1.0, 2.0)
-
-
-def test_different_prompts_or_seeds_are_refused():
-    with pytest.raises(ValueError, match="different prompts"):
-        paired_table(evaluation(["a"], [0]), evaluation(["b"], [0]))
-    other = evaluation(["a"], [0]) | {"seeds": [5]}
-    with pytest.raises(ValueError, match="different seeds"):
-        paired_table(evaluation(["a"], [0]), other)
-
-
-def test_tables_for_the_terminal():
-    text = format_paired_table(paired_table(scores((1.0, 2.0)), scores((1.5, 2.7))))
-    assert text.splitlines()[1].split() == ["reward", "1.5000", "2.1000", "+0.6000", "±", "0.1000", "+6.0"]
-    assert len({len(line) for line in text.splitlines()[:-1]}) == 1
-    assert format_scores(scores((1.0, 2.0))).splitlines()[0].split() == ["reward", "1.5000", "±", "0.5000"]
 
 
 # -- charts and checks ------------------------------------------------------------------------------------------------
@@ -292,9 +325,10 @@ def test_signs_in_the_last_quarter_are_warned_of(changes, name):
 
 
 def test_a_part_that_is_bought_with_another_is_warned_of():
-    prompts = [str(i) for i in range(4)]
-    before = evaluation(prompts, [0.0] * 4) | {"parts": {"vq": [0.0] * 4, "ta": [0.0] * 4}}
-    after = evaluation(prompts, [0.0] * 4) | {"parts": {"vq": [1.0, 1.1, 0.9, 1.0], "ta": [-1.0, -1.1, -0.9, -1.0]}}
+    prompts = [str(i) for i in range(5)]
+    risen = [1.0, 1.1, 0.9, 1.0, 1.0]
+    before = evaluation(prompts, [0.0] * 5) | {"parts": {"vq": [0.0] * 5, "ta": [0.0] * 5}}
+    after = evaluation(prompts, [0.0] * 5) | {"parts": {"vq": risen, "ta": [-value for value in risen]}}
     assert warnings([row(0)], paired_table(before, after)) == {"One part bought with another (held-out)"}
 
 
@@ -303,7 +337,7 @@ def test_training_reward_that_rises_while_the_held_out_reward_falls_is_warned_of
     assert warnings([row(i) for i in range(12)], table[:1]) == {"Training reward against held-out reward"}
 
 
-def test_running_mean_leaves_gaps_out():
+def test_running_mean_skips_gaps():
     values = np.array([1.0, math.nan, 3.0, 5.0])
     np.testing.assert_allclose(charts.smooth(values, 3), [1.0, math.nan, 4.0, 4.0])
 
@@ -320,3 +354,12 @@ def test_a_chart_without_data_is_none():
     assert charts.phases([{"iteration": 0}]) is None
     assert charts.gradient_map([row(0, velocity_grad_norm=[None, None])]) is None
     assert charts.held_out({0: (1.0, 0.1), 10: (1.1, 0.1)}) is None
+
+
+def test_held_out_chart_without_standard_errors():
+    points = {0: (1.0, math.nan), 10: (1.1, math.nan), 20: (1.2, math.nan)}
+    bars, plain = charts.held_out({i: (mean, 0.1) for i, (mean, _) in points.items()}), charts.held_out(points)
+    assert bars is not None
+    assert plain is not None
+    assert len(plain) < len(bars)
+    assert not re.search(r"[ML] ?nan", plain)

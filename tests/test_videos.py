@@ -1,12 +1,15 @@
 """MP4 files are read back; pictures are checked where a frame must be."""
 
+import json
+
 import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from sage_fast.report.videos import comparison_sheet, contact_sheet, save_mp4
+from sage_fast.report.videos import comparison_sheet, contact_sheet, read_mp4, save_mp4, write_comparison
+from sage_fast.run.folder import save_videos
 
 
 def ramp(frames=9, height=32, width=32):
@@ -105,3 +108,58 @@ def test_sheets_refuse_what_they_cannot_lay_out():
         contact_sheet([], [])
     with pytest.raises(ValueError, match="'final' has 1 videos for 2 captions"):
         comparison_sheet({"final": [ramp()]}, ["a", "b"])
+
+
+def test_mp4_is_read_back(tmp_path):
+    save_mp4(tmp_path / "a.mp4", ramp(9, 128, 192), fps=8)
+    whole = read_mp4(tmp_path / "a.mp4")
+    assert whole.shape == (9, 3, 128, 192)
+    torch.testing.assert_close(whole.mean((1, 2, 3)), torch.linspace(0, 1, 9), atol=0.02, rtol=0)
+    torch.testing.assert_close(read_mp4(tmp_path / "a.mp4", 3), whole[[0, 4, 8]])
+    torch.testing.assert_close(read_mp4(tmp_path / "a.mp4", 20), whole)
+
+
+def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
+    """Also past numbers that are missing and past 99; the contact sheets stay too."""
+    folder = tmp_path / "out"
+    first = save_videos([ramp(), ramp()], ["A red circle!", "a blue square"], folder, 8)
+    assert [path.name for path in first] == ["00-a-red-circle.mp4", "01-a-blue-square.mp4"]
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    second = save_videos([1 - ramp()], ["a red circle"], folder, 8)
+    assert [path.name for path in second] == ["02-a-red-circle.mp4"]
+    assert {path: path.read_bytes() for path in before} == before
+    second[0].rename(folder / "102-moved.mp4")
+    assert save_videos([ramp()], ["last"], folder, 8)[0].name == "103-last.mp4"
+    assert {path.name for path in folder.glob("*.png")} == {f"contact-sheet-{n}.png" for n in ("00", "02", "103")}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def write_evaluation(run, name, iteration, videos):
+    (run / "eval").mkdir(exist_ok=True)
+    prompts = [f"prompt {i}" for i in range(len(videos))]
+    (run / "eval" / f"{name}.json").write_text(json.dumps({"iteration": iteration, "prompts": prompts}))
+    save_videos(videos, prompts, run / "videos" / name, 8, run / "videos" / f"{name}.png")
+
+
+def test_comparison_of_a_run_shows_base_first_and_last(tmp_path):
+    """The prompts that all of them have, each column by its grey."""
+    flat = torch.ones(5, 3, 32, 32)
+    write_evaluation(tmp_path, "before", 0, [0.2 * flat] * 3)
+    write_evaluation(tmp_path, "iteration-000004", 4, [0.6 * flat] * 2)
+    write_evaluation(tmp_path, "iteration-000002", 2, [0.4 * flat] * 2)
+    write_evaluation(tmp_path, "after", 6, [0.8 * flat] * 2)
+    path = write_comparison(tmp_path)
+    assert path == tmp_path / "comparison.png"
+    sheet = Image.open(path)
+    left, step = 20 + 200 + 24, 3 * 128 + 2 * 3 + 24
+    assert sheet.size == (left + 3 * step - 24 + 20, 20 + 34 + 2 * 128 + 14 + 20)
+    greys = [grey(sheet, left + i * step + 64, 20 + 34 + 64) for i in range(3)]
+    assert greys == pytest.approx([51, 102, 204], abs=4)
+
+
+def test_comparison_of_a_run_without_videos_in_common(tmp_path):
+    assert write_comparison(tmp_path) is None
+    write_evaluation(tmp_path, "before", 0, [ramp()])
+    write_evaluation(tmp_path, "after", 6, [])
+    assert write_comparison(tmp_path) is None
+    assert not (tmp_path / "comparison.png").exists()

@@ -1,6 +1,6 @@
 """Charts of a run as inline SVG that follows the page's light or dark theme.
 
-Every function takes the rows of `metrics.jsonl` and returns an `<svg>` element, or None where there is nothing to
+Every function takes the rows of `metrics.jsonl` and returns an `<svg>` element, or None if there is nothing to
 draw. The same rows give the same bytes.
 """
 
@@ -56,7 +56,7 @@ _STYLE: Any = {
 
 
 def column(rows: Sequence[Row], key: str) -> np.ndarray:
-    """float64 `[rows]`: the value of `key` in every row, NaN where it is missing, null or not finite."""
+    """float64 `[rows]`: the value of `key` in every row, NaN if it is missing, null or not finite."""
     return np.array([_number(row.get(key)) for row in rows], dtype=np.float64)
 
 
@@ -112,7 +112,7 @@ def _finish_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred running mean over `window` rows that leaves gaps out; NaN where a value is missing."""
+    """Centred running mean over `window` rows that skips gaps; NaN for a missing value."""
     if window <= 1:
         return values
     half = window // 2
@@ -144,11 +144,11 @@ def curves(
 
     Args:
         rows: iterations.
-        series: metric key -> label; keys that no row has are left out.
+        series: metric key -> label; keys that no row has are skipped.
         name: short and unique on the page.
         title: heading.
         ylabel: with the unit.
-        log: logarithmic axis where the values span decades; those that are not positive become gaps there.
+        log: logarithmic axis if the values span decades; those that are not positive become gaps on it.
         smoothed: add the running mean.
     """
     data = {label: column(rows, key) for key, label in series.items()}
@@ -178,7 +178,7 @@ def curves(
 
 
 def _marker(rows: Sequence[Row]) -> dict[str, Any]:
-    """Dots where there are few iterations: a single one, or one between two gaps, draws no line."""
+    """Dots for few iterations: a single one, or one between two gaps, draws no line."""
     return {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
 
 
@@ -234,7 +234,7 @@ def phases(rows: Sequence[Row]) -> str | None:
 
 
 def step_gradients(rows: Sequence[Row]) -> np.ndarray | None:
-    """`velocity_grad_norm` as float64 `[rows, T]`, NaN where a step was not trained; None where no row has it."""
+    """`velocity_grad_norm` as float64 `[rows, T]`, NaN for a step that was not trained; None if no row has it."""
     lists = [row.get("velocity_grad_norm") for row in rows]
     length = max((len(values) for values in lists if isinstance(values, list)), default=0)
     if not length:
@@ -304,7 +304,10 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
 
 
 def held_out(points: Mapping[int, tuple[float, float]]) -> str | None:
-    """Mean held-out reward with its standard error at each evaluated iteration; None with fewer than three."""
+    """Mean held-out reward at each evaluated iteration, with its standard error unless that is NaN.
+
+    None with fewer than three points.
+    """
     if len(points) < 3:
         return None
     x = sorted(points)

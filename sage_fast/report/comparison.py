@@ -11,6 +11,12 @@ import numpy as np
 
 from sage_fast.errors import UserError
 
+MIN_PROMPTS = 5
+"""A standard error needs that many prompts: one from two of them is itself wrong by more than half, and "2 standard
+errors" means nothing then."""
+
+TOO_FEW = f"no standard error from fewer than {MIN_PROMPTS} prompts"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairedRow:
@@ -22,8 +28,8 @@ class PairedRow:
         after: mean score of the same prompts and seeds after.
         difference: mean of after - before.
         standard_error: of that mean, over prompts (seeds of a prompt are averaged first, since they share its
-            difficulty), or over seeds where there is one prompt; None with a single pair.
-        pairs: videos compared; pairs with a score that is not finite are left out.
+            difficulty); None with fewer than `MIN_PROMPTS`.
+        pairs: videos compared; pairs with a score that is not finite are skipped.
         prompts: distinct prompts among them.
     """
 
@@ -37,7 +43,7 @@ class PairedRow:
 
     @property
     def standard_errors(self) -> float | None:
-        """Difference in units of its standard error; None where there is none, or it is zero."""
+        """Difference in units of its standard error; None without one, or if it is zero."""
         return self.difference / self.standard_error if self.standard_error else None
 
 
@@ -79,19 +85,23 @@ def _paired_row(name: str, prompts: Sequence[str], before: Sequence[float], afte
 
 
 def _standard_error(prompts: Sequence[str], values: np.ndarray) -> float | None:
-    """Standard error of the mean of `values`, clustered by prompt; None with fewer than two values.
+    """Standard error of the mean of `values`, clustered by prompt; None with fewer than `MIN_PROMPTS`.
 
     With K prompts of n_k values the cluster-robust form is sqrt(K / (K - 1) sum_k (n_k (mean_k - mean))^2) / n, which
     for equal n_k is the standard error of the prompts' means.
     """
-    if len(values) < 2:
-        return None
     names = sorted(set(prompts))
-    if len(names) == 1:
-        return float(values.std(ddof=1) / math.sqrt(len(values)))
+    if len(names) < MIN_PROMPTS:
+        return None
     residual = values - values.mean()
     sums = np.array([sum(r for r, prompt in zip(residual, prompts) if prompt == name) for name in names])
     return float(math.sqrt(len(names) / (len(names) - 1) * (sums**2).sum()) / len(values))
+
+
+def format_number(value: float, digits: int, *, sign: bool = False) -> str:
+    """`digits` decimals, or two significant digits of a number below the last of them, which would read as zero."""
+    kind = ".2g" if 0 < abs(value) < 10**-digits else f".{digits}f"
+    return f"{value:{'+' * sign}{kind}}"
 
 
 def _float(value: object) -> float:
@@ -100,30 +110,38 @@ def _float(value: object) -> float:
 
 def format_paired_table(rows: Sequence[PairedRow]) -> str:
     """The comparison as aligned text for a terminal."""
-    lines = [f"{'held-out':<12}{'before':>10}{'after':>10}{'difference':>22}{'std. errors':>13}"]
+    judged = any(row.standard_error is not None for row in rows)
+    width = 22 if judged else 12
+    lines = [f"{'held-out':<12}{'before':>10}{'after':>10}{'difference':>{width}}" + f"{'std. errors':>13}" * judged]
     for row in rows:
-        error = f" ± {row.standard_error:.4f}" if row.standard_error is not None else " ± ?"
+        difference = format_number(row.difference, 4, sign=True)
+        if row.standard_error is not None:
+            difference += f" ± {format_number(row.standard_error, 4)}"
+        line = f"{row.name:<12}{format_number(row.before, 4):>10}{format_number(row.after, 4):>10}{difference:>{width}}"
         ratio = f"{row.standard_errors:+.1f}" if row.standard_errors is not None else "-"
-        lines.append(
-            f"{row.name:<12}{row.before:>10.4f}{row.after:>10.4f}{f'{row.difference:+.4f}{error}':>22}{ratio:>13}"
-        )
+        lines.append(line + f"{ratio:>13}" * judged)
     if rows:
-        lines.append(f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds")
+        why = "" if judged else f"; {TOO_FEW}"
+        lines.append(f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds{why}")
     return "\n".join(lines)
 
 
 def format_scores(scores: Mapping[str, Any]) -> str:
     """One evaluation (`eval/*.json`) as aligned text: mean and its standard error over prompts."""
-    lines = []
+    lines, judged = [], False
     for name, values in {"reward": scores["reward"], **scores["parts"]}.items():
         mean, error = mean_and_error(scores["prompts"], values)
-        lines.append(f"{name:<12}{mean:>10.4f}{f' ± {error:.4f}' if error is not None else ''}")
-    lines.append(f"{len(scores['prompts'])} videos of {len(set(scores['prompts']))} prompts")
+        judged = judged or error is not None
+        lines.append(
+            f"{name:<12}{format_number(mean, 4):>10}{f' ± {format_number(error, 4)}' if error is not None else ''}"
+        )
+    why = "" if judged else f"; {TOO_FEW}"
+    lines.append(f"{len(scores['prompts'])} videos of {len(set(scores['prompts']))} prompts{why}")
     return "\n".join(lines)
 
 
 def mean_and_error(prompts: Sequence[str], values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean of the finite `values`, and its standard error over prompts (None with fewer than two)."""
+    """Mean of the finite `values`, and its standard error over prompts (None with fewer than `MIN_PROMPTS`)."""
     kept = [(prompt, float(value)) for prompt, value in zip(prompts, values) if math.isfinite(_float(value))]
     if not kept:
         return math.nan, None

@@ -15,13 +15,13 @@ import jinja2
 import numpy as np
 import yaml
 
+from sage_fast.environment import PACKAGES
 from sage_fast.errors import UserError
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
-from sage_fast.report.comparison import PairedRow, format_paired_table, format_scores, mean_and_error, paired_table
-
-__all__ = ["PairedRow", "checks", "format_paired_table", "format_scores", "paired_table", "read_run", "write_report"]
+from sage_fast.report.comparison import TOO_FEW, PairedRow, format_number, mean_and_error, paired_table
+from sage_fast.report.videos import poster
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ class Run:
     Attributes:
         folder: where.
         config: resolved settings, YAML text.
-        facts: `run.json`: versions, device, sampler notes; empty where it is missing.
+        facts: `run.json`: command, commit, versions, device, sampler notes; empty if it is missing.
         rows: iterations, `metrics.jsonl`.
         evaluations: file stem (`before`, `iteration-000010`, `after`) -> scores.
     """
@@ -62,7 +62,7 @@ def read_run(folder: Path) -> Run:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{str(folder)!r} is no run folder: config.yaml is missing")
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
-        raise UserError(f"{str(folder)!r} holds no run that has begun: run.json and metrics.jsonl are missing")
+        raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
     evaluations = {path.stem: _read_json(path) for path in sorted((folder / "eval").glob("*.json"))}
     for name, scores in evaluations.items():
         missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
@@ -79,7 +79,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a `metrics.jsonl`; none where there is no file. A last line cut off by a kill is left out.
+    """Rows of a `metrics.jsonl`; none without a file. A last line cut off by a kill is dropped.
 
     Raises:
         UserError: a line before the last is no JSON object with an `iteration`.
@@ -122,9 +122,10 @@ class Check:
 
 
 def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
-    """Signs to look at before a rising reward is believed; those without data are left out.
+    """Signs to look at before a rising reward is believed; those without data are skipped.
 
-    Shares are means over the last quarter of the run. A part counts as risen or fallen beyond 2 standard errors.
+    Shares are means over the last quarter of the run. A part counts as risen or fallen beyond 2 standard errors, and is
+    not judged without them.
     """
     found: list[Check] = []
 
@@ -137,13 +138,14 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
 
     share = late("reward/zero_std_groups")
     if share is not None:
-        look("Groups whose rewards are all equal", f"{share:.0%} (warns above 25%): they teach nothing", share > 0.25)
+        text = f"{_percent(share)} (warns above 25%): they teach nothing"
+        look("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
     if clipped is not None:
-        look("Clipped ratios", f"{clipped:.0%} (warns above 30%): a high share wastes updates", clipped > 0.3)
+        look("Clipped ratios", f"{_percent(clipped)} (warns above 30%): a high share wastes updates", clipped > 0.3)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
-        text = f"{last / first:.0%} of its first quarter (warns below 30%): a collapse means samples that look alike"
+        text = f"{_percent(last / first)} of its first quarter (warns below 30%, where samples look alike)"
         look("Reward spread within a group", text, last < 0.3 * first)
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
@@ -157,7 +159,8 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
     composite = table[0].standard_errors if table else None
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and composite is not None and start is not None and end is not None:
-        text = f"training {end - start:+.3f} from first to last quarter, held-out {table[0].difference:+.3f}"
+        rise, fall = (format_number(change, 3, sign=True) for change in (end - start, table[0].difference))
+        text = f"training {rise} from first to last quarter, held-out {fall}"
         look("Training reward against held-out reward", text, end > start and composite < -2)
     if rows:
         gaps = sum(1 for row in rows if any(_is_gap(value) for value in row.values()))
@@ -168,6 +171,10 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
 def _mean(rows: Sequence[Row], key: str) -> float | None:
     values = column(rows, key)
     return float(np.nanmean(values)) if not np.isnan(values).all() else None
+
+
+def _percent(share: float) -> str:
+    return f"{format_number(100 * share, 0)}%"
 
 
 def _is_gap(value: object) -> bool:
@@ -202,7 +209,8 @@ def write_report(run: Path) -> Path:
         checks=checks(data.rows, table),
         charts=_charts(data),
         videos=_videos(data),
-        facts={key: value for key, value in data.facts.items() if not isinstance(value, list | dict)},
+        environment=_environment(data.facts),
+        too_few=TOO_FEW,
         notes=data.facts.get("notes") or [],
         config=data.config,
     )
@@ -212,10 +220,10 @@ def write_report(run: Path) -> Path:
 
 
 def _number(value: float | None, digits: int = 3, sign: bool = False) -> str:
-    """A number for a table cell; a dash where there is none."""
+    """A number for a table cell; a dash for none."""
     if value is None or not math.isfinite(value):
         return "\N{EN DASH}"
-    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
+    return format_number(value, digits, sign=sign).replace("-", "\N{MINUS SIGN}")
 
 
 def _setting(data: Run, key: str) -> Any:
@@ -250,6 +258,26 @@ def _settings(data: Run) -> dict[str, str]:
     return {label: str(value) for label, value in found.items() if value is not None}
 
 
+def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Label, text and command of each start, then label and text of what the run ran on; lists are not shown."""
+    found = []
+    starts = [("started", facts), *(("resumed", start) for start in facts.get("resumed") or [])]
+    for label, start in starts:
+        after = f"after {start['iteration']} iterations" if label == "resumed" else None
+        commit = f"commit {start['commit']}" if start.get("commit") else None
+        text = ", ".join(part for part in (after, start.get("date"), commit) if part)
+        found += [(label, text, start.get("command", ""))] if text else []
+    versions = [name for name in ("sage_fast", "python", *PACKAGES) if name in facts]
+    for key, value in facts.items():
+        if key in ("date", "commit", "command", *versions) or value is None or isinstance(value, list | dict):
+            continue
+        number = isinstance(value, int) and not isinstance(value, bool)
+        found.append((key.replace("_", " "), f"{value:,}" if number else str(value), ""))
+    if versions:
+        found.append(("versions", ", ".join(f"{name.replace('_', '-')} {facts[name]}" for name in versions), ""))
+    return found
+
+
 def _only(scores: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
     """Name, mean and standard error of a single evaluation."""
     named = {"reward": scores["reward"], **scores["parts"]}
@@ -267,7 +295,7 @@ def _charts(data: Run) -> list[str]:
     points = {}
     for scores in data.evaluations.values():
         mean, error = mean_and_error(scores["prompts"], scores["reward"])
-        points[int(scores["iteration"])] = (mean, error or 0.0)
+        points[int(scores["iteration"])] = (mean, math.nan if error is None else error)
     drawn = [charts.held_out({i: point for i, point in points.items() if math.isfinite(point[0])})]
     if rows:
 
@@ -293,7 +321,7 @@ def _charts(data: Run) -> list[str]:
 
 
 def _videos(data: Run) -> list[dict[str, Any]]:
-    """Per prompt: its text and, for each side, label, reward and the MP4 as base64."""
+    """Per prompt: its text and, for each side, label, reward, the MP4 and its first frame (JPEG) as base64."""
     sides = [("before", "before")] + ([(data.last, _label(data, data.last))] if data.last else [])
     files = {side: {p.name: p for p in sorted((data.folder / "videos" / side).glob("*.mp4"))} for side, _ in sides}
     shown = []
@@ -311,8 +339,10 @@ def _videos(data: Run) -> list[dict[str, Any]]:
                 {
                     "label": label,
                     "reward": scores["reward"][index] if scores is not None and known else None,
-                    "mp4": base64.b64encode(files[side][name].read_bytes()).decode() if name in files[side] else None,
                 }
             )
+            if name in files[side]:
+                contents = {"mp4": files[side][name].read_bytes(), "poster": poster(files[side][name])}
+                cells[-1] |= {key: base64.b64encode(content).decode() for key, content in contents.items()}
         shown.append({"prompt": prompt, "cells": cells})
     return shown

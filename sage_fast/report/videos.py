@@ -1,11 +1,13 @@
-"""Write videos as MP4 and lay their frames out as pictures."""
+"""Write and read videos as MP4, and lay their frames out as pictures."""
 
 from __future__ import annotations
 
 import functools
+import io
+import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -78,6 +80,53 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     writer.close()
 
 
+def _frames(path: Path) -> Iterator[np.ndarray]:
+    """uint8 `[H, W, 3]`, one by one."""
+    reader = imageio_ffmpeg.read_frames(str(path))
+    width, height = next(reader)["size"]
+    for frame in reader:
+        yield np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
+
+
+def read_mp4(path: Path, num_frames: int | None = None) -> Tensor:
+    """float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from the first to the last."""
+    frames = list(_frames(path))
+    frames = [frames[i] for i in _evenly_spaced(len(frames), num_frames or len(frames))]
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 255
+
+
+def poster(path: Path) -> bytes:
+    """The first frame as JPEG."""
+    buffer = io.BytesIO()
+    Image.fromarray(next(_frames(path))).save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+def write_comparison(run: Path) -> Path | None:
+    """Write `comparison.png` of a run folder: base model, first evaluation on the way, and last one, side by side.
+
+    Returns:
+        Its path; None if the evaluations have no video in common.
+    """
+    on_the_way = sorted(path.stem for path in (run / "eval").glob("iteration-*.json"))
+    names = [name for name in ("before", *on_the_way[:1], "after") if (run / "eval" / f"{name}.json").is_file()]
+    if not names:
+        return None
+    evaluations = {name: json.loads((run / "eval" / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    files = [{path.name for path in (run / "videos" / name).glob("*.mp4")} for name in names]
+    common = sorted(set.intersection(*files))
+    if not common:
+        return None
+    columns = {}
+    for name, scores in evaluations.items():
+        label = f"{scores['iteration']} iterations" if scores["iteration"] else "base"
+        columns[label] = [read_mp4(run / "videos" / name / file, num_frames=3) for file in common]
+    captions = [evaluations[names[0]]["prompts"][int(file.split("-")[0])] for file in common]
+    path = run / "comparison.png"
+    comparison_sheet(columns, captions, num_frames=3).save(path)
+    return path
+
+
 def contact_sheet(
     videos: Sequence[Tensor], captions: Sequence[str], *, num_frames: int = 6, height: int = 128
 ) -> Image.Image:
@@ -86,7 +135,7 @@ def contact_sheet(
     Args:
         videos: float `[F, 3, H, W]` in [0, 1] each.
         captions: one for each video.
-        num_frames: frames shown, fewer where a video has fewer.
+        num_frames: frames shown; fewer if a video has fewer.
         height: of a frame, in pixels.
 
     Raises:
@@ -149,11 +198,16 @@ def comparison_sheet(
 def _cells(video: Tensor, count: int, height: int) -> list[Image.Image]:
     """Frames at evenly spaced times, `height` pixels high: nearest neighbour upwards, averaged downwards."""
     frames = _pixels(video)
-    count = min(count, len(frames))
-    chosen = [round(i * (len(frames) - 1) / (count - 1)) if count > 1 else 0 for i in range(count)]
+    chosen = _evenly_spaced(len(frames), count)
     width = max(1, round(height * frames.shape[2] / frames.shape[1]))
     method = Image.Resampling.NEAREST if height >= frames.shape[1] else Image.Resampling.BOX
     return [Image.fromarray(frames[i]).resize((width, height), method) for i in chosen]
+
+
+def _evenly_spaced(length: int, count: int) -> list[int]:
+    """`count` indices (fewer if `length` is smaller) from 0 to `length - 1`."""
+    count = min(count, length)
+    return [round(i * (length - 1) / (count - 1)) if count > 1 else 0 for i in range(count)]
 
 
 @functools.cache
@@ -172,7 +226,7 @@ def _fit(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont, wid
 
 
 def _wrap(draw: ImageDraw.ImageDraw, text: str, width: float, height: float) -> str:
-    """`text` broken into lines of at most `width` pixels, cut with an ellipsis where they exceed `height`."""
+    """`text` broken into lines of at most `width` pixels, cut with an ellipsis if they exceed `height`."""
     font = _font(14)
     per_line = max(1, int(width / draw.textlength("n", font=font)))
     lines = [_fit(draw, line, font, width) for line in textwrap.wrap(" ".join(text.split()), per_line)]

@@ -1,12 +1,17 @@
 """The files of a run folder that are not metrics or checkpoints.
 
-<run>/config.yaml run.json metrics.jsonl tensorboard/ checkpoints/ weights/ eval/ videos/ comparison.png report.html
+<run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/
+<run>/comparison.png report.html
 """
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,14 +54,46 @@ def claim_output(config: Config, *, resume: bool) -> Path:
     return run
 
 
-def save_videos(videos: list[torch.Tensor], prompts: list[str], folder: Path, fps: int) -> list[Path]:
-    """One MP4 a video, named by number and prompt, and a contact sheet beside the folder."""
+def save_videos(
+    videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float, sheet: Path | None = None
+) -> list[Path]:
+    """One MP4 a video, named by number and prompt, and a contact sheet of all of them.
+
+    Nothing is overwritten: the numbers go on from the highest one in `folder`.
+
+    Args:
+        videos: float `[F, 3, H, W]` in [0, 1] each.
+        prompts: one for each video; further ones are ignored.
+        folder: made if it does not exist.
+        fps: frames per second.
+        sheet: where the contact sheet goes; by default into `folder`, named by the number of its first video.
+
+    Returns:
+        The MP4 files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    numbers = [int(found.group(1)) for path in folder.iterdir() if (found := re.match(r"(\d+)-.*\.mp4$", path.name))]
+    first = max(numbers, default=-1) + 1
     paths = []
-    for i, (video, prompt) in enumerate(zip(videos, prompts)):
+    for number, (video, prompt) in enumerate(zip(videos, prompts), start=first):
         slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
-        paths.append(folder / f"{i:02d}-{slug}.mp4")
+        paths.append(folder / f"{number:02d}-{slug}.mp4")
         save_mp4(paths[-1], video, fps)
     if videos:
-        contact_sheet(videos, prompts[: len(videos)]).save(folder.with_suffix(".png"))
+        contact_sheet(videos, prompts[: len(videos)]).save(sheet or folder / f"contact-sheet-{first:02d}.png")
     return paths
+
+
+def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """What `run.json` says of a run that starts, or goes on, at `iteration`.
+
+    The id of the run, and date, commit and command of its first start stay; those of every later start are listed
+    under `resumed`. All other facts are those of the newest start.
+    """
+    start = {key: facts[key] for key in ("date", "commit", "command")}
+    file = run / "run.json"
+    if not file.is_file():
+        return {"run_id": secrets.token_hex(4), **facts}
+    first = json.loads(file.read_text(encoding="utf-8"))
+    kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
+    return {**facts, **kept, "resumed": [*first.get("resumed", []), {"iteration": iteration, **start}]}

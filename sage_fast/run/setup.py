@@ -62,7 +62,7 @@ def check_trajectories(config: Config, model: Model) -> str:
     """Size of an iteration's stored rollouts on this rank, in words.
 
     Raises:
-        UserError: more than the free memory that is to hold them.
+        UserError: more than is free in the memory that holds them.
     """
     samples = -(-config.train.prompts_per_iteration * config.train.group_size // world_size())
     size = sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), samples))

@@ -2,43 +2,148 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+import numpy as np
+from accelerate.state import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from PIL import Image
+
+from sage_fast.config import Config, dump
+from sage_fast.errors import RunError, UserError, nearest
+from sage_fast.report.comparison import mean_and_error
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Look for the packages without starting anything.
+
+    Raises:
+        UserError: a name that accelerate does not know, or a tracker that is not installed.
+    """
+    installed = {str(name) for name in get_available_trackers()}
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"tracking.trackers: {name!r}: {nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
+        if name not in installed:
+            package = name.replace("_", "-")
+            raise UserError(f"tracking.trackers: {name!r} is not installed; install it with: pip install {package}")
 
 
 class MetricsWriter:
-    """`metrics.jsonl` and TensorBoard events of a run.
+    """`metrics.jsonl`, and the trackers of `tracking.trackers`; made on the first rank only.
+
+    Trackers count completed iterations, as the report does: the row of iteration 0 is step 1.
 
     Args:
-        folder: the run.
+        config: resolved settings, shown by the trackers.
+        run: folder; its name is the name of the run.
+        run_id: the same after `--resume`, so that trackers that can go on with the same run do.
         iteration: the next iteration; rows from there on (of a run that is resumed) are dropped.
+
+    Raises:
+        RunError: a tracker does not start, such as one that asks for a login.
     """
 
-    def __init__(self, folder: Path, iteration: int = 0) -> None:
-        path = folder / "metrics.jsonl"
+    def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
+        path = run / "metrics.jsonl"
         kept = [line for line in read_lines(path) if json.loads(line)["iteration"] < iteration]
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        self._trackers = [
+            _start(name, config, run.resolve(), run_id, iteration) for name in dict.fromkeys(config.tracking.trackers)
+        ]
         self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration or None)
 
-    def write(self, row: dict[str, object]) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append one iteration; numbers that are not finite are written as null."""
         self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
         self._file.flush()
-        for key, value in row.items():
-            if isinstance(value, int | float) and key != "iteration":
-                self._events.add_scalar(key, value, int(str(row["iteration"])))
+        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
+        self._log(numbers, row["iteration"] + 1)
+
+    def write_evaluation(self, scores: Mapping[str, Any], videos: Sequence[Path], sheet: Path) -> None:
+        """Show mean held-out scores, videos and their contact sheet in the trackers.
+
+        Args:
+            scores: as in `eval/*.json`.
+            videos: MP4 files of the first prompts.
+            sheet: PNG of all of them.
+        """
+        step = scores["iteration"]
+        named = {"reward": scores["reward"], **scores["parts"]}
+        means = {f"heldout/{name}": mean_and_error(scores["prompts"], values)[0] for name, values in named.items()}
+        self._log(means, step)
+        for tracker in self._trackers:
+            _show(tracker, dict(zip(videos, scores["prompts"])), sheet, step)
+
+    def _log(self, numbers: Mapping[str, float], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(numbers, step=step)
 
     def close(self) -> None:
         self._file.close()
-        self._events.close()
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def _start(name: str, config: Config, run: Path, run_id: str, iteration: int) -> Any:
+    """A tracker that runs and has been told the settings."""
+    project = config.tracking.project
+    tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+    PartialState()  # the trackers' logger asks for it; it joins the process group of `distributed.initialize`
+    if name == "tensorboard":
+        tracker = tracker_class("tensorboard", logging_dir=run, purge_step=iteration + 1 if iteration else None)
+    elif name == "wandb":
+        tracker = tracker_class(project, name=run.name, id=run_id, resume="allow", dir=str(run))
+    elif name == "trackio":  # knows a run by its name
+        tracker = tracker_class(project, name=f"{run.name}-{run_id}", resume="allow")
+    else:
+        tracker = tracker_class(project, *[run] * tracker_class.requires_logging_directory)
+    try:
+        tracker.start()
+    except Exception as error:  # each tracker has exceptions of its own for a missing login or server
+        raise RunError(f"tracker {name!r} does not start: {error}") from error
+    if name == "tensorboard":  # its table of hyperparameters would be a second run beside this one
+        tracker.log({"config": textwrap.indent(dump(config), "    ")}, step=iteration)
+    else:
+        tracker.store_init_configuration(dict(_flat(dataclasses.asdict(config))))
+    return tracker
+
+
+def _show(tracker: Any, videos: Mapping[Path, str], sheet: Path, step: int) -> None:
+    """The videos (file -> prompt) if the tracker plays them, and their contact sheet if it takes images."""
+    if tracker.name in ("wandb", "trackio"):
+        package = importlib.import_module(tracker.name)
+        media = {
+            f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
+            for number, (file, prompt) in enumerate(videos.items())
+        }
+        tracker.log(media | {"heldout/videos": package.Image(str(sheet))}, step=step)
+    elif tracker.name == "tensorboard":
+        pixels = np.asarray(Image.open(sheet))[None]
+        tracker.log_images({"heldout/videos": pixels}, step=step, dataformats="NHWC")
+    elif hasattr(tracker, "log_images"):
+        image = Image.open(sheet)
+        tracker.log_images({"heldout/videos": image if tracker.name == "aim" else [image]}, step=step)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, bool | int | float | str | None]]:
+    """Dotted keys and the plain values that trackers take."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def read_lines(path: Path) -> list[str]:
-    """Complete lines of a JSONL file; a last line cut off by a kill is left out."""
+    """Complete lines of a JSONL file; a last line cut off by a kill is dropped."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8")

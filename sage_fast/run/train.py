@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,15 @@ from sage_fast.console import Say, say_wrapped, speaker
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.environment import environment
 from sage_fast.metrics import REWARD_PART
-from sage_fast.report.comparison import format_paired_table, paired_table
+from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
-from sage_fast.report.videos import comparison_sheet
+from sage_fast.report.videos import write_comparison
 from sage_fast.rollout.schedule import check_trainable
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import Evaluation, evaluate
-from sage_fast.run.folder import check_output, claim_output, save_videos
+from sage_fast.run.evaluation import evaluate
+from sage_fast.run.folder import check_output, claim_output, run_facts, save_videos
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
-from sage_fast.run.trackers import MetricsWriter
+from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
 
 
@@ -31,6 +34,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     """
     initialize()
     check_trainable(config)
+    check_trackers(config.tracking.trackers)
     check_output(config, resume=resume)
     quiet = quiet or rank() > 0
     tell = speaker(quiet)
@@ -40,14 +44,13 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
     start = _resume(trainer, run) if resume else 0
-    describe(trainer, run, tell)
+    facts = describe(trainer, run, start, tell)
     tell(trajectories)
-    evaluations = []
-    if not (run / "eval" / "before.json").exists():
-        evaluations.append(_evaluate(trainer, setup, run, "before", 0, tell))
-    writer = MetricsWriter(run, start) if rank() == 0 else None
+    writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
     done = start
     try:
+        if not (run / "eval" / "before.json").exists():
+            _evaluate(trainer, setup, run, "before", 0, writer, tell)
         for index in range(start, config.train.iterations):
             row = trainer.iteration(index)
             done = index + 1
@@ -55,9 +58,10 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
                 writer.write(row)
             tell(format_row(row, config.train.iterations))
             if config.eval.interval and done % config.eval.interval == 0 and done < config.train.iterations:
-                evaluations.append(_evaluate(trainer, setup, run, f"iteration-{done:06d}", done, tell))
+                _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
             if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
                 _save(trainer, run, done)
+        _finish(trainer, setup, run, writer, tell)
     except BaseException as reason:
         # An error may be on one rank alone, where waiting for the others would never end; Ctrl-C reaches them all.
         if isinstance(reason, KeyboardInterrupt) or world_size() == 1:
@@ -70,7 +74,6 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     finally:
         if writer is not None:
             writer.close()
-    _finish(trainer, setup, run, evaluations, tell)
     shutdown()
     return run
 
@@ -97,22 +100,22 @@ def _resume(trainer: Trainer, run: Path) -> int:
     return iteration
 
 
-def _finish(trainer: Trainer, setup: Setup, run: Path, evaluations: list[Evaluation], tell: Say) -> None:
+def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | None, tell: Say) -> None:
     """Save the weights, evaluate them, and write the comparison and the report."""
     with trainer.engine.averaged_weights():
         trainer.engine.save_weights(run / "weights")
-    evaluations.append(_evaluate(trainer, setup, run, "after", trainer.config.train.iterations, tell))
+    _evaluate(trainer, setup, run, "after", trainer.config.train.iterations, writer, tell)
     if rank() == 0:
-        shown = [*evaluations[:2], evaluations[-1]]
-        columns = {f"{e.iteration} iterations" if e.iteration else "base": e.videos for e in shown}
-        comparison_sheet(columns, evaluations[-1].prompts[: len(evaluations[-1].videos)]).save(run / "comparison.png")
+        write_comparison(run)
         before, after = (json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
         tell(format_paired_table(paired_table(before, after)))
         tell(f"report: {write_report(run)}")
 
 
-def _evaluate(trainer: Trainer, setup: Setup, run: Path, name: str, iteration: int, tell: Say) -> Evaluation:
-    """Evaluate the averaged weights if there are any; scores and videos go into the run folder."""
+def _evaluate(
+    trainer: Trainer, setup: Setup, run: Path, name: str, iteration: int, writer: MetricsWriter | None, tell: Say
+) -> None:
+    """Evaluate the averaged weights if there are any; scores and videos go into the run folder and the trackers."""
     tell(f"evaluate ({name})")
     with trainer.engine.averaged_weights():
         result = evaluate(
@@ -124,21 +127,25 @@ def _evaluate(trainer: Trainer, setup: Setup, run: Path, name: str, iteration: i
             iteration=iteration,
             quiet=trainer.quiet,
         )
-    if rank() == 0:
+    if writer is not None:
+        scores, folder = result.to_json(), run / "videos" / name
+        sheet = folder.with_suffix(".png")
+        shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that is repeated after `--resume`
+        videos = save_videos(result.videos, result.prompts, folder, setup.model.fps, sheet)
         (run / "eval").mkdir(exist_ok=True)
-        (run / "eval" / f"{name}.json").write_text(json.dumps(result.to_json()))
-        save_videos(result.videos, result.prompts, run / "videos" / name, setup.model.fps)
-    return result
+        (run / "eval" / f"{name}.json").write_text(json.dumps(scores), encoding="utf-8")
+        writer.write_evaluation(scores, videos, sheet)
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def describe(trainer: Trainer, run: Path, tell: Say) -> None:
-    """Print and record what this run is made of."""
+def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str, Any]:
+    """Print and record what this run, which starts or goes on at `iteration`, is made of; returns `run.json`."""
     parameters = sum(p.numel() for p in trainer.policy.transformer.parameters())
     trainable = sum(p.numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device) | {
+        "command": shlex.join(sys.argv),
         "ranks": world_size(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
@@ -152,7 +159,8 @@ def describe(trainer: Trainer, run: Path, tell: Say) -> None:
         "equalizer": trainer.equalizer.tolist(),
     }
     if rank() == 0:
-        (run / "run.json").write_text(json.dumps(facts, indent=1))
+        facts = run_facts(run, facts, iteration)
+        (run / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     lines = [
         f"{facts['device']} x {world_size()}, {facts['threads']} threads",
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
@@ -165,13 +173,14 @@ def describe(trainer: Trainer, run: Path, tell: Say) -> None:
         lines.append(f"attention, forward and backward: {times}")
     for line in lines:
         say_wrapped(line, tell)
+    return facts
 
 
 def format_row(row: dict[str, Any], iterations: int) -> str:
     """Two lines of numbers for an iteration, within 80 columns for up to four parts of the reward."""
     parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
     label = f"{row['iteration'] + 1:>5}/{iterations}"
-    first = f"{label}  reward {row['reward/mean']:.4f}  std {row['reward/std']:.3f}  "
+    first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
     first += " ".join(f"{part} {value:.3f}" for part, value in parts.items())
     if "ratio/mean" in row:
         second = (

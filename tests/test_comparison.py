@@ -1,0 +1,93 @@
+"""Paired comparison of evaluations, by hand and in the tables of the terminal."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sage_fast.report.comparison import format_number, format_paired_table, format_scores, paired_table
+
+
+def scores(reward, iteration=0, prompts=6):
+    """An evaluation whose rewards alternate between the two of `reward`."""
+    names = ["a <b>red</b> circle", "a blue square", *(f"prompt {i}" for i in range(2, prompts))][:prompts]
+    rewards = [reward[i % 2] for i in range(prompts)]
+    half = [value / 2 for value in rewards]
+    parts = {"vq": half, "mq": half}
+    return {"iteration": iteration, "prompts": names, "seeds": list(range(prompts)), "reward": rewards, "parts": parts}
+
+
+def repeated(evaluation, times):
+    """As many seeds of the same prompts."""
+    lists = {key: evaluation[key] * times for key in ("prompts", "seeds", "reward")}
+    return evaluation | lists | {"parts": {part: values * times for part, values in evaluation["parts"].items()}}
+
+
+def evaluation(prompts, reward):
+    return {"iteration": 0, "prompts": prompts, "seeds": list(range(len(prompts))), "reward": reward, "parts": {}}
+
+
+def test_paired_table_by_hand():
+    prompts = ["a", "b", "c", "d", "e"]
+    (line,) = paired_table(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9]))
+    assert (line.before, line.after, line.difference) == (3, 5, 2)
+    assert line.standard_error == pytest.approx(math.sqrt(2.5 / 5))  # differences 0, 1, 2, 3, 4: variance 2.5
+    assert line.standard_errors == pytest.approx(2 / math.sqrt(0.5))
+    assert (line.pairs, line.prompts) == (5, 5)
+
+
+def test_seeds_of_a_prompt_are_averaged_before_the_standard_error():
+    prompts = [prompt for prompt in "abcde" for _ in range(2)]
+    after = np.array([1.0, 3.0, 0.0, 0.0, 5.0, 3.0, 2.0, 7.0, 1.0, 1.0])
+    (line,) = paired_table(evaluation(prompts, [0.0] * 10), evaluation(prompts, after.tolist()))
+    means = after.reshape(5, 2).mean(1)
+    assert line.standard_error == pytest.approx(means.std(ddof=1) / math.sqrt(5))
+    assert (line.pairs, line.prompts) == (10, 5)
+
+
+def test_identical_evaluations_have_no_ratio():
+    (line,) = paired_table(scores((1.0, 2.0)), scores((1.0, 2.0)))[:1]
+    assert line.standard_error == 0
+    assert line.standard_errors is None
+    assert "±" in format_paired_table([line])
+
+
+def test_fewer_than_five_prompts_have_no_standard_error():
+    """However many seeds they have."""
+    before, after = (repeated(scores(reward, prompts=4), 3) for reward in ((1.0, 2.0), (1.5, 2.7)))
+    table = paired_table(before, after)
+    assert all(line.standard_error is None for line in table)
+    text = format_paired_table(table)
+    assert "std. errors" not in text
+    assert "±" not in text
+    assert text.endswith("12 videos of 4 prompts, same seeds; no standard error from fewer than 5 prompts")
+    assert format_scores(before).endswith("no standard error from fewer than 5 prompts")
+    assert "±" not in format_scores(before)
+
+
+def test_pairs_with_a_failed_score_are_skipped():
+    before, after = evaluation(["a", "b", "c"], [1.0, None, 3.0]), evaluation(["a", "b", "c"], [2.0, 9.0, math.nan])
+    (line,) = paired_table(before, after)
+    assert (line.pairs, line.before, line.after) == (1, 1.0, 2.0)
+
+
+def test_different_prompts_or_seeds_are_refused():
+    with pytest.raises(ValueError, match="different prompts"):
+        paired_table(evaluation(["a"], [0]), evaluation(["b"], [0]))
+    other = evaluation(["a"], [0]) | {"seeds": [5]}
+    with pytest.raises(ValueError, match="different seeds"):
+        paired_table(evaluation(["a"], [0]), other)
+
+
+def test_tables_for_the_terminal():
+    text = format_paired_table(paired_table(scores((1.0, 2.0)), scores((1.5, 2.7))))
+    assert text.splitlines()[1].split() == ["reward", "1.5000", "2.1000", "+0.6000", "±", "0.0447", "+13.4"]
+    assert len({len(line) for line in text.splitlines()[:-1]}) == 1
+    assert format_scores(scores((1.0, 2.0))).splitlines()[0].split() == ["reward", "1.5000", "±", "0.2236"]
+
+
+def test_small_numbers_keep_their_digits():
+    (_, line, *_) = format_paired_table(paired_table(scores((1e-5, 3e-5)), scores((4e-5, 7e-5)))).splitlines()
+    assert line.split() == ["reward", "2e-05", "5.5e-05", "+3.5e-05", "±", "2.2e-06", "+15.7"]
+    numbers = [format_number(x, 3) for x in (0, 0.0004, -0.0006, 0.001, math.nan)]
+    assert numbers == ["0.000", "0.0004", "-0.0006", "0.001", "nan"]

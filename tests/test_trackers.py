@@ -1,0 +1,233 @@
+"""A run and its files: what trackers are told, what `--resume` goes on with, what colleagues can read."""
+
+import json
+import os
+import shlex
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from sage_fast.errors import RunError, UserError
+from sage_fast.run import trackers
+from sage_fast.run.folder import save_videos
+from sage_fast.run.trackers import MetricsWriter, check_trackers, read_lines
+from sage_fast.run.train import train
+from tests.tiny import settings
+
+
+def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
+    """Two iterations between two evaluations of two videos, as a run writes them; returns the videos."""
+    run.mkdir(exist_ok=True)
+    config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
+    writer = MetricsWriter(config, run, "0a1b2c3d", start)
+    sheet = run / f"{start}.png"
+    videos = save_videos([torch.rand(3, 3, 32, 32)] * 2, ["a", "b"], run / f"videos-{start}", 8, sheet)
+    for iteration in (start, start + 2):
+        scores = {
+            "iteration": iteration,
+            "prompts": ["a", "b"],
+            "reward": [1.0, 2.0],
+            "parts": {"vq": [0.5, iteration]},
+        }
+        writer.write_evaluation(scores, videos, sheet)
+        for i in range(iteration, start + 2):
+            writer.write({"iteration": i, "reward/mean": 10.0 + i, "loss": float("nan"), "norms": [1.0, None]})
+    writer.close()
+    return videos
+
+
+def events(run: Path) -> EventAccumulator:
+    return EventAccumulator(str(run / "tensorboard"), {"images": 0, "scalars": 0, "tensors": 0}).Reload()
+
+
+def steps(found: EventAccumulator, tag: str) -> dict[int, float]:
+    return {event.step: event.value for event in found.Scalars(tag)}
+
+
+def test_tensorboard_gets_numbers_scores_settings_and_the_sheet(tmp_path: Path) -> None:
+    write(tmp_path, ["tensorboard"])
+    found = events(tmp_path)
+    assert steps(found, "reward/mean") == {1: 10, 2: 11}
+    assert steps(found, "heldout/reward") == {0: 1.5, 2: 1.5}
+    assert steps(found, "heldout/vq") == {0: 0.25, 2: 1.25}
+    (image, _) = found.Images("heldout/videos")
+    assert (image.width, image.height) == Image.open(tmp_path / "0.png").size
+    (config,) = found.Tensors("config/text_summary")
+    assert b"    project: shapes" in config.tensor_proto.string_val[0]
+
+
+def test_a_resumed_run_replaces_what_comes_after_its_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, ["tensorboard"])
+    write(tmp_path, ["tensorboard"], start=1)
+    assert steps(events(tmp_path), "reward/mean") == {1: 10, 2: 11, 3: 12}
+    rows = [json.loads(line) for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert rows[0] == {"iteration": 0, "reward/mean": 10.0, "loss": None, "norms": [1.0, None]}
+
+
+def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_wandb_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    seen: set[Path] = set()
+    for start in (0, 2):
+        videos = write(tmp_path / "demo", ["wandb"], start)
+        wandb.teardown()  # its service writes the log to the end, as it does when a process exits
+        (folder,) = set((tmp_path / "demo" / "wandb").glob("offline-run-*-0a1b2c3d")) - seen
+        seen.add(folder)
+        log = (folder / "run-0a1b2c3d.wandb").read_bytes()
+        for text in (b"shapes", b"demo", b"sampling.eta", b"reward/mean", b"heldout/reward", b"heldout/vq"):
+            assert text in log, text
+        media = [path.read_bytes() for path in sorted((folder / "files" / "media" / "videos").rglob("*.mp4"))]
+        assert sorted(media) == sorted([video.read_bytes() for video in videos] * 2)
+        assert len(list((folder / "files" / "media" / "images").rglob("*.png"))) == 2
+
+
+def test_trackio_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read when it is first imported
+    pytest.importorskip("trackio")
+    for start in (0, 2):
+        write(tmp_path / "demo", ["trackio"], start)
+    with sqlite3.connect(tmp_path / "shapes.db") as database:
+        logged = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert {name for name, _, _ in logged} == {"demo-0a1b2c3d"}
+    values = [(step, json.loads(metrics)) for _, step, metrics in logged]
+    assert {step: row["reward/mean"] for step, row in values if "reward/mean" in row} == {1: 10, 2: 11, 3: 12, 4: 13}
+    assert {step: row["heldout/vq"] for step, row in values if "heldout/vq" in row} == {0: 0.25, 2: 1.25, 4: 2.25}
+    media = tmp_path / "media" / "shapes" / "demo-0a1b2c3d"
+    assert [len(list((media / str(step)).glob("*.mp4"))) for step in (0, 2, 4)] == [2, 4, 2]
+
+
+def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LoggedOut:
+        def __init__(self, *args: object, **options: object) -> None: ...
+
+        def start(self) -> None:
+            raise PermissionError("log in first")
+
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "wandb", LoggedOut)
+    with pytest.raises(RunError, match="tracker 'wandb' does not start: log in first"):
+        write(tmp_path, ["wandb"])
+
+
+TWO_RANKS = """
+import sys, torch
+from pathlib import Path
+from sage_fast.distributed import all_reduce, initialize, rank, shutdown
+from sage_fast.run.trackers import MetricsWriter
+from tests.tiny import settings
+initialize()
+writer = MetricsWriter(settings(), Path(sys.argv[1]), "0a1b2c3d") if rank() == 0 else None
+total = float(all_reduce(torch.tensor([rank() + 1.0])))
+if writer is not None:
+    writer.write({"iteration": 0, "total": total})
+    writer.close()
+shutdown()
+"""
+
+
+def test_the_first_rank_alone_owns_the_trackers(tmp_path: Path) -> None:
+    """Under torchrun with gloo it waits for no other rank, and collectives go on as before."""
+    (tmp_path / "ranks.py").write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "ranks.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert steps(events(tmp_path), "total") == {1: 3}
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_trackers(["tensorboard"])
+    with pytest.raises(UserError, match=r"tracking\.trackers: 'wandbb'.*did you mean 'wandb'\?"):
+        check_trackers(["tensorboard", "wandbb"])
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [])
+    with pytest.raises(UserError, match="'comet_ml' is not installed; install it with: pip install comet-ml"):
+        check_trackers(["comet_ml"])
+
+
+def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("sage_fast.run.train.load_setup", fail)
+    with pytest.raises(UserError, match=r"tracking\.trackers"):
+        train(settings(output=str(tmp_path / "run"), tracking__trackers=["tensorbord"]))
+    assert not (tmp_path / "run").exists()
+
+
+# -- a run that is resumed --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One iteration, then a second one after `--resume`, under the usual umask."""
+    run = tmp_path_factory.mktemp("run") / "demo"
+    umask = os.umask(0o022)
+    try:
+        for iterations in (1, 2):
+            config = settings(output=str(run), train__iterations=iterations, train__ema_decay=0.5, eval__num_videos=1)
+            train(config, resume=iterations > 1, quiet=True)
+    finally:
+        os.umask(umask)
+    return run
+
+
+def test_comparison_keeps_the_base_column(resumed: Path) -> None:
+    sheet = np.asarray(Image.open(resumed / "comparison.png"))
+    left, top, width = 20 + 200 + 24, 20 + 34, 3 * 128 + 2 * 3
+    assert sheet.shape[1] == left + 2 * width + 24 + 20
+    for column, name in enumerate(("before", "after")):
+        (video,) = (resumed / "videos" / name).glob("*.mp4")
+        x = left + column * (width + 24)
+        assert np.abs(sheet[top : top + 128, x : x + 128].astype(int) - iio.imread(video)[0]).mean() < 3, name
+
+
+def test_run_json_keeps_the_first_start_and_lists_the_others(resumed: Path) -> None:
+    facts = json.loads((resumed / "run.json").read_text())
+    (later,) = facts["resumed"]
+    assert later["iteration"] == 1
+    assert facts["date"] < later["date"]
+    assert facts["command"] == later["command"] == shlex.join(sys.argv)
+    assert len(facts["run_id"]) == 8
+
+
+def test_held_out_scores_reach_the_tracker(resumed: Path) -> None:
+    means = {}
+    for name, step in (("before", 0), ("after", 2)):
+        means[step] = np.mean(json.loads((resumed / "eval" / f"{name}.json").read_text())["reward"])
+    found = steps(events(resumed), "heldout/reward")
+    assert {step: found[step] for step in means} == pytest.approx(means)
+    assert list(found) == [0, 1, 2]  # 1: the end of the first part
+    assert list(steps(events(resumed), "reward/mean")) == [1, 2]
+
+
+def test_colleagues_can_read_every_file(resumed: Path) -> None:
+    modes = {path.relative_to(resumed): path.stat().st_mode & 0o777 for path in resumed.rglob("*") if path.is_file()}
+    names = {path.name for path in modes}
+    assert {
+        "trainable.safetensors",
+        "ema.safetensors",
+        "anchor.safetensors",
+        "pytorch_lora_weights.safetensors",
+    } <= names
+    assert {path: oct(mode) for path, mode in modes.items() if mode != 0o644} == {}
