@@ -5,8 +5,11 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -35,3 +38,24 @@ def nearest(value: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(value), choices, n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
     return f"expected one of {', '.join(choices)}{question}"
+
+
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Name `path` in an error of writing that names no file itself, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _OF_WRITING:
+            error.filename = str(path)
+        raise
+
+
+def reason(error: OSError) -> str:
+    """`'path': No space left on device`, as far as the error knows them."""
+    if error.strerror is None:
+        return f"{type(error).__name__}: {error}"
+    return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"
