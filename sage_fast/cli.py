@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -148,12 +149,19 @@ def _run(arguments: list[str]) -> int:
         print(f"sage-fast {options.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            sys.stdout.flush()  # raises again if it was standard output that broke
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            raise
         print(f"sage-fast {options.command}: {reason(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of standard output went away, and not that of another pipe."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _overrides(command: str, rest: list[str]) -> dict[str, str]:

@@ -16,8 +16,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor
@@ -169,7 +168,7 @@ def reachable(path: str) -> str:
         except LocalEntryNotFoundError:
             raise UserError(
                 f"model.path = {path!r}: the Hugging Face hub cannot be reached ({why}), and the model is not in the "
-                f"cache {HF_HUB_CACHE}. On a machine with network: hf download {path} --local-dir FOLDER; then here "
+                f"cache {constants.HF_HUB_CACHE}. On a machine with network: hf download {path} --local-dir FOLDER; then here "
                 "--model.path FOLDER. Or set HF_HOME to a cache that has it"
             ) from error
 
