@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 class UserError(ValueError):
@@ -54,8 +57,19 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn what `torch.save` and safetensors raise into an OSError: all that can go wrong there is the writing."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
+        why = f"cannot be written, {free / 2**20:,.1f} MiB are free there: {str(error).splitlines()[0]}"
+        raise OSError(errno.EIO, why, str(path)) from error
+
+
 def reason(error: OSError) -> str:
     """`'path': No space left on device`, as far as the error knows them."""
     if error.strerror is None:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sage_fast.cli import main
 from sage_fast.config import Config
-from sage_fast.errors import UserError, reason, writing
+from sage_fast.errors import UserError, reason, saving, writing
 from sage_fast.run.trackers import read_lines
 from sage_fast.run.weights import newest_weights
 from sage_fast.section import settings_of
@@ -278,8 +279,6 @@ def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
 
 
 def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from safetensors.torch import save_file
-
     weights = tmp_path / "pytorch_lora_weights.safetensors"
     save_file({"transformer_blocks.0.attn.to_q.lora_A.weight": torch.zeros(4, 2048)}, weights)
     assert train(tmp_path / "run", "--model.weights", str(weights)) == 2
@@ -350,4 +349,9 @@ def test_a_full_disk_is_named_by_what_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as error:
         full()
     assert reason(error.value) == f"'{tmp_path}': No space left on device"
+    for save in (torch.save, save_file):
+        with pytest.raises(OSError, match="free there") as error, saving(tmp_path):
+            save({"a": torch.zeros(9)}, tmp_path / ("a" * 300))
+        assert reason(error.value).startswith(f"'{tmp_path}': ")
+        assert "File name too long" in reason(error.value)
     assert reason(ConnectionError("no answer")) == "ConnectionError: no answer"

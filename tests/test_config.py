@@ -133,6 +133,13 @@ def test_a_section_is_checked_however_it_is_made() -> None:
         RewardConfig(weights={"vq": 1.0, "mq": math.inf})
 
 
+def test_lists() -> None:
+    assert WithoutDocstring(names=["a"]).names == ["a"]
+    for value in ("a", [1]):
+        with pytest.raises(UserError, match=r"withoutdocstring.names = .*: expected (a list, each )?text"):
+            WithoutDocstring(names=value)  # type: ignore[arg-type]
+
+
 def test_every_setting_says_what_it_means() -> None:
     for name, section in sections(Config).items():
         assert section_name(section) == name, "the name in messages follows the class: `sampling` of SamplingConfig"
@@ -153,6 +160,7 @@ class WithoutDocstring(Section):
     """Head."""
 
     first: int = within(1, least=1)
+    names: list[str] = dataclasses.field(default_factory=list)
     last: int = 2
     """Last."""
 

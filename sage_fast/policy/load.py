@@ -168,8 +168,8 @@ def reachable(path: str) -> str:
         except LocalEntryNotFoundError:
             raise UserError(
                 f"model.path = {path!r}: the Hugging Face hub cannot be reached ({why}), and the model is not in the "
-                f"cache {constants.HF_HUB_CACHE}. On a machine with network: hf download {path} --local-dir FOLDER; then here "
-                "--model.path FOLDER. Or set HF_HOME to a cache that has it"
+                f"cache {constants.HF_HUB_CACHE}. On a machine with network: hf download {path} --local-dir FOLDER; "
+                "then here --model.path FOLDER. Or set HF_HOME to a cache that has it"
             ) from error
 
 
