@@ -1,29 +1,45 @@
+# PYTHON_ARGCOMPLETE_OK
 """The `sage-fast` command. Nothing heavy is imported before a command needs it: `--help` answers at once."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sage_fast import __version__
-from sage_fast.errors import RunError, UserError
+from sage_fast.errors import RunError, UserError, reason
+from sage_fast.files import writing
 from sage_fast.profiling import ranges, tools_of_environment
+
+if TYPE_CHECKING:
+    from sage_fast.config import Config
 
 EPILOG = """examples:
   sage-fast train configs/demo.yaml --output runs/demo
-  sage-fast train configs/hunyuanvideo15-480p.yaml --dry-run
-  torchrun --nproc-per-node 8 -m sage_fast train configs/hunyuanvideo15-480p.yaml --output runs/hv15
+  sage-fast train configs/hunyuanvideo15-480p.yaml --dry-run --gpus 8
+  torchrun --nproc-per-node 8 -m sage_fast train configs/hunyuanvideo15-480p.yaml
   sage-fast train runs/demo/config.yaml --resume
-  sage-fast sample runs/demo --prompt "a red circle moves left quickly" --folder out
+  sage-fast sample runs/demo --prompt "a red circle moves left quickly"
 
-Any setting of the YAML file can be given on the command line: --sampling.eta 0.7 --train.iterations 10
+Any setting of the YAML file can be given on the command line, such as
+--sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
+Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
+WITH_SETTINGS = ("train", "sample", "eval", "profile")
+PIPE_CLOSED = 141
+"""Exit status of a command whose reader went away, as in `sage-fast train --help | head`."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
+    """
+    Args:
+        show_settings: commands whose options include every setting, for help and completion.
+    """
     parser = argparse.ArgumentParser(
         prog="sage-fast",
         description="Align HunyuanVideo 1.5 with reward models by SAGE-GRPO.",
@@ -35,11 +51,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False, formatter_class=_Help)
+        if name in WITH_SETTINGS:
+            command.usage = f"sage-fast {name} [OPTION ...] [--SETTING VALUE ...] CONFIG"
+            command.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
+        if name in show_settings:
+            from sage_fast.settings import add_settings
+
+            command.epilog = "A setting is given as --key.path VALUE or --key.path=VALUE, the value as in YAML."
+            add_settings(command)
+        return command
 
     train = add("train", "train a policy; leaves a run folder with weights, metrics, videos and a report")
     train.add_argument("config", metavar="CONFIG", help="YAML file")
     train.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
+    train.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
     train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -83,78 +109,134 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """`--key.path value` or `--key.path=value` pairs."""
-    settings: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--"):
-            raise UserError(f"unexpected argument {argument!r}; settings are given as --key.path value")
-        key, separator, value = argument[2:].partition("=")
-        if not separator:
-            if not rest:
-                raise UserError(f"{argument} needs a value")
-            value = rest.pop(0)
-        settings[key] = value
-    return settings
+class _Help(argparse.HelpFormatter):
+    """Names on a line of their own, since those of settings are long."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=8)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status (2 for a mistake of the user, 1 for a run that failed)."""
-    options, rest = _parser().parse_known_args(arguments)
+    """Run a command; returns the exit status: 2 for a mistake of the user, 1 for a run that failed.
+
+    Errors that are raised on purpose, and those of the operating system, are shown in one line; any other is a mistake
+    of the program or of a plug-in, and keeps its traceback.
+    """
     try:
-        overrides = _overrides(rest)
-        if overrides and options.command not in ("train", "sample", "eval", "profile"):
-            raise UserError(f"unknown option --{next(iter(overrides))}")
+        try:
+            status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        except SystemExit:  # argparse has printed the help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+        return PIPE_CLOSED
+
+
+def _run(arguments: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(_parser(WITH_SETTINGS), always_complete_options=False)
+    help_asked = not {"-h", "--help"}.isdisjoint(arguments)
+    options, rest = _parser(["train"] if help_asked else ()).parse_known_args(arguments)
+    try:
+        overrides = _overrides(options.command, rest)
         with ranges(*tools_of_environment()):
             return _COMMANDS[options.command](options, overrides)
     except (UserError, RunError) as error:
         print(f"sage-fast {options.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            raise
+        print(f"sage-fast {options.command}: {reason(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
 
+def _output_is_closed() -> bool:
+    """Whether the reader of standard output went away, and not that of another pipe."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _overrides(command: str, rest: list[str]) -> dict[str, str]:
+    if not rest:
+        return {}
+    from sage_fast.settings import overrides_of
+
+    overrides = overrides_of(rest)
+    if command not in WITH_SETTINGS:
+        raise UserError(f"unknown option --{next(iter(overrides))}")
+    return overrides
+
+
+def _tell(options: argparse.Namespace, line: str) -> None:
+    """Print a line at once, on the first rank, unless --quiet."""
+    if not getattr(options, "quiet", False) and os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def _tell_loading(options: argparse.Namespace) -> None:
+    """Say why nothing happens for the seconds that the next imports take."""
+    _tell(options, f"sage-fast {options.command}: loading PyTorch and diffusers")
+
+
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.config import load
+    from sage_fast.settings import load
 
     config = load(options.config, overrides)
+    _check_gpus(options)
+    _tell_loading(options)
     if options.dry_run:
         from sage_fast.measure.plan import format_plan, plan
         from sage_fast.policy.load import check_path, transformer_config
+        from sage_fast.rollout.schedule import check_trainable
 
         check_path(config.model.path)
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
+        check_trainable(config, ranks)
         print(format_plan(plan(config, transformer_config(config.model.path), ranks=ranks)))
         return 0
     from sage_fast.run.train import train
 
-    train(config, resume=options.resume, quiet=options.quiet)
+    with writing(config.output):
+        train(config, resume=options.resume, quiet=options.quiet)
     return 0
 
 
-def _of_run(path: str, overrides: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """A run folder stands for its config with its weights."""
-    run = Path(path)
-    if not run.is_dir():
-        return path, overrides
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{path!r} is no run folder: config.yaml is missing")
-    weights = run / "weights"
-    if not weights.is_dir():
-        found = sorted((run / "checkpoints").glob("iteration-??????"))
-        if not found:
-            raise UserError(f"run {path!r} has neither weights nor a checkpoint yet")
-        weights = found[-1]
-    return str(run / "config.yaml"), {"model.weights": str(weights)} | overrides
+def _check_gpus(options: argparse.Namespace) -> None:
+    if options.gpus is None:
+        return
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus}: expected at least 1")
+    if not options.dry_run:
+        raise UserError(
+            f"--gpus {options.gpus} goes with --dry-run; to train on {options.gpus} GPUs: "
+            f"torchrun --nproc-per-node {options.gpus} -m sage_fast train {options.config}"
+        )
+
+
+def _load(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Config, int]:
+    """Settings of a YAML file or run folder, and the iteration of its weights; tells which, and that loading begins."""
+    from sage_fast.run.weights import load_run
+
+    config, iteration = load_run(options.config, overrides)
+    if iteration is not None:
+        _tell(options, f"weights of iteration {iteration}: {config.model.weights}")
+    _tell_loading(options)
+    return config, iteration or 0
 
 
 def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.config import load
+    config, _ = _load(options, overrides)
     from sage_fast.data.prompts import read_prompts
 
-    config = load(*_of_run(options.config, overrides))
     prompts = options.prompt + (read_prompts(options.prompts) if options.prompts else [])
     if not prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
@@ -165,21 +247,21 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     folder = Path(options.folder)
     setup = load_setup(config, prompts)
-    setup.encode(folder / "embeddings", quiet=options.quiet)
-    seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
-    videos = generate(config, setup.model, prompts, setup.embeddings, seeds, quiet=options.quiet)
-    for path in save_videos(videos, prompts, folder, setup.model.fps):
-        print(path)
+    with writing(folder):
+        setup.encode(folder / "embeddings", quiet=options.quiet)
+        seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
+        videos = generate(config, setup.model, prompts, setup.embeddings, seeds, quiet=options.quiet)
+        for path in save_videos(videos, prompts, folder, setup.model.fps):
+            print(path)
     return 0
 
 
 def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    import json
     import tempfile
 
-    from sage_fast.config import load
-
-    config = load(*_of_run(options.config, overrides))
+    config, iteration = _load(options, overrides)
+    _make_folder_of(options.json)
+    from sage_fast.measure.harness import write_json
     from sage_fast.report.comparison import format_scores
     from sage_fast.run.evaluation import evaluate
     from sage_fast.run.setup import load_setup
@@ -193,13 +275,19 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         setup.reward,
         setup.eval_prompts,
         setup.embeddings,
-        iteration=0,
+        iteration=iteration,
         quiet=options.quiet,
     )
     print(format_scores(result.to_json()))
     if options.json:
-        Path(options.json).write_text(json.dumps(result.to_json()), encoding="utf-8")
+        write_json(result.to_json(), Path(options.json))
     return 0
+
+
+def _make_folder_of(file: str | None) -> None:
+    """Find out before the work, and not after it, that a result cannot be written."""
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -210,6 +298,8 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    _tell_loading(options)
+    _make_folder_of(options.json)
     if options.compile:
         from sage_fast.measure.compile_report import compile_report, format_table
 
@@ -222,8 +312,8 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if (options.part == "iteration") != bool(options.config):
         raise UserError("`bench iteration` and --config FILE go together")
     if options.part == "iteration":
-        from sage_fast.config import load
         from sage_fast.measure import iteration
+        from sage_fast.settings import load
 
         result = iteration.run(load(options.config), options.repetitions)
         print(iteration.format_iterations(result))
@@ -252,11 +342,9 @@ def _known(names: list[str] | None, sizes: Mapping[str, object]) -> list[str] | 
 
 
 def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.config import load
-
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
-    config = load(*_of_run(options.config, overrides))
+    config, _ = _load(options, overrides)
     from sage_fast.measure.profile import format_profile, profile_iteration
 
     result = profile_iteration(
@@ -272,6 +360,7 @@ def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    _tell_loading(options)
     from sage_fast.testbed.pretrain import pretrain
 
     pretrain(Path(options.folder), seed=options.seed, quiet=options.quiet)

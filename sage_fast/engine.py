@@ -18,7 +18,7 @@ from torch import Tensor
 from sage_fast.config import TrainConfig
 from sage_fast.distributed import all_reduce, barrier, rank, world_size
 from sage_fast.errors import NonFiniteError
-from sage_fast.files import share
+from sage_fast.files import saving
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
 
 
@@ -95,7 +95,8 @@ class Engine:
             save_state(self.policy.snapshot(), folder / "trainable.safetensors")
             if self.ema is not None:
                 save_state(self.ema, folder / "ema.safetensors")
-            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+            with saving(folder):
+                torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
         with self.averaged_weights():  # those that are evaluated and sampled
             self.save_weights(folder)
 
@@ -111,12 +112,12 @@ class Engine:
     def save_weights(self, folder: Path) -> None:
         """Write the policy's present weights into `folder` in diffusers format; the first rank writes."""
         if rank() == 0:
-            self.policy.save_weights(folder)
-            share(folder)
+            with saving(folder):
+                self.policy.save_weights(folder)
         barrier()
 
 
 def save_state(state: State, file: Path) -> None:
     """A safetensors file of `state`, from whatever layout its tensors have in memory."""
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
-    share(file)
+    with saving(file):
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)

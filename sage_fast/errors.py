@@ -35,3 +35,10 @@ def nearest(value: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(value), choices, n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
     return f"expected one of {', '.join(choices)}{question}"
+
+
+def reason(error: OSError) -> str:
+    """`'path': No space left on device`, as far as the error knows them."""
+    if error.strerror is None:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"

@@ -1,12 +1,45 @@
-"""Permissions of what we write, for the libraries that do not ask the umask."""
+"""Writing files: errors that name them, and permissions that let colleagues read them."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 
-def share(path: Path) -> None:
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Name `path` in an error of writing that names no file itself, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _OF_WRITING:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Around `torch.save` and safetensors: what they raise becomes an OSError, since all that can go wrong there is the
+    writing, and what they leave at `path`, a file or a folder, can be read by colleagues.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
+        why = f"cannot be written, {free / 2**20:,.1f} MiB are free there: {str(error).splitlines()[0]}"
+        raise OSError(errno.EIO, why, str(path)) from error
+    _share(path)
+
+
+def _share(path: Path) -> None:
     """Give a file, or all files below a folder, the permissions of any new file: 0644 under the usual umask.
 
     safetensors writes through a temporary file of mode 0600, which colleagues cannot read.

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sage_fast.cli import main
-from sage_fast.config import dump
 from sage_fast.measure import operators as bench
 from sage_fast.measure import rollout as rollout_bench
+from sage_fast.settings import dump
 from tests.tiny import settings
 
 

@@ -10,9 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sage_fast.cli import main
+from sage_fast.config import Config
+from sage_fast.errors import UserError, reason
+from sage_fast.files import saving, writing
 from sage_fast.run.trackers import read_lines
+from sage_fast.run.weights import newest_weights
+from sage_fast.section import settings_of
+from sage_fast.trainer import Trainer
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 SMALL = [
@@ -33,6 +40,73 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert done.returncode == 0
     assert "train" in done.stdout
     assert "--sampling.eta 0.7" in done.stdout
+
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli import main; "
+"""Start of a program in which importing PyTorch is an error."""
+
+
+def test_help_of_train_lists_every_setting_in_80_columns() -> None:
+    code = WITHOUT_TORCH + "main(['train', '--help'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    words = " ".join(done.stdout.split())
+    for name, setting in settings_of(Config).items():
+        assert f"\n  --{name} " in done.stdout
+        assert setting.range in words
+    assert "--sampling.sampler {sage,flow,dance,cps,exact,ode}\n        Rule of a denoising step" in done.stdout
+    assert "(at least 0; default: 1.0)" in done.stdout
+    for command in ("sample", "eval", "profile"):
+        done = subprocess.run([sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True)
+        assert "sage-fast train --help" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sage-fast tr", ["train"]),
+        ("sage-fast train c.yaml --dr", ["--dry-run"]),
+        ("sage-fast eval runs/demo --sampling.sh", ["--sampling.shift", "--sampling.shared_initial_noise"]),
+        ("sage-fast train c.yaml --kl.strategy ", ["none", "fixed", "stepwise", "moving", "dual"]),
+        ("sage-fast sample c.yaml --model.attention=fl", ["flash", "flash3"]),
+    ],
+)
+def test_completion(line: str, expected: list[str]) -> None:
+    """What bash does on the tab key: the answer comes on file descriptor 8."""
+    command = f'{sys.executable} -c "{WITHOUT_TORCH} main()" 8>&1 1>/dev/null 9>/dev/null'
+    protocol = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
+    protocol |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ | protocol)
+    assert done.stdout.split() == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [("['train', '--help']", 0), ("['report', '.']", 141)],  # argparse itself ignores that its help is not read
+)
+def test_a_reader_that_goes_away_is_no_error(arguments: str, status: int) -> None:
+    """As in `sage-fast train --help | head -1`."""
+    code = (
+        f"import sys, sage_fast.cli as c; c._COMMANDS['report'] = lambda *_: print('x'); sys.exit(c.main({arguments}))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
+    for command in (["train", str(DEMO), "--output", str(tmp_path / "run")], ["eval", str(DEMO)]):
+        code = WITHOUT_TORCH + f"main({command!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout == f"sage-fast {command[0]}: loading PyTorch and diffusers\n"
+        assert "ModuleNotFoundError" in done.stderr
+        quiet = subprocess.run([sys.executable, "-c", code.replace("])", ", '--quiet'])")], capture_output=True)
+        assert quiet.stdout == b""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +166,30 @@ def test_sample_and_eval_and_report_of_a_run(
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["reward"] == pytest.approx(after["reward"], rel=1e-4)  # the weights that were saved are those trained
     assert "ta" in capsys.readouterr().out
+    assert scores["iteration"] == 2
+    assert main(["eval", str(finished_run), "--json", "/dev/full", "--eval.num_prompts", "1"]) == 1
+    out, error = capsys.readouterr()
+    assert out.startswith(f"weights of iteration 2: {finished_run}/weights\nsage-fast eval: loading PyTorch")
+    assert error.splitlines()[-1] == "sage-fast eval: '/dev/full': No space left on device"
     assert main(["report", str(finished_run)]) == 0
+
+
+def test_newest_weights_of_a_run(tmp_path: Path) -> None:
+    def folders(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).mkdir(parents=True)
+
+    with pytest.raises(UserError, match="neither a checkpoint nor weights"):
+        newest_weights(tmp_path)
+    folders("checkpoints/iteration-000020", "checkpoints/iteration-000040", "checkpoints/iteration-000060.partial")
+    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000040", 40)
+    folders("weights", "eval")  # finished, but killed in the last evaluation
+    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000040", 40)
+    (tmp_path / "eval" / "after.json").write_text('{"iteration": 60}')
+    folders("checkpoints/iteration-000060")
+    assert newest_weights(tmp_path) == (tmp_path / "weights", 60)
+    folders("checkpoints/iteration-000070")  # resumed, and stopped again
+    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000070", 70)
 
 
 def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path) -> None:
@@ -135,17 +232,33 @@ def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_pa
     assert not (tmp_path / "none").exists()
 
 
+def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", str(DEMO.parent / "hunyuanvideo15-480p.yaml")]
+    assert main([*command, "--dry-run", "--gpus", "4"]) == 0
+    assert "4 GPUs" in capsys.readouterr().out
+    assert main([*command, "--dry-run", "--gpus", "3"]) == 2
+    assert "prompts_per_iteration = 8: expected a multiple of the 3 ranks; the nearest is 6" in capsys.readouterr().err
+    assert main([*command, "--dry-run", "--gpus", "0"]) == 2
+    assert "--gpus 0: expected at least 1" in capsys.readouterr().err
+    assert main([*command, "--gpus", "8"]) == 2
+    assert "torchrun --nproc-per-node 8 -m sage_fast train" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.eta"], "--sampling.eta needs a value"),
+        (["--sampling.eta", "--train.iterations", "3"], "--sampling.eta needs a value"),
+        (["--sampling.eta="], "--sampling.eta: the value is empty"),
+        (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
+        (["--model.path", "@file"], "--model.path '@file': not a YAML value"),
         (["stray"], "unexpected argument 'stray'"),
         (["--model.path", "./no/such/folder"], "model.path = './no/such/folder': no such folder"),
         (["--model.weights", "no/such/file"], "model.weights = 'no/such/file': no such file"),
         (["--data.prompts", "missing.txt"], "missing.txt': no such file"),
-        (["--reward.name", "json:nothing"], "json has no 'nothing'"),
-        (["--reward.name", "no_such_module:Reward"], "no package 'no_such_module' is installed"),
+        (["--reward.name", "json:nothing"], "json has no 'nothing' that can be called"),
+        (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
         (["--reward.name", "videoalign"], "expected 'testbed' or 'package.module:name'"),
         (["--sampling.sampler", "ode"], "no stochastic step"),
     ],
@@ -167,8 +280,6 @@ def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
 
 
 def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from safetensors.torch import save_file
-
     weights = tmp_path / "pytorch_lora_weights.safetensors"
     save_file({"transformer_blocks.0.attn.to_q.lora_A.weight": torch.zeros(4, 2048)}, weights)
     assert train(tmp_path / "run", "--model.weights", str(weights)) == 2
@@ -189,3 +300,59 @@ def test_reward_that_fails_later_leaves_a_checkpoint(tmp_path: Path, capsys: pyt
     assert "went away later" in capsys.readouterr().err
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000001"]
     assert train(run, "--resume") == 0
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback_and_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iteration = Trainer.iteration
+
+    def failing(self: Trainer, index: int) -> dict[str, object]:
+        if index == 1:
+            raise ValueError("a mistake of the program")
+        return iteration(self, index)
+
+    monkeypatch.setattr(Trainer, "iteration", failing)
+    with pytest.raises(ValueError, match="a mistake of the program"):
+        train(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["iteration-000001"]
+
+
+def test_exit_status_of_a_mistake_of_the_program() -> None:
+    code = (
+        "import sys, sage_fast.cli as c\nc._COMMANDS['report'] = lambda *_: int('x')\nsys.exit(c.main(['report', '.']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("ValueError: invalid literal for int() with base 10: 'x'\n")
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"), [("a" * 300, "File name too long"), ("file/run", "Not a directory")], ids=["long", "file"]
+)
+def test_errors_of_the_operating_system_are_one_line(
+    folder: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert train(tmp_path / folder) == 1
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith(f"sage-fast train: '{tmp_path}/{folder}")
+    assert error.endswith(f"': {why}\n")
+
+
+def test_a_full_disk_is_named_by_what_is_written(tmp_path: Path) -> None:
+    def full() -> None:
+        with writing(tmp_path), Path("/dev/full").open("w") as file:
+            file.write("x")
+            file.flush()
+
+    with pytest.raises(OSError, match="No space left") as error:
+        full()
+    assert reason(error.value) == f"'{tmp_path}': No space left on device"
+    for save in (torch.save, save_file):
+        with pytest.raises(OSError, match="free there") as error, saving(tmp_path):
+            save({"a": torch.zeros(9)}, tmp_path / ("a" * 300))
+        assert reason(error.value).startswith(f"'{tmp_path}': ")
+        assert "File name too long" in reason(error.value)
+    assert reason(ConnectionError("no answer")) == "ConnectionError: no answer"

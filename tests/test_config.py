@@ -1,12 +1,17 @@
 """Settings: files, overrides, and the message for every kind of mistake."""
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sage_fast.config import Config, build, dump, load
+from sage_fast.config import Config, KLConfig, RewardConfig, SamplingConfig
 from sage_fast.data.prompts import prompts_of_iteration, read_prompts
+from sage_fast.errors import UserError
+from sage_fast.section import Section, meanings, own_settings, section_name, sections, settings_of, within
+from sage_fast.settings import build, dump, load
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -38,14 +43,14 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.sampler": "sagee"}, "'sagee'.*did you mean 'sage'"),
         ({"sampling.eta": -0.5}, "sampling.eta = -0.5.*nearest is 0"),
         ({"sampling.eta": 1.5, "sampling.sampler": "cps"}, "cps is defined up to 1"),
-        ({"sampling.eta": "much"}, "sampling.eta = 'much'.*Float"),
+        ({"sampling.eta": "much"}, "sampling.eta = 'much': expected a number"),
         ({"sampling.steps": 0}, "sampling.steps = 0.*nearest is 1"),
         ({"sampling.shift": 0}, "sampling.shift = 0.*above 0"),
         ({"sampling.num_frames": 80}, "num_frames = 80: expected 4k . 1; the nearest valid values are 77 and 81"),
         ({"sampling.num_frames": 0}, "num_frames = 0.*nearest valid values are 1"),
         ({"sampling.height": 481}, "height = 481: expected a multiple of 16; the nearest valid values are 480 and 496"),
         ({"sampling.width": 8}, "width = 8: expected a multiple of 16; the nearest valid values are 16"),
-        ({"train.group_size": 1}, "group of 1.*nearest is 2"),
+        ({"train.group_size": 1}, "train.group_size = 1: expected at least 2; the nearest is 2"),
         ({"reward.weights.vq": 0.0, "reward.weights.ta": 0.0}, "at least one of them not zero"),
         ({"reward.weights.vq": float("nan")}, "expected finite weights"),
         ({"eval.num_videos": 0}, "num_videos = 0.*nearest is 1"),
@@ -57,11 +62,152 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.etta": 1}, "unknown setting 'sampling.etta'; did you mean 'sampling.eta'"),
         ({"eta": 1}, "did you mean 'sampling.eta'"),
         ({"optimizer.learning_rate": 1}, "did you mean 'train.learning_rate'"),
+        ({"sampling": 3}, "'sampling' is a section of settings: sampling.sampler, sampling.eta"),
+        ({"model.attention": "flsh"}, "model.attention = 'flsh': expected one of auto, .*; did you mean 'flash'"),
+        ({"model.lora_alpha": 0}, "model.lora_alpha = 0: expected at least 1; the nearest is 1"),
+        ({"model.lora_alpha": -4}, "model.lora_alpha = -4"),
+        ({"model.lora_targets": "(to_q"}, r"model.lora_targets = '\(to_q': not a regular expression"),
+        ({"model.path": ""}, "model.path = '': expected text that is not empty"),
+        ({"model.path": None}, "model.path = None: expected text"),
+        ({"sampling.eta": True}, "sampling.eta = True: expected a number"),
+        ({"sampling.steps": 2.5}, "sampling.steps = 2.5: expected a whole number"),
+        ({"sampling.steps": [2]}, r"sampling.steps = \[2\]: expected a whole number"),
+        ({"sampling.cuda_graphs": "perhaps"}, "sampling.cuda_graphs = 'perhaps': expected true or false"),
+        ({"sampling.batch_size": 0}, "sampling.batch_size = 0"),
+        ({"sampling.sde_window": -1}, "sampling.sde_window = -1: expected at least 0; the nearest is 0"),
+        ({"sampling.guidance_scale": 0.5}, "sampling.guidance_scale = 0.5: expected at least 1; the nearest is 1"),
+        ({"sampling.sampler": "${kl.strategie}"}, "sampling.sampler: .*kl.strategie.* not found"),
+        ({"sampling.sampler": "${"}, "sampling.sampler = .*input"),
+        ({"reward.weights": "red"}, "reward.weights = 'red': expected a mapping of names to numbers"),
+        ({"reward.weights": {"red": "much"}}, "reward.weights = {'red': 'much'}: expected a number"),
+        ({"reward.weights": {"red": {"a": 1}}}, "reward.weights = .*: expected a number"),
+        ({"reward.weights": {}}, "at least one of them not zero"),
+        ({"reward.weights": "red", "reward.weights.vq": 1}, "reward.weights = 'red': expected a mapping"),
+        ({"kl.beta_pos": -1.0}, "kl.beta_pos = -1.0: expected at least 0; the nearest is 0"),
+        ({"kl.beta_vel": -0.1}, "kl.beta_vel = -0.1: expected at least 0"),
+        ({"kl.target": 0.0}, "kl.target = 0.0: expected above 0, such as 0.0001"),
+        ({"kl.target": -1e-4}, "kl.target = -0.0001: expected above 0"),
+        ({"kl.warmup_steps": -1}, "kl.warmup_steps = -1: expected at least 0"),
+        ({"kl.anchor_interval": 0}, "kl.anchor_interval = 0"),
+        ({"kl.history": 0}, "kl.history = 0"),
+        ({"kl.lambda_min": -1e-9}, "kl.lambda_min = -1e-09: expected at least 0"),
+        ({"objective.advantage_clamp": 0}, "objective.advantage_clamp = 0.0: expected above 0, such as 5.0"),
+        ({"train.learning_rate": 0.0}, "train.learning_rate = 0.0: expected above 0, such as 1e-05"),
+        ({"train.weight_decay": -0.01}, "train.weight_decay = -0.01: expected at least 0"),
+        ({"train.max_grad_norm": 0.0}, "train.max_grad_norm = 0.0: expected above 0"),
+        ({"train.ema_decay": 1.0}, "train.ema_decay = 1.0: expected at least 0 and below 1"),
+        ({"train.timestep_fraction": 1.5}, "fraction = 1.5: expected above 0 and at most 1; the nearest is 1"),
+        ({"train.iterations": 0}, "train.iterations = 0"),
+        ({"train.checkpoint_interval": 0}, "train.checkpoint_interval = 0"),
+        ({"train.optimizer_steps": 0}, "train.optimizer_steps = 0"),
+        ({"train.prompts_per_iteration": 0}, "train.prompts_per_iteration = 0"),
+        ({"train.batch_size": -1}, "train.batch_size = -1"),
+        ({"eval.interval": -3}, "eval.interval = -3: expected at least 0; the nearest is 0"),
+        ({"seed": -1}, "seed = -1: expected at least 0 and below 9223372036854775808; the nearest is 0"),
+        ({"seed": 2**63}, "seed = 9223372036854775808: expected at least 0 and below 9223372036854775808"),
+        ({"output": ""}, "output = '': expected text that is not empty"),
     ],
 )
 def test_messages(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         build(setting)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", [name for name, setting in settings_of(Config).items() if setting.type is float])
+def test_numbers_are_finite(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"^{name} = {value}: expected a finite number, such as"):
+        build({name: value})
+
+
+def test_a_section_is_checked_however_it_is_made() -> None:
+    with pytest.raises(UserError, match=r"'sagee': expected one of sage, .*; did you mean 'sage'"):
+        SamplingConfig(sampler="sagee")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"sampling.eta = 'much': expected a number"):
+        SamplingConfig(eta="much")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"sampling.steps = True: expected a whole number"):
+        SamplingConfig(steps=True)
+    with pytest.raises(UserError, match="sde_window = 7"):
+        dataclasses.replace(SamplingConfig(sde_window=5), sde_window=7, steps=6)
+    with pytest.raises(UserError, match=r"reward.weights = .*: expected finite weights"):
+        RewardConfig(weights={"vq": 1.0, "mq": math.inf})
+
+
+def test_lists() -> None:
+    assert WithoutDocstring(names=["a"]).names == ["a"]
+    for value in ("a", [1]):
+        with pytest.raises(UserError, match=r"withoutdocstring.names = .*: expected (a list, each )?text"):
+            WithoutDocstring(names=value)  # type: ignore[arg-type]
+
+
+def test_every_setting_says_what_it_means() -> None:
+    for name, section in sections(Config).items():
+        assert section_name(section) == name, "the name in messages follows the class: `sampling` of SamplingConfig"
+        fields = {setting.field for setting in own_settings(section)}
+        written = meanings(section)
+        assert set(written) == fields | {""}, f"{section.__name__}: a docstring after every field, and one at its head"
+        assert all(text[0].isupper() or text[0] in "`|" for text in written.values()), written
+        assert all(text.endswith(".") for text in written.values()), written
+
+
+def test_meanings_are_read_from_the_source() -> None:
+    assert meanings(KLConfig)["history"].startswith("H of Eq. 42")
+    assert meanings(WithoutDocstring) == {"": "Head.", "last": "Last."}
+
+
+@dataclasses.dataclass(kw_only=True)
+class WithoutDocstring(Section):
+    """Head."""
+
+    first: int = within(1, least=1)
+    names: list[str] = dataclasses.field(default_factory=list)
+    last: int = 2
+    """Last."""
+
+
+def test_a_choice_called_off_is_no_boolean(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("kl: {feedback: off}\n")
+    assert load(file).kl.feedback == "off"
+    assert load(file, {"kl.feedback": "off"}).kl.feedback == "off"
+    (tmp_path / "again.yaml").write_text(dump(load(file)))
+    assert load(tmp_path / "again.yaml").kl.feedback == "off"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        ({}, {"vq": 1.0, "mq": 2.0}),
+        ({"reward.weights": "{red: 1}"}, {"red": 1.0}),
+        ({"reward.weights.red": "1"}, {"red": 1.0}),
+        ({"reward.weights.red": "1", "reward.weights": "{blue: 2}"}, {"red": 1.0, "blue": 2.0}),
+        ({"reward.weights": "{blue: 2, red: 3}", "reward.weights.red": "1"}, {"red": 1.0, "blue": 2.0}),
+        ({"reward.weights": "{clip.score: 2}"}, {"clip.score": 2.0}),
+        ({"reward.weights.clip.score": "2"}, {"clip.score": 2.0}),
+    ],
+)
+def test_weights_on_the_command_line_replace_those_of_the_file(
+    overrides: dict[str, str], weights: dict[str, float], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("reward: {weights: {vq: 1, mq: 2}}\n")
+    assert load(file, overrides).reward.weights == weights
+
+
+@pytest.mark.parametrize("text", ["@file", "%x", "[", "\t", "{a: 1, a: 2}", "'open", "a\0b", "!!python/name:os.x"])
+def test_an_override_that_is_not_yaml(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("seed: 1\n")
+    with pytest.raises(UserError, match=r"^--model.path .*: not a YAML value: .*--model.path \"'...'\"$"):
+        load(tmp_path / "c.yaml", {"model.path": text})
+
+
+def test_overrides_that_are_text(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("seed: 1\n")
+    for text, value in (("007", "007"), ("2026-11-21", "2026-11-21"), ("'@file'", "@file"), ("a: b", "a: b")):
+        assert load(tmp_path / "c.yaml", {"output": text}).output == value
+    assert load(tmp_path / "c.yaml", {"model.weights": "null"}).model.weights is None
+    with pytest.raises(UserError, match=r"^--output: the value is empty"):
+        load(tmp_path / "c.yaml", {"output": ""})
 
 
 def test_config_file_messages(tmp_path: Path) -> None:
@@ -70,6 +216,9 @@ def test_config_file_messages(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [1, 2\n")
     with pytest.raises(ValueError, match="not valid YAML"):
         load(tmp_path / "bad.yaml")
+    (tmp_path / "section.yaml").write_text("sampling:\n")
+    with pytest.raises(ValueError, match="'sampling' is a section of settings"):
+        load(tmp_path / "section.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     with pytest.raises(ValueError, match="expected a mapping"):
         load(tmp_path / "list.yaml")
@@ -79,6 +228,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(b"\xef\xbb\xbfa cat\r\n\r\n  a dog \n")
     assert read_prompts(str(file)) == ["a cat", "a dog"]
+    file.write_bytes("one\u2028line\x85of\x0ctext\x0b, whole\ranother\r\n".encode())
+    assert read_prompts(str(file)) == ["one\u2028line\x85of\x0ctext\x0b, whole\ranother"]
     with pytest.raises(ValueError, match=r"missing.txt.*no such file"):
         read_prompts(str(tmp_path / "missing.txt"))
     file.write_text("\n \n")

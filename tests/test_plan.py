@@ -6,7 +6,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.config import ModelConfig, build
+from sage_fast.config import ModelConfig
 from sage_fast.measure.plan import (
     attention_flops,
     block_activation_bytes,
@@ -19,6 +19,7 @@ from sage_fast.measure.plan import (
 from sage_fast.policy.attention import ATTENTION
 from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.hunyuan import add_lora
+from sage_fast.settings import build
 from tests.tiny import settings, tiny_model
 
 PUBLISHED = build({"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832, "kl.strategy": "dual"})

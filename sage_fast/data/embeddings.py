@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sage_fast.console import progress
-from sage_fast.files import share
+from sage_fast.files import saving
 from sage_fast.policy.text import Encoder, TextEmbedding
 
 
@@ -41,8 +41,8 @@ def encode_cached(
             # A killed run leaves no half-written embedding behind, and runs that share the cache do not meet.
             partial = files[prompt].with_suffix(f".{os.getpid()}.partial")
             try:
-                save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
-                share(partial)
+                with saving(partial):
+                    save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
                 partial.replace(files[prompt])
             finally:
                 partial.unlink(missing_ok=True)

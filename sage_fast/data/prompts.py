@@ -25,7 +25,7 @@ def read_prompts(source: str) -> list[str]:
     if not path.is_file():
         raise UserError(f"prompt file {source!r}: no such file; expected UTF-8 text with one prompt a line")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # splitlines() also splits at U+2028, form feeds, ...
     except UnicodeDecodeError as error:
         raise UserError(f"prompt file {source!r} is not UTF-8 (byte {error.start}); save it as UTF-8 text") from error
     prompts = [line.strip() for line in lines if line.strip()]

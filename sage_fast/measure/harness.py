@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sage_fast.files import writing
+
 H200_BF16_FLOPS = 790e12
 """FLOP/s of a large bf16 matrix product on one H200, measured (DESIGN of this project, not a run of this code)."""
 H200_BYTES_PER_SECOND = 4.3e12
@@ -71,4 +73,5 @@ def head_line(environment: Mapping[str, Any]) -> str:
 def write_json(result: Mapping[str, Any], path: Path) -> None:
     """A result file, readable by a person."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -15,6 +16,8 @@ import diffusers
 import torch
 import transformers
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 
 from sage_fast.config import ModelConfig, SamplingConfig
@@ -30,6 +33,8 @@ from sage_fast.testbed.text import embed
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
 TEXT_TOKENS = 200
 """Length assumed of a prompt whenever a size is wanted before one is known; the published encoder pads to 1000."""
+HUB_SECONDS = 5.0
+"""Longest wait for the hub's first answer."""
 VIDEO_FPS = {"HunyuanVideo15Transformer3DModel": 24, "TestbedTransformer": 8}
 
 
@@ -90,9 +95,10 @@ class Model:
             no_glyphs = torch.zeros(0, config.text_embed_2_dim)
             return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
         parts: dict[str, Any] = {"transformer": None, "vae": self.vae, "scheduler": None, "guider": None}
+        source = reachable(self.path)
         try:
-            with _progress_bars_of(self.path):
-                pipeline = HunyuanVideo15Pipeline.from_pretrained(self.path, **parts, dtype=self.policy.dtype)
+            with _progress_bars_of(source):
+                pipeline = HunyuanVideo15Pipeline.from_pretrained(source, **parts, dtype=self.policy.dtype)
         except (OSError, ValueError) as error:
             raise UserError(f"model.path = {self.path!r}: cannot read the text encoders: {error}") from error
         device = self.policy.device
@@ -130,6 +136,36 @@ def check_path(path: str) -> str:
             "id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
         )
     return path
+
+
+@functools.cache
+def reachable(path: str) -> str:
+    """`path` itself if it is a folder or a model that the hub answers for, else the folder of its cached download.
+
+    Asked once: `from_pretrained` without network tries for half a minute for every file, cached or not.
+
+    Raises:
+        UserError: on the hub alone, which cannot be reached, or has no such model.
+    """
+    if Path(path).is_dir():
+        return path
+    try:
+        HfApi().model_info(path, timeout=HUB_SECONDS)
+        return path
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"model.path = {path!r}: no such folder, and no such model on the hub (or a private one: hf auth login)"
+        ) from error
+    except (HTTPError, OSError) as error:
+        why = str(error).strip().splitlines()[0]
+        try:
+            return snapshot_download(path, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise UserError(
+                f"model.path = {path!r}: the Hugging Face hub cannot be reached ({why}), and the model is not in the "
+                f"cache {constants.HF_HUB_CACHE}. On a machine with network: hf download {path} --local-dir FOLDER; "
+                "then here --model.path FOLDER. Or set HF_HOME to a cache that has it"
+            ) from error
 
 
 def _layout(setting: str, source: str) -> dict[str, Any]:
@@ -171,14 +207,15 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     """
     check_attention(config.attention, device, getattr(torch, config.dtype))
     path = check_path(config.path)
+    loaded = reachable(path)
     dtype = getattr(torch, config.dtype)
-    layout = _layout("model.path", path)
+    layout = _layout("model.path", loaded)
     class_name = str(layout.get("_class_name"))
     if class_name not in TRANSFORMERS:
         raise UserError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
     # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
     weights = torch.float32 if config.tuning == "full" else dtype
-    setting, source = "model.path", path
+    setting, source = "model.path", loaded
     if config.tuning == "full" and config.weights is not None:
         setting, source = "model.weights", config.weights
         if not (Path(source) / "transformer" / "config.json").is_file():
@@ -191,7 +228,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
                     f"{key} is {value!r}, model.path has {layout[key]!r}"
                 )
     transformer = _load(TRANSFORMERS[class_name], setting, source, "transformer", weights)
-    vae = _load(AutoencoderKLHunyuanVideo15, "model.path", path, "vae", dtype)
+    vae = _load(AutoencoderKLHunyuanVideo15, "model.path", loaded, "vae", dtype)
     transformer.to(device).eval()
     vae.to(device).eval().requires_grad_(False)
     if config.tuning == "lora" and config.weights is not None:

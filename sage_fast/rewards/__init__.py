@@ -6,7 +6,10 @@ A reward is a callable `(videos, prompts) -> {part: Tensor [B]}` with videos flo
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import os
+import re
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -26,22 +29,44 @@ class Reward(Protocol):
 def load_reward(config: RewardConfig) -> Reward:
     """The reward named by `config.name`; a class is instantiated without arguments.
 
+    Modules in the current folder are found, after those that are installed.
+
     Raises:
-        UserError: the name is not of that form, no such module is installed, or the module has no such name.
+        UserError: the name is not of that form, there is no such module or name in it, or the module or class fails.
     """
     name = "sage_fast.rewards.testbed:TestbedReward" if config.name == "testbed" else config.name
     module_name, _, attribute = name.partition(":")
-    package = module_name.split(".")[0]
-    if not attribute or importlib.util.find_spec(package) is None:
+    setting = f"reward.name = {config.name!r}"
+    if not re.fullmatch(r"[\w.]+:\w+", name):
+        raise UserError(f"{setting}: expected 'testbed' or 'package.module:name' of something importable")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # that of a console script begins with the folder of the script
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(f"{setting}: {_failure(error)}") from error
         raise UserError(
-            f"reward.name = {config.name!r}: expected 'testbed' or 'package.module:name' of something importable"
-            + (f"; no package {package!r} is installed" if attribute else "")
-        )
-    module = importlib.import_module(module_name)
-    if not hasattr(module, attribute):
-        raise UserError(f"reward.name = {config.name!r}: module {module_name} has no {attribute!r}")
-    reward = getattr(module, attribute)
-    return reward() if isinstance(reward, type) else reward
+            f"{setting}: expected 'testbed' or 'package.module:name' of something importable; no module {error.name!r} "
+            f"is installed or in {os.getcwd()}"
+        ) from error
+    except Exception as error:
+        raise UserError(f"{setting}: {_failure(error)}") from error
+    reward = getattr(module, attribute, None)
+    if not callable(reward):
+        raise UserError(f"{setting}: module {module_name} has no {attribute!r} that can be called")
+    try:
+        return reward() if isinstance(reward, type) else reward
+    except Exception as error:
+        raise UserError(f"{setting}: {attribute}() failed: {_failure(error)}") from error
+
+
+def _failure(error: Exception) -> str:
+    """What went wrong in a module of the user, and on which line."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {type(error).__name__}: {error}"
 
 
 class CompositeReward:

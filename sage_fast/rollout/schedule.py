@@ -44,8 +44,8 @@ def trained_steps(table: TransitionTable, config: Config, iteration: int) -> lis
     return steps[:count]
 
 
-def check_trainable(config: Config) -> None:
-    """What settings and ranks make impossible, before a model is loaded.
+def check_trainable(config: Config, ranks: int | None = None) -> None:
+    """What settings and ranks (None: those of this run) make impossible, before a model is loaded.
 
     Raises:
         UserError: no stochastic step, more optimizer steps than trained transitions, or groups that do not divide
@@ -67,10 +67,11 @@ def check_trainable(config: Config) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
-    if train.prompts_per_iteration % world_size():
+    ranks = ranks or world_size()
+    if train.prompts_per_iteration % ranks:
         raise UserError(
-            f"train.prompts_per_iteration = {train.prompts_per_iteration}: expected a multiple of the {world_size()} "
-            f"ranks; the nearest is {max(train.prompts_per_iteration // world_size(), 1) * world_size()}"
+            f"train.prompts_per_iteration = {train.prompts_per_iteration}: expected a multiple of the {ranks} ranks; "
+            f"the nearest is {max(train.prompts_per_iteration // ranks, 1) * ranks}"
         )
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from sage_fast.config import Config, dump
+from sage_fast.config import Config
 from sage_fast.distributed import barrier, rank
 from sage_fast.errors import UserError
 from sage_fast.report.videos import contact_sheet, save_mp4
 from sage_fast.run.trackers import read_lines
+from sage_fast.settings import dump
 
 
 def check_output(config: Config, *, resume: bool) -> None:

@@ -16,9 +16,10 @@ from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL import Image
 
-from sage_fast.config import Config, dump
+from sage_fast.config import Config
 from sage_fast.errors import RunError, UserError, nearest
 from sage_fast.report.comparison import mean_and_error
+from sage_fast.settings import dump
 
 
 def check_trackers(names: Iterable[str]) -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config import load
 from sage_fast.data.prompts import read_prompts
 from sage_fast.policy.load import load_model
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate
 from sage_fast.seeding import sample_seeds
+from sage_fast.settings import load
 from sage_fast.testbed.model import BASE, TestbedTransformer, load_base
 from sage_fast.testbed.pretrain import pretrain
 from sage_fast.testbed.text import embed

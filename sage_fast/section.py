@@ -1,0 +1,223 @@
+"""What a section of settings is made of: a type, bounds and a meaning beside every field, and one check for them all.
+
+    @dataclasses.dataclass(kw_only=True)
+    class SamplingConfig(Section):
+        \"""How videos are sampled.\"""
+
+        eta: float = within(1.0, least=0)
+        \"""Noise level.\"""
+
+A section is checked when it is made, by `dataclasses.replace` too; what concerns several fields is checked in its
+`__post_init__`. The meanings are read from the source, so that `--help` writes nothing twice. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sage_fast.errors import UserError, nearest
+
+BOUNDS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_PYTHON = {bool: bool, int: int, float: int | float, str: str}
+
+
+def within(
+    default: float,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    every: int | None = None,
+) -> Any:
+    """A numeric field with bounds; `above` and `below` exclude the bound itself, `every` counts from `least`."""
+    bounds = {"least": least, "above": above, "most": most, "below": below, "every": every}
+    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def require(condition: bool, name: str, value: object, expected: str) -> None:
+    """
+    Raises:
+        UserError: the condition does not hold.
+    """
+    if not condition:
+        raise UserError(f"{name} = {value!r}: {expected}")
+
+
+class Section:
+    """Base of the dataclasses that hold settings.
+
+    Raises:
+        UserError: names the setting, its value, what was expected and the nearest valid choice.
+    """
+
+    def __post_init__(self) -> None:
+        section: type = type(self)
+        for setting in own_settings(section):
+            setting.check(getattr(self, setting.field))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of a section.
+
+    Attributes:
+        name: dotted, as in a YAML file and on the command line.
+        type: its annotation.
+        default: its value if nothing is given.
+        bounds: name in `BOUNDS` -> bound.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    bounds: Mapping[str, float]
+
+    @property
+    def field(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The valid values if they are named one by one, else none."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def is_mapping(self) -> bool:
+        return get_origin(self.type) is dict
+
+    @property
+    def is_text(self) -> bool:
+        return str in (self.type, *_members(self.type))
+
+    @property
+    def range(self) -> str:
+        """The bounds in words, such as `at least 0 and below 1`, `a multiple of 16` or `4k + 1`."""
+        if every := self.bounds.get("every"):
+            least = self.bounds["least"]
+            return f"a multiple of {every}" if every == least else f"{every}k + {least}"
+        return " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items())
+
+    def check(self, value: object) -> None:
+        """
+        Raises:
+            UserError: not of the type, not finite, out of bounds, or none of the choices.
+        """
+        problem = _problem(self.type, value)
+        if problem is None and isinstance(value, int | float) and not isinstance(value, bool):
+            problem = self._out_of_bounds(value)
+        require(problem is None, self.name, value, str(problem))
+
+    def _out_of_bounds(self, value: float) -> str | None:
+        if not math.isfinite(value):
+            return f"expected a finite number, such as {self.default}"
+        if every := self.bounds.get("every"):
+            least = self.bounds["least"]
+            below = max((value - least) // every, 0) * every + least
+            valid = str(below) if below > value else f"{below} and {below + every}"
+            return None if value == below else f"expected {self.range}; the nearest valid values are {valid}"
+        for name, bound in self.bounds.items():
+            if not BOUNDS[name][1](value, bound):
+                valid = f"; the nearest is {bound}" if name in ("least", "most") else f", such as {self.default}"
+                return f"expected {self.range}{valid}"
+        return None
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+
+
+def kind(hint: Any) -> str:
+    """A type in words."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is dict:
+        return f"a mapping of names to {kind(get_args(hint)[1]).removeprefix('a ')}s"
+    if get_origin(hint) is list:
+        return f"a list, each {kind(get_args(hint)[0])}"
+    return " or ".join("null" if member is types.NoneType else KINDS[member] for member in _members(hint) or (hint,))
+
+
+def _problem(hint: Any, value: object) -> str | None:
+    """What is wrong with the type of a value, or with its choice; None if nothing is."""
+    if get_origin(hint) is Literal:
+        return None if value in get_args(hint) else nearest(str(value), get_args(hint))
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            return f"expected {kind(hint)}"
+        return next((problem for item in value.values() if (problem := _problem(get_args(hint)[1], item))), None)
+    if get_origin(hint) is list:
+        if not isinstance(value, list):
+            return f"expected {kind(hint)}"
+        return next((problem for item in value if (problem := _problem(get_args(hint)[0], item))), None)
+    if value is None and types.NoneType in _members(hint):
+        return None
+    wanted = next(member for member in (*_members(hint), hint) if member is not types.NoneType)
+    if not isinstance(value, _PYTHON[wanted]) or (isinstance(value, bool) and wanted is not bool):
+        return f"expected {kind(hint)}"
+    return "expected text that is not empty" if value == "" else None
+
+
+def section_name(section: type) -> str:
+    """`sampling` of `SamplingConfig`; empty for the whole tree, `Config`."""
+    return section.__name__.removesuffix("Config").lower()
+
+
+@functools.cache
+def own_settings(section: type) -> tuple[Setting, ...]:
+    """The settings of a section without those of the sections inside it."""
+    hints = get_type_hints(section)
+    prefix = section_name(section) + "."
+    found = []
+    for field in dataclasses.fields(section):
+        if not dataclasses.is_dataclass(hints[field.name]):
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            name = (prefix + field.name).removeprefix(".")
+            found.append(Setting(name=name, type=hints[field.name], default=default, bounds=field.metadata))
+    return tuple(found)
+
+
+@functools.cache
+def sections(tree: type) -> dict[str, type]:
+    """Name -> section of the whole tree, which is its own first section, named `""`."""
+    hints = get_type_hints(tree)
+    inside = {f.name: hints[f.name] for f in dataclasses.fields(tree) if dataclasses.is_dataclass(hints[f.name])}
+    return {"": tree} | inside
+
+
+@functools.cache
+def settings_of(tree: type) -> dict[str, Setting]:
+    """Dotted name -> setting, of the whole tree."""
+    return {setting.name: setting for section in sections(tree).values() for setting in own_settings(section)}
+
+
+@functools.cache
+def meanings(section: type) -> dict[str, str]:
+    """Field -> the docstring that follows it in the source; that of the section itself under `""`."""
+    tree = ast.parse(inspect.getsource(sys.modules[section.__module__]))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
+    found: dict[str, str] = {}
+    name = ""
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found.setdefault(name, inspect.cleandoc(node.value.value))
+    return found

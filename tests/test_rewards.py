@@ -1,0 +1,85 @@
+"""Rewards by name: those of the current folder, and what a mistake in one looks like."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_fast.config import RewardConfig
+from sage_fast.errors import RewardError, UserError
+from sage_fast.rewards import CompositeReward, load_reward
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder, which is not on the path, as for a console script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield tmp_path
+    sys.modules.pop("my_rewards", None)
+
+
+def message(name: str) -> str:
+    with pytest.raises(UserError) as error:
+        load_reward(RewardConfig(name=name))
+    return str(error.value)
+
+
+def test_a_reward_in_the_current_folder(here: Path) -> None:
+    (here / "my_rewards.py").write_text(
+        "class MyReward:\n"
+        "    def __call__(self, videos, prompts):\n"
+        "        return {'red': videos[:, :, 0].mean((1, 2, 3))}\n"
+        "def blue(videos, prompts):\n    return {'blue': videos[:, :, 2].mean((1, 2, 3))}\n"
+    )
+    videos = torch.zeros(2, 5, 3, 8, 8)
+    videos[1, :, 0] = 1
+    assert load_reward(RewardConfig(name="my_rewards:MyReward"))(videos, ["a", "b"])["red"].tolist() == [0, 1]
+    assert load_reward(RewardConfig(name="my_rewards:blue"))(videos, ["a", "b"])["blue"].tolist() == [0, 0]
+
+
+def test_what_is_installed_wins(here: Path) -> None:
+    (here / "tabnanny.py").write_text("def reward(videos, prompts): ...\n")  # also a module of Python
+    assert "module tabnanny has no 'reward' that can be called" in message("tabnanny:reward")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def reward(:\n", r"my_rewards.py:1: SyntaxError: invalid syntax"),
+        ("\nimport no_such_package\n", "my_rewards.py:2: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("from json import nothing\n", "my_rewards.py:1: ImportError: cannot import name 'nothing' from 'json'"),
+        ("x = 1\n\nreward = y\n", "my_rewards.py:3: NameError: name 'y' is not defined"),
+        (
+            "class reward:\n    def __init__(self):\n        open('w.pt')\n",
+            r"reward\(\) failed: .*my_rewards.py:3: File",
+        ),
+        ("class reward:\n    def __init__(self, path): ...\n", r"reward\(\) failed: .*missing 1 required .*'path'"),
+        ("reward = 3\n", "module my_rewards has no 'reward' that can be called"),
+    ],
+)
+def test_mistakes_in_it_name_file_line_and_cause(text: str, expected: str, here: Path) -> None:
+    (here / "my_rewards.py").write_text(text)
+    found = message("my_rewards:reward")
+    assert found.startswith("reward.name = 'my_rewards:reward': ")
+    assert re.search(expected, found), found
+
+
+def test_names_that_lead_nowhere(here: Path) -> None:
+    assert f"no module 'no_such_module' is installed or in {here}" in message("no_such_module:Reward")
+    assert "no module 'json.nothing' is installed" in message("json.nothing:Reward")
+    for name in ("videoalign", ":reward", "my_rewards:", "my rewards:reward"):
+        assert "expected 'testbed' or 'package.module:name'" in message(name)
+
+
+def test_whatever_a_reward_raises_is_a_reward_error() -> None:
+    def reward(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        return {"red": torch.tensor([float("x")])}
+
+    composite = CompositeReward(reward, RewardConfig(name="my_rewards:reward", weights={"red": 1.0}))
+    with pytest.raises(RewardError, match="'my_rewards:reward' raised ValueError: could not convert") as error:
+        composite(torch.zeros(1, 5, 3, 8, 8), ["a"])
+    assert isinstance(error.value.__cause__, ValueError)
