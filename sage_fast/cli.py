@@ -37,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
 
+    init = add("init", "write a configuration, a reward and prompts into a folder, to start from")
+    init.add_argument("folder", metavar="FOLDER", help="new, or without files of those names")
+    init.add_argument("--config", metavar="NAME", default="demo", help="demo (default) or hunyuanvideo15-480p")
+
     train = add("train", "train a policy; leaves a run folder with weights, metrics, videos and a report")
     train.add_argument("config", metavar="CONFIG", help="YAML file")
     train.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
@@ -114,6 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.run.init import init
+
+    print(init(Path(options.folder), options.config))
+    return 0
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -279,6 +290,7 @@ def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 _COMMANDS = {
+    "init": _init,
     "train": _train,
     "sample": _sample,
     "eval": _eval,

@@ -113,9 +113,10 @@ _TYPES = {"step_ptr": "*i64", "seed_ptr": "*i64", "steps": "i32", "programs": "i
 
 def _compile(specialisation: Specialisation, arch: int) -> Any:
     import triton
-    from sage_fast.kernels import common, norm_modulate, norm_rotate, transition_score, transition_step
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from sage_fast.kernels import common, norm_modulate, norm_rotate, transition_score, transition_step
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
@@ -164,9 +165,10 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
 
 def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
     import triton
-    from sage_fast.kernels import common
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from sage_fast.kernels import common
 
     width = 2048 if "modulate" in s.kernel else 128
     flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums, "ROWS": 8, "TOKENS": 8}
