@@ -120,13 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.run.init import init
-
-    print(init(Path(options.folder), options.config))
-    return 0
-
-
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.config import load
 
@@ -286,6 +279,13 @@ def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.testbed.pretrain import pretrain
 
     pretrain(Path(options.folder), seed=options.seed, quiet=options.quiet)
+    return 0
+
+
+def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.run.init import init
+
+    print(init(Path(options.folder), options.config))
     return 0
 
 
