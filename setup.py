@@ -15,6 +15,12 @@ except ImportError:
     print("sage-fast: torch is not importable here, so the C++ operators are not built", file=sys.stderr)
     arguments = {}
 else:
+
+    class BuildOperators(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.build_temp = "build/objects"  # a wheel built in a checkout reuses those of its editable install
+
     extension = CppExtension(
         "sage_fast._C",
         sorted(glob.glob("csrc/*.cpp")),
@@ -25,6 +31,6 @@ else:
         py_limited_api=True,
         optional=True,
     )
-    arguments = {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+    arguments = {"ext_modules": [extension], "cmdclass": {"build_ext": BuildOperators}}
 
 setup(**arguments)

@@ -62,6 +62,10 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
             add_settings(command)
         return command
 
+    init = add("init", "write a configuration, a reward and prompts into a folder, to start from")
+    init.add_argument("folder", metavar="FOLDER", help="new, or without files of those names")
+    init.add_argument("--config", metavar="NAME", default="demo", help="demo (default) or hunyuanvideo15-480p")
+
     train = add("train", "train a policy; leaves a run folder with weights, metrics, videos and a report")
     train.add_argument("config", metavar="CONFIG", help="YAML file")
     train.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
@@ -367,7 +371,15 @@ def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.run.init import init
+
+    print(init(Path(options.folder), options.config))
+    return 0
+
+
 _COMMANDS = {
+    "init": _init,
     "train": _train,
     "sample": _sample,
     "eval": _eval,

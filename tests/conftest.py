@@ -1,6 +1,9 @@
 """Settings that must stand before any test module is imported."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,3 +18,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout; it reuses the object files in build/objects, but never an old build/lib."""
+    folder = tmp_path_factory.mktemp("wheel")
+    (folder / "distutils.cfg").write_text(f"[build]\nbuild_lib={folder / 'lib'}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-deps", "--no-build-isolation",
+         "--wheel-dir", folder],
+        cwd=Path(__file__).parent.parent, env=os.environ | {"DIST_EXTRA_CONFIG": str(folder / "distutils.cfg")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return next(folder.glob("sage_fast-*.whl"))

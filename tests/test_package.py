@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,21 @@ def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> N
     )
     done = python(code, REPOSITORY)
     assert done.stdout.splitlines() == ["the installed one", "sage_fast.kernels.transition_step"], done.stderr[-2000:]
+
+
+def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
+    """Every tracked file of the package, its configurations and kernels, the compiled operators, and no test."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "sage_fast", "kernels", "configs"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    expected = {name if name.startswith("sage_fast/") else f"sage_fast/{name}" for name in tracked}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == expected | {"sage_fast/_C.abi3.so"}
+    assert {"sage_fast/py.typed", "sage_fast/configs/demo.yaml", "sage_fast/kernels/transition_step.py"} <= names
 
 
 def test_without_the_extension_the_reference_serves_and_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Every command and every Python example in the documentation runs here, or says which test or machine runs it.
+
+A fence is marked by a comment on the line above it:
+
+    <!-- needs: gpu -->  or  <!-- needs: network -->      not run
+    <!-- run by: tests/test_new_user.py -->               that file runs every command of the block
+
+Unmarked ```bash and ```python fences are executed: those of one page share a folder, a page's Python one process.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parent.parent
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+FENCE = re.compile(
+    r"^(?:<!-- (?P<key>needs|run by): (?P<value>.+?) -->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    kind: str
+    text: str
+    key: str | None
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 1, found["kind"], found["text"], found["key"], found["value"])
+        for found in FENCE.finditer(text)
+    ]
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def run(command: list[str], folder: Path) -> None:
+    """With this checkout's `sage-fast` first on the path."""
+    launcher = folder / ".bin" / "sage-fast"
+    launcher.parent.mkdir(exist_ok=True)
+    launcher.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sage_fast "$@"\n')
+    launcher.chmod(0o755)
+    path = f"{launcher.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_examples_run(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    unmarked = [block for block in blocks(page) if block.key is None]
+    for block in unmarked:
+        if block.kind == "bash":
+            run(["bash", "-eu", "-c", block.text], tmp_path)
+    if python := "\n".join(block.text for block in unmarked if block.kind == "python"):
+        run([sys.executable, "-c", python], tmp_path)
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.key], ids=str)
+def test_marked_blocks_say_who_runs_them(block: Block) -> None:
+    if block.key == "needs":
+        assert block.value in ("gpu", "network", "gpu, network")
+        return
+    source = (REPOSITORY / block.value).read_text(encoding="utf-8")
+    words = re.sub(r"[^\w./-]+", " ", source)  # "sage-fast", "train"  ->  sage-fast train
+    for line in block.text.replace("\\\n", " ").splitlines():
+        command = line.split("#")[0].split()
+        if command and command[0] != "cd":
+            start = " ".join(command[:2])
+            in_process = start.replace("sage-fast", "main")  # main(["train", ...])
+            assert start in words or in_process in words, f"{block}: {block.value} does not run {start!r}"
+
+
+def test_every_page_is_covered() -> None:
+    """Indented blocks and fences without a language would escape: commands stand in ```bash fences alone."""
+    assert {block.page.name for block in ALL if block.kind == "bash"} >= {"README.md", "CONTRIBUTING.md", "rollout.md"}
+    for page in PAGES:
+        outside = FENCE.sub("", page.read_text(encoding="utf-8"))
+        outside = re.sub(r"^```\w*\n.*?^```$", "", outside, flags=re.M | re.S)
+        strays = re.findall(r"^ {4,}(?:sage-fast|make|pip|torchrun|pytest|python|nsys|ncu) .*$", outside, re.M)
+        assert not strays, f"{page.name}: {strays}"
+        assert outside.count("```") == 0, f"{page.name}: a fence that is not closed, or is indented"
+
+
+def test_paths_named_in_the_documentation_exist() -> None:
+    """`folder/file.py` and links to files; names of generated files do not hold a slash or begin with runs/."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"`((?:sage_fast|kernels|csrc|configs|docs|tests|benchmarks)/[\w./-]+)`", text)
+        linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+        missing = [name for name in named if not (REPOSITORY / name).exists()]
+        missing += [link for link in linked if not (page.parent / link).exists()]
+        assert not missing, f"{page.name}: {missing}"
+
+
+def test_hooks_use_the_versions_of_the_constraints() -> None:
+    pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines())
+    hooks = (REPOSITORY / ".pre-commit-config.yaml").read_text()
+    assert yaml.safe_load(hooks)["repos"][0]["rev"] == f"v{pins['ruff']}"
+    assert f"mypy {pins['mypy']}" in hooks
+
+
+def test_the_source_of_every_number_is_named() -> None:
+    """docs/choosing.md has a row for each setting of the published configuration."""
+    config = yaml.safe_load((REPOSITORY / "configs" / "hunyuanvideo15-480p.yaml").read_text())
+    page = (REPOSITORY / "docs" / "choosing.md").read_text()
+    numbers = [
+        f"{section}.{key}"
+        for section, values in config.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if isinstance(value, int | float | dict)
+    ]
+    assert numbers
+    assert not [name for name in numbers if f"`{name}`" not in page]

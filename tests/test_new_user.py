@@ -1,0 +1,177 @@
+"""What a new user does from the README alone: the wheel in an environment of its own, an empty folder and no clone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sage_fast.cli import main
+from sage_fast.run.init import init
+from sage_fast.run.trackers import read_lines
+
+FILES = ["config.yaml", "heldout.txt", "my_rewards.py", "prompts.txt"]
+HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")  # the last one makes every start slow
+SMALL = [
+    *("--train.prompts_per_iteration", "2", "--train.group_size", "3", "--train.batch_size", "16"),
+    *("--train.timestep_fraction", "1.0", "--sampling.steps", "3", "--eval.steps", "2", "--eval.num_prompts", "2"),
+    *("--eval.seeds_per_prompt", "1", "--eval.num_videos", "1", "--eval.interval", "0"),
+]
+OWN_REWARD = """
+class Bright:
+    def __call__(self, videos, prompts):
+        return {"bright": videos.mean(dim=(1, 2, 3, 4))}
+"""
+LOAD_LORA = """
+import sys, torch
+from sage_fast.testbed.model import BASE, TestbedTransformer
+transformer = TestbedTransformer.from_pretrained(BASE / "transformer").eval()
+def velocity():
+    x = torch.randn(1, 33, 5, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return transformer(
+            x, torch.tensor([500.0]), torch.ones(1, 3, 32), torch.ones(1, 3, dtype=torch.int64),
+            encoder_hidden_states_2=torch.zeros(1, 0, 8), encoder_attention_mask_2=torch.zeros(1, 0, dtype=torch.int64),
+            image_embeds=torch.zeros(1, 0, 8), return_dict=False,
+        )[0]
+before = velocity()
+transformer.load_lora_adapter(sys.argv[1], prefix=None, use_safetensors=True)
+after = velocity()
+transformer.disable_lora()
+print(float((after - before).abs().max()), float((velocity() - before).abs().max()))
+"""
+
+
+class User:
+    """Runs commands of a fresh environment in a folder, as a shell would."""
+
+    def __init__(self, environment: Path, folder: Path) -> None:
+        self.bin, self.folder = environment / "bin", folder
+        self.variables = {key: value for key, value in os.environ.items() if key not in HIDDEN}
+
+    def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [self.bin / command, *arguments], cwd=self.folder, env=self.variables, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, command: str, *arguments: str) -> str:
+        process = self.start(command, *arguments)
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0, f"{command} {arguments}:\n{out[-2000:]}{err[-4000:]}"
+        return out
+
+
+@pytest.fixture
+def user(wheel: Path, tmp_path: Path) -> User:
+    """An environment that holds the wheel and sees the dependencies of this one, but none of its editable installs."""
+    environment, folder = tmp_path / "venv", tmp_path / "work"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    user = User(environment, folder)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "bin" / "python",
+         "install", "--quiet", "--no-deps", "--no-index", wheel],
+        check=True, cwd=folder, env=user.variables,
+    )  # fmt: skip
+    site = next((environment / "lib").glob("python*/site-packages"))
+    dependencies = next(path for path in sys.path if Path(path).name == "site-packages")
+    (site / "dependencies.pth").write_text(dependencies + "\n")  # its own .pth files are not followed
+    return user
+
+
+def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
+    where = user.run("python", "-c", "import sage_fast, sage_fast.ops; print(sage_fast.__file__)")
+    assert where.startswith(str(user.bin.parent)), "another sage_fast than the wheel's was imported"
+
+    printed = user.run("sage-fast", "init", "mine")
+    user.folder /= "mine"
+    assert sorted(path.name for path in user.folder.iterdir()) == FILES
+    assert "sage-fast train config.yaml" in printed
+
+    (user.folder / "own.py").write_text(OWN_REWARD)
+    (user.folder / "prompts.txt").write_text("a red circle moves left quickly\na blue square moves up slowly\n")
+    config = (user.folder / "config.yaml").read_text()
+    config = config.replace("my_rewards:MyReward", "own:Bright").replace("{color: 1, steady: 1}", "{bright: 1}")
+    (user.folder / "config.yaml").write_text(config)
+
+    run = user.folder / "runs" / "first"
+    process = user.start("sage-fast", "train", "config.yaml", *SMALL, "--train.iterations", "1000")
+    deadline = time.monotonic() + 300
+    while len(read_lines(run / "metrics.jsonl")) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130, out[-2000:] + err[-4000:]
+    assert "continue with --resume" in out + err
+    done = len(read_lines(run / "metrics.jsonl"))
+
+    user.run("sage-fast", "train", "config.yaml", *SMALL, "--train.iterations", str(done + 1), "--resume")
+    rows = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
+    assert [row["iteration"] for row in rows] == list(range(done + 1))
+    assert all("reward_part/bright" in row for row in rows)
+
+    prompt = "a green triangle moves down slowly"
+    user.run("sage-fast", "sample", "runs/first", "--prompt", prompt, "--eval.steps", "2", "--folder", "videos")
+    assert (user.folder / "videos" / "00-a-green-triangle-moves-down-slowly.mp4").stat().st_size > 500
+    assert "bright" in user.run("sage-fast", "eval", "runs/first")
+    (run / "report.html").unlink()
+    user.run("sage-fast", "report", "runs/first")
+    assert (run / "report.html").stat().st_size > 10_000
+
+    changed, unchanged = map(float, user.run("python", "-c", LOAD_LORA, "runs/first/weights").split())
+    assert changed > 0, "the adapter does not change the velocity"
+    assert unchanged == 0, "the velocity without the adapter is not the base model's"
+
+
+@pytest.mark.parametrize("name", ["demo", "hunyuanvideo15-480p"])
+def test_init_writes_what_its_configuration_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings that are the user's own point at the files beside them; all others are those that ship."""
+    shipped = Path(__file__).parent.parent / "configs" / f"{name}.yaml"
+    init(tmp_path, name)
+    monkeypatch.chdir(tmp_path)
+    assert sorted(os.listdir()) == FILES
+    ours, theirs = ((tmp_path / "config.yaml").read_text().splitlines(), shipped.read_text().splitlines())
+    differing = [line.split(":")[0].strip() for line, other in zip(ours, theirs, strict=True) if line != other]
+    assert differing == ["output", "prompts", "eval_prompts", "name", "weights"]
+    assert main(["train", "config.yaml", "--dry-run"]) == 0
+    assert "parameters" in capsys.readouterr().out
+
+
+def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("mine\n")
+    assert main(["init", str(tmp_path)]) == 2
+    assert "already holds prompts.txt" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["prompts.txt"]
+    assert main(["init", str(tmp_path / "prompts.txt")]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert (tmp_path / "prompts.txt").read_text() == "mine\n"
+
+
+def test_init_of_an_unknown_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "new"), "--config", "demmo"]) == 2
+    assert "did you mean 'demo'?" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_reward_of_init_scores_what_it_says() -> None:
+    """A red still, the same in blue, and red that flickers, under a prompt that names red and one without a colour."""
+    import torch
+    from sage_fast.configs.my_rewards import MyReward  # type: ignore[import-not-found]
+
+    still = torch.full((5, 3, 8, 8), 0.1)
+    still[:, 0, 2:6, 2:6] = 0.9
+    flicker = still * torch.tensor([1.0, 0.5, 1.0, 0.5, 1.0])[:, None, None, None]
+    parts = MyReward()(torch.stack([still, still.flip(1), flicker, still]), ["a red car"] * 3 + ["a car"])
+    assert {name: list(part.shape) for name, part in parts.items()} == {"color": [4], "steady": [4]}
+    assert parts["color"][0] > 0.95
+    assert parts["color"][1] == 0
+    assert parts["color"][3] == 0
+    assert parts["steady"].tolist()[:2] == [1, 1]
+    assert parts["steady"][2] < 0.5
