@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config import KLConfig, KLStrategyName, ObjectiveConfig
+from sage_fast.config import Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
 
 
 def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -39,12 +39,22 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps:
     return advantages.clamp(-clamp, clamp), equal
 
 
-def surrogate(log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, kind: str, clip_range: float) -> Tensor:
-    """What is maximised, `[B]`: min(ratio A, clip(ratio) A), or log-prob x A (Eq. 43)."""
-    if kind == "log_prob":
-        return log_prob * advantage
+def _clipped_ratio(log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+    """min(ratio A, clip(ratio) A)."""
     ratio = torch.exp(log_prob - log_prob_old)
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage)
+
+
+def _plain_log_prob(log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+    """log-prob x A (Eq. 43)."""
+    return log_prob * advantage
+
+
+SURROGATES = {"clip": _clipped_ratio, "log_prob": _plain_log_prob}
+"""What is maximised, `[B]`, of (log-prob, log-prob of the rollout, advantage), each `[B]`, and the clip range."""
+assert tuple(SURROGATES) == get_args(Surrogate), (
+    "a surrogate is named in config.Surrogate and has its function in SURROGATES"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +137,8 @@ def sage_loss(
         equalizer: S_t of each transition (ones if it is switched off).
         kl_weight: lambda_KL.
     """
-    policy = -equalizer * surrogate(log_prob, log_prob_old, advantage, objective.surrogate, objective.clip_range)
+    surrogate = SURROGATES[objective.surrogate]
+    policy = -equalizer * surrogate(log_prob, log_prob_old, advantage, objective.clip_range)
     velocity = kl_old if kl.velocity_term == "closed_form" else log_prob_old - log_prob
     regularizer = torch.zeros_like(policy)
     if uses_anchor(kl):
@@ -144,6 +155,11 @@ def sage_loss(
         ratio=ratio,
         clipped=((ratio - 1).abs() > objective.clip_range).float(),
     )
+
+
+FEEDBACKS = {"paper": (0.9, 1.1), "ppo": (1.1, 0.9)}
+"""Factors of lambda when the KL is too large, and when it is too small; `off` has none."""
+assert (*FEEDBACKS, "off") == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
 
 
 class KLController:
@@ -171,7 +187,7 @@ class KLController:
             self.value = config.lambda_max
         else:
             mean = sum(self.history) / len(self.history)
-            too_large, too_small = (0.9, 1.1) if config.feedback == "paper" else (1.1, 0.9)
+            too_large, too_small = FEEDBACKS[config.feedback]
             if mean > 1.5 * config.target:
                 self.value *= too_large
             elif mean < 0.5 * config.target:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sage_fast.config import KLConfig, ObjectiveConfig
 from sage_fast.metrics import Metrics, Stopwatch
-from sage_fast.objective import KL_STRATEGIES, KLController, group_advantages, sage_loss, surrogate
+from sage_fast.objective import KL_STRATEGIES, SURROGATES, KLController, group_advantages, sage_loss
 from sage_fast.rollout.schedule import draw_groups, trained_steps
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.trainer import Trainer, _Batch
@@ -42,9 +42,9 @@ def test_surrogates_by_hand() -> None:
     old = torch.zeros(4)
     new = torch.tensor([math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5)])
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    clipped = surrogate(new, old, advantage, "clip", 0.2)
+    clipped = SURROGATES["clip"](new, old, advantage, 0.2)
     assert clipped.tolist() == pytest.approx([1.2 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2])
-    plain = surrogate(new, old, advantage, "log_prob", 0.2)
+    plain = SURROGATES["log_prob"](new, old, advantage, 0.2)
     assert plain.tolist() == pytest.approx((new * advantage).tolist())
 
 

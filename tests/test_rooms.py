@@ -63,13 +63,16 @@ def test_files_can_be_read_in_one_go(folder: str) -> None:
         ("config.py", '"dual"]', '"dual", "triple"]', "objective", "KL_STRATEGIES"),
         ("objective.py", '    "none": KLStrategy(', '    "triple": KLStrategy(anchor="moving", velocity=True),\n'
          '    "none": KLStrategy(', "objective", "config.KLStrategyName"),
+        ("config.py", '"log_prob"]', '"log_prob", "linear"]', "objective", "SURROGATES"),
+        ("config.py", '"ppo", "off"]', '"ppo", "mine", "off"]', "objective", "FEEDBACKS"),
         ("config.py", '"exact", "ode"]', '"exact", "ode", "heun"]', "transitions", "SAMPLERS"),
         ("transitions.py", 'SAMPLERS = {', 'SAMPLERS = {"heun": _ode, ', "transitions", "config.Sampler"),
         ("config.py", '"xformers"]', '"xformers", "sage"]', "policy.attention", "ATTENTION"),
         ("policy/attention.py", '    "sdpa": _sdpa,', '    "sdpa": _sdpa,\n    "sage": _sdpa,', "policy.attention",
          "config.AttentionBackend"),
     ],
-    ids=["strategy named", "strategy written", "sampler named", "sampler written", "backend named", "backend written"],
+    ids=["strategy named", "strategy written", "surrogate named", "feedback named", "sampler named", "sampler written",
+         "backend named", "backend written"],
 )  # fmt: skip
 def test_a_name_added_in_one_place_only_fails_at_import(
     file: str, old: str, new: str, module: str, message: str, tmp_path: Path

@@ -3,7 +3,7 @@
     <folder>/profile.json trace.json.gz
 
 With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: one tool at a
-time can use CUPTI. FLOPs are those of sage_fast/measure/plan.py; the ceiling is a matrix product measured on the device.
+time can use CUPTI. FLOPs are those of measure/plan.py; the ceiling is a matrix product measured on the device.
 """
 
 from __future__ import annotations
