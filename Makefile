@@ -31,7 +31,7 @@ check: install
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 bench: install
 	$(BIN)/python -m pytest benchmarks

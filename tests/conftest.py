@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker for each core, so a thread for each worker
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 # Without a GPU the Triton kernels run in Triton's interpreter. Triton decides when it is first imported, which
@@ -23,7 +28,16 @@ def _seeded() -> None:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout; it reuses the object files in build/objects, but never an old build/lib."""
-    folder = tmp_path_factory.mktemp("wheel")
+    in_worker = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if in_worker else base  # one wheel for all workers
+    with FileLock(shared / "wheel.lock"):
+        found = next((shared / "wheel").glob("sage_fast-*.whl"), None)
+        return found or _build_wheel(shared / "wheel")
+
+
+def _build_wheel(folder: Path) -> Path:
+    folder.mkdir()
     (folder / "distutils.cfg").write_text(f"[build]\nbuild_lib={folder / 'lib'}\n")
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-deps", "--no-build-isolation",
