@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.data.prompts import read_prompts
-from sage_fast.errors import NonFiniteError, ParityError, RewardError
+from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
 from sage_fast.ops import transition_score
 from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
@@ -264,6 +264,14 @@ def test_ode_has_nothing_to_train() -> None:
         check_trainable(settings(train__optimizer_steps=9))
 
 
+def resume(trainer: Trainer, run: Path) -> int:
+    found = load_checkpoint(run, trainer.engine, trainer.device)
+    assert found is not None
+    iteration, counters, anchor = found
+    trainer.load_state_dict(counters, anchor)
+    return iteration
+
+
 def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
     config = settings(train__optimizer_steps=2, train__ema_decay=0.9, kl__anchor_interval=3)
     whole = tiny_trainer(config)
@@ -274,11 +282,7 @@ def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
     first.iteration(1)
     save_checkpoint(tmp_path, 2, first.engine, first.state_dict(), first.anchor)
     second = tiny_trainer(config)
-    found = load_checkpoint(tmp_path, second.engine, second.device)
-    assert found is not None
-    iteration, counters, anchor = found
-    assert iteration == 2
-    second.load_state_dict(counters, anchor)
+    assert resume(second, tmp_path) == 2
     row = numbers(second.iteration(2))
     row.pop("log_prob/parity")  # measured once in every process
     assert row == rows[2]
@@ -287,6 +291,18 @@ def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
     assert whole.engine.ema is not None
     assert second.engine.ema is not None
     assert all(torch.equal(second.engine.ema[name], tensor) for name, tensor in whole.engine.ema.items())
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "after"), [("kl__strategy", "none", "dual"), ("train__ema_decay", 0.0, 0.9)]
+)
+def test_resume_asks_for_what_the_checkpoint_lacks(setting: str, before: Any, after: Any, tmp_path: Path) -> None:
+    """An anchor or an average that was not trained with cannot be gone on with; nor is it silently absent."""
+    first = tiny_trainer(settings(**{setting: before}))
+    save_checkpoint(tmp_path, 0, first.engine, first.state_dict(), first.anchor)
+    second = tiny_trainer(settings(**{setting: after}))
+    with pytest.raises(UserError, match=f"{setting.replace('__', '.')} = {after!r}"):
+        resume(second, tmp_path)
 
 
 TWO_RANKS = """
