@@ -319,10 +319,10 @@ shutdown()
 """
 
 
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    """Seeds follow the group, not the rank: two gloo ranks make the rollouts and the update of a single process."""
-    script, result = tmp_path / "ranks.py", tmp_path / "rows.json"
-    script.write_text(TWO_RANKS)
+def on_two_ranks(code: str, folder: Path) -> Any:
+    """Run `code` on two gloo ranks; what it writes as JSON into the file `sys.argv[1]`."""
+    script, result = folder / "ranks.py", folder / "rows.json"
+    script.write_text(code)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -336,13 +336,42 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(result.read_text())
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """Seeds follow the group, not the rank: two gloo ranks make the rollouts and the update of a single process."""
+    rows = on_two_ranks(TWO_RANKS, tmp_path)
     trainer: Trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))
-    for index, row in enumerate(json.loads(result.read_text())):
+    for index, row in enumerate(rows):
         alone = trainer.iteration(index)
         for key in ("reward/mean", "reward/std", "grad_norm", "kl/lambda", "ratio/mean", "advantage/abs_mean"):
             assert row[key] == pytest.approx(alone[key], rel=2e-3), (index, key)
         for ours, theirs in zip(alone["velocity_grad_norm"], row["velocity_grad_norm"]):
             assert theirs == pytest.approx(ours, rel=1e-2)
+
+
+PARTS_OF_TWO_RANKS = """
+import json, sys, torch
+from sage_fast.distributed import initialize, rank, shutdown
+from sage_fast.metrics import Metrics, record_rewards
+device = initialize()
+values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}][rank()]  # after a failure: sorted, those with a weight
+parts = {name: torch.full((2,), float(value)) for name, value in values.items()}
+metrics, rewards, valid = Metrics(), torch.rand(1, 2), torch.ones(1, 2, dtype=torch.bool)
+record_rewards(metrics, rewards, parts, rewards, valid, torch.zeros(1, dtype=torch.bool), device)
+if rank() == 0:
+    open(sys.argv[1], "w").write(json.dumps(metrics.reduce()))
+else:
+    metrics.reduce()
+shutdown()
+"""
+
+
+def test_parts_of_a_reward_are_matched_by_name_across_ranks(tmp_path: Path) -> None:
+    """A rank on which a reward failed may have fewer parts, in another order; what not all ranks have is dropped."""
+    row = on_two_ranks(PARTS_OF_TWO_RANKS, tmp_path)
+    assert {name: row[name] for name in row if "part" in name} == {"reward_part/vq": 3, "reward_part/mq": 4}
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
