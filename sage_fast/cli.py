@@ -273,18 +273,10 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     setup = load_setup(config)
     with tempfile.TemporaryDirectory() as scratch:
         setup.encode(Path(scratch), quiet=options.quiet)
-    result = evaluate(
-        config,
-        setup.model,
-        setup.reward,
-        setup.eval_prompts,
-        setup.embeddings,
-        iteration=iteration,
-        quiet=options.quiet,
-    )
-    print(format_scores(result.to_json()))
+    scores = evaluate(setup, iteration=iteration, quiet=options.quiet).to_json()
+    print(format_scores(scores))
     if options.json:
-        write_json(result.to_json(), Path(options.json))
+        write_json(scores, Path(options.json))
     return 0
 
 

@@ -363,8 +363,8 @@ class Trainer:
         """
         if self.anchor is not None and anchor is None:
             raise UserError(
-                f"kl.strategy = {self.config.kl.strategy!r} needs an anchor, and the checkpoint holds none; resume with "
-                "the strategy that the run had, or start another run with --model.weights"
+                f"kl.strategy = {self.config.kl.strategy!r} needs an anchor, and the checkpoint holds none; resume "
+                "with the strategy that the run had, or start another run with --model.weights"
             )
         self._first_step = self.engine.steps
         self.kl.load_state_dict(state["kl"])

@@ -20,7 +20,8 @@ from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
 from sage_fast.ops import transition_score
 from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import generate
+from sage_fast.run.evaluation import evaluate, generate
+from sage_fast.run.setup import Setup
 from sage_fast.trainer import Trainer
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
@@ -410,3 +411,23 @@ def test_videos_come_back_in_the_order_of_the_prompts() -> None:
         torch.testing.assert_close(videos[i], alone, rtol=1e-3, atol=1e-3)
     assert (videos[0] - videos[2]).abs().max() > 0.01
     assert (videos[1] - videos[3]).abs().max() > 0.01
+
+
+def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than videos: the first one writes the files, so it is not one of those without work."""
+    trainer = tiny_trainer(settings(eval__num_prompts=1))
+    setup = Setup(
+        config=trainer.config,
+        model=trainer.model,
+        reward=trainer.reward,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS,
+        embeddings=trainer.embeddings,
+    )
+    monkeypatch.setattr("sage_fast.run.evaluation.world_size", lambda: 2)
+    counts = []
+    for number in (0, 1):
+        monkeypatch.setattr("sage_fast.run.evaluation.rank", lambda number=number: number)
+        result = evaluate(setup, iteration=0)
+        counts.append((len(result.videos), len(result.reward), sorted(result.parts)))
+    assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]

@@ -118,15 +118,7 @@ def _evaluate(
     """Evaluate the averaged weights if there are any; scores and videos go into the run folder and the trackers."""
     tell(f"evaluate ({name})")
     with trainer.engine.averaged_weights():
-        result = evaluate(
-            setup.config,
-            setup.model,
-            setup.reward,
-            setup.eval_prompts,
-            setup.embeddings,
-            iteration=iteration,
-            quiet=trainer.quiet,
-        )
+        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet)
     if writer is not None:
         scores, folder = result.to_json(), run / "videos" / name
         sheet = folder.with_suffix(".png")
