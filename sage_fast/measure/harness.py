@@ -13,9 +13,9 @@ import torch
 from sage_fast.files import writing
 
 H200_BF16_FLOPS = 790e12
-"""FLOP/s of a large bf16 matrix product on one H200, measured (DESIGN of this project, not a run of this code)."""
+"""FLOP/s of a large bf16 matrix product on one H200, measured, though not by a run of this code."""
 H200_BYTES_PER_SECOND = 4.3e12
-"""Bandwidth of a copy on one H200, measured, of the same source."""
+"""Bandwidth of a copy on one H200, measured likewise."""
 
 
 def synchronize(device: torch.device) -> None:
