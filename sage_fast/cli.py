@@ -100,7 +100,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     profile.add_argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)")
     profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
-    profile.add_argument("--window-only", action="store_true", help="NVTX ranges alone, to run under nsys or ncu")
+    profile.add_argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu")
 
     testbed = add("testbed", "the moving-shapes world")
     actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")

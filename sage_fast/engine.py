@@ -109,7 +109,7 @@ class Engine:
         device, ema = self.policy.device, folder / "ema.safetensors"
         if self.ema is not None and not ema.is_file():
             raise UserError(
-                f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to go on with; resume "
+                f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
                 "with 0, or start another run with --model.weights"
             )
         self.policy.load(load_file(folder / "trainable.safetensors", device=str(device)))
