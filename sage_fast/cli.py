@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sage_fast import __version__
 from sage_fast.errors import RunError, UserError, reason
-from sage_fast.files import writing
+from sage_fast.files import write_json, writing
 from sage_fast.profiling import ranges, tools_of_environment
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False, formatter_class=_Help)
         if name in WITH_SETTINGS:
-            command.usage = f"sage-fast {name} [OPTION ...] [--SETTING VALUE ...] CONFIG"
+            command.usage = f"sage-fast {name} CONFIG [OPTION ...] [--SETTING VALUE ...]"
             command.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
         if name in show_settings:
             from sage_fast.settings import add_settings
@@ -265,7 +265,6 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     config, iteration = _load(options, overrides)
     _make_folder_of(options.json)
-    from sage_fast.measure.harness import write_json
     from sage_fast.report.comparison import format_scores
     from sage_fast.run.evaluation import evaluate
     from sage_fast.run.setup import load_setup
@@ -301,7 +300,6 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         print(format_table(compile_report()))
         return 0
-    from sage_fast.measure.harness import write_json
 
     if options.repetitions < 1:
         raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
