@@ -92,7 +92,8 @@ class Engine:
     def save(self, folder: Path) -> None:
         """Write weights, averaged weights and optimizer state into `folder`, which exists; the first rank writes."""
         if rank() == 0:
-            save_state(self.policy.snapshot(), folder / "trainable.safetensors")
+            trainable = {name: p.detach() for name, p in self.policy.parameters().items()}  # no copy on the device
+            save_state(trainable, folder / "trainable.safetensors")
             if self.ema is not None:
                 save_state(self.ema, folder / "ema.safetensors")
             with saving(folder):
