@@ -431,3 +431,20 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
         result = evaluate(setup, iteration=0)
         counts.append((len(result.videos), len(result.reward), sorted(result.parts)))
     assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
+
+
+def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while they are copied; a checkpoint follows."""
+    policy = tiny_trainer(settings()).policy
+    before, copy_in = policy.snapshot(), policy.load
+    interrupts = [KeyboardInterrupt]
+
+    def load(state: dict[str, Tensor]) -> None:
+        copy_in(state)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(policy, "load", load)
+    with pytest.raises(KeyboardInterrupt), policy.using({name: tensor + 1 for name, tensor in before.items()}):
+        pytest.fail("the block ran")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.snapshot().items())
