@@ -1,7 +1,7 @@
 # make install  .venv with pinned versions, and the C++ operators
 # make demo   install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
 # make test   install, then lint, type check and the whole test suite
-# make check  lint and types alone, in seconds
+# make check  only lint and types, in seconds
 # make bench  operator benchmarks
 
 PYTHON ?= python3

@@ -62,7 +62,7 @@ def _tile(BLOCK: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def _inside(inner, left, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Mask of the first `left` (int64) positions. 32-bit comparisons take half the registers; min hides from the
-    compiler that `left` is a multiple of 16 where numel is.
+    compiler that `left` is a multiple of 16 if numel is.
     """
     left = tl.minimum(left, BLOCK).to(tl.int32)
     if ALIGNED:
@@ -192,7 +192,7 @@ def _reduce_kernel(
     STEP_STRIDE: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """Second stage: partial sums `[B, OUTPUTS, programs]` to logp (and both KLs where OUTPUTS is 3), `[B]`."""
+    """Second stage: partial sums `[B, OUTPUTS, programs]` to logp (and both KLs if OUTPUTS is 3), `[B]`."""
     sample = tl.program_id(0).to(tl.int64)
     _, _, _, w, k, m, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
     column = tl.arange(0, PARTIALS)

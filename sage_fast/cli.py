@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sage_fast import __version__
 from sage_fast.errors import RunError, UserError, reason
-from sage_fast.files import writing
+from sage_fast.files import write_json, writing
 from sage_fast.profiling import ranges, tools_of_environment
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False, formatter_class=_Help)
         if name in WITH_SETTINGS:
-            command.usage = f"sage-fast {name} [OPTION ...] [--SETTING VALUE ...] CONFIG"
+            command.usage = f"sage-fast {name} CONFIG [OPTION ...] [--SETTING VALUE ...]"
             command.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
         if name in show_settings:
             from sage_fast.settings import add_settings
@@ -100,7 +100,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     profile.add_argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)")
     profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
-    profile.add_argument("--window-only", action="store_true", help="NVTX ranges alone, to run under nsys or ncu")
+    profile.add_argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu")
 
     testbed = add("testbed", "the moving-shapes world")
     actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -265,7 +265,6 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     config, iteration = _load(options, overrides)
     _make_folder_of(options.json)
-    from sage_fast.measure.harness import write_json
     from sage_fast.report.comparison import format_scores
     from sage_fast.run.evaluation import evaluate
     from sage_fast.run.setup import load_setup
@@ -273,18 +272,10 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     setup = load_setup(config)
     with tempfile.TemporaryDirectory() as scratch:
         setup.encode(Path(scratch), quiet=options.quiet)
-    result = evaluate(
-        config,
-        setup.model,
-        setup.reward,
-        setup.eval_prompts,
-        setup.embeddings,
-        iteration=iteration,
-        quiet=options.quiet,
-    )
-    print(format_scores(result.to_json()))
+    scores = evaluate(setup, iteration=iteration, quiet=options.quiet).to_json()
+    print(format_scores(scores))
     if options.json:
-        write_json(result.to_json(), Path(options.json))
+        write_json(scores, Path(options.json))
     return 0
 
 
@@ -309,7 +300,6 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
         print(format_table(compile_report()))
         return 0
-    from sage_fast.measure.harness import write_json
 
     if options.repetitions < 1:
         raise UserError(f"--repetitions {options.repetitions}: expected at least 1")

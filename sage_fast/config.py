@@ -101,7 +101,7 @@ class SamplingConfig(Section):
     batch_size: int = within(4, least=1)
     """Samples that are denoised together."""
     cuda_graphs: bool = True
-    """Replay denoising steps from CUDA graphs where they are small enough to gain; the same bits."""
+    """Replay denoising steps from CUDA graphs if they are small enough to gain; the same bits."""
     offload_trajectories: bool = False
     """Hold the trained steps in pinned host memory instead of the GPU's."""
 
@@ -214,7 +214,7 @@ class TrainConfig(Section):
     timestep_fraction: float = within(1.0, above=0, most=1)
     """Share of the stochastic steps that is trained."""
     timestep_permutation: bool = True
-    """Train the steps in random order (a random subset where the fraction is below 1)."""
+    """Train the steps in random order (a random subset if the fraction is below 1)."""
     learning_rate: float = within(1e-5, above=0)
     """Of AdamW, constant."""
     weight_decay: float = within(1e-4, least=0)
@@ -234,7 +234,7 @@ class EvalConfig(Section):
     """Scores and videos of held-out prompts, sampled by the ODE with fixed seeds."""
 
     interval: int = within(0, least=0)
-    """Iterations between evaluations; 0: before and after the run alone."""
+    """Iterations between evaluations; 0: only before and after the run."""
     steps: int = within(40, least=1)
     """ODE steps."""
     num_prompts: int = within(16, least=1)

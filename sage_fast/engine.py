@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sage_fast.config import TrainConfig
 from sage_fast.distributed import all_reduce, barrier, rank, world_size
-from sage_fast.errors import NonFiniteError
+from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
 
@@ -92,7 +92,8 @@ class Engine:
     def save(self, folder: Path) -> None:
         """Write weights, averaged weights and optimizer state into `folder`, which exists; the first rank writes."""
         if rank() == 0:
-            save_state(self.policy.snapshot(), folder / "trainable.safetensors")
+            trainable = {name: p.detach() for name, p in self.policy.parameters().items()}  # no copy on the device
+            save_state(trainable, folder / "trainable.safetensors")
             if self.ema is not None:
                 save_state(self.ema, folder / "ema.safetensors")
             with saving(folder):
@@ -101,11 +102,20 @@ class Engine:
             self.save_weights(folder)
 
     def load(self, folder: Path, steps: int) -> None:
-        """Restore what `save` wrote at optimizer step `steps`."""
-        device = self.policy.device
+        """Restore what `save` wrote at optimizer step `steps`.
+
+        Raises:
+            UserError: `train.ema_decay` has been switched on since.
+        """
+        device, ema = self.policy.device, folder / "ema.safetensors"
+        if self.ema is not None and not ema.is_file():
+            raise UserError(
+                f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
+                "with 0, or start another run with --model.weights"
+            )
         self.policy.load(load_file(folder / "trainable.safetensors", device=str(device)))
         if self.ema is not None:
-            self.ema = load_file(folder / "ema.safetensors", device=str(device))
+            self.ema = load_file(ema, device=str(device))
         self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
         self.steps = steps
 

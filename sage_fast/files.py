@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -49,3 +51,10 @@ def _share(path: Path) -> None:
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             file.chmod(0o666 & ~umask)
+
+
+def write_json(result: Mapping[str, Any], path: Path) -> None:
+    """A result file, readable by a person."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

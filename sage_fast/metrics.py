@@ -88,7 +88,7 @@ def record_rewards(
     Args:
         metrics: takes them.
         rewards, advantages: `[P, G]`, of this rank's groups.
-        parts: each `[P G]`.
+        parts: each `[P G]`; one that a rank lacks after a failure is skipped.
         valid: bool `[P, G]`, False for a failed reward.
         equal: bool `[P]`, groups without an advantage.
         device: of the process group.
@@ -107,8 +107,9 @@ def record_rewards(
     metrics.set("reward/zero_std_groups", float(equal.float().mean()))
     metrics.set("reward/dropped", int((~valid).sum()))
     metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
-    for part, value in parts.items():
-        gathered = all_gather(value, device)
+    names = all_gather_object(list(parts))
+    for part in (name for name in names[0] if all(name in others for others in names)):
+        gathered = all_gather(parts[part], device)
         metrics.set(REWARD_PART + part, float(gathered[gathered.isfinite()].mean()))
 
 

@@ -56,7 +56,7 @@ def ranges(*tools: str) -> Iterator[None]:
 
 
 def tools_of_environment() -> list[str]:
-    """`["nvtx"]` where SAGE_FAST_NVTX=1 asks for it.
+    """`["nvtx"]` if SAGE_FAST_NVTX=1 asks for it.
 
     Raises:
         UserError: it is set to something else than 0 or 1.

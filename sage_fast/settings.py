@@ -31,7 +31,8 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"config {path}: no such file")
+        hint = "; it comes first, before settings such as --sampling.eta 0.7" if overrides else ""
+        raise UserError(f"config {path}: no such file{hint}")
     try:
         loaded = OmegaConf.load(path)
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:

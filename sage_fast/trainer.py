@@ -14,7 +14,7 @@ from sage_fast.config import Config
 from sage_fast.console import Progress, progress, speaker
 from sage_fast.distributed import all_reduce, world_size
 from sage_fast.engine import Engine
-from sage_fast.errors import NonFiniteError, ParityError
+from sage_fast.errors import NonFiniteError, ParityError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards
 from sage_fast.objective import (
     KLController,
@@ -356,13 +356,21 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict, anchor: State | None) -> None:
-        """Go on from what `state_dict` and `anchor` were; the engine has been restored before."""
+        """Go on from what `state_dict` and `anchor` were; the engine has been restored before.
+
+        Raises:
+            UserError: `kl.strategy` has become one with an anchor.
+        """
+        if self.anchor is not None and anchor is None:
+            raise UserError(
+                f"kl.strategy = {self.config.kl.strategy!r} needs an anchor, and the checkpoint holds none; resume "
+                "with the strategy that the run had, or start another run with --model.weights"
+            )
         self._first_step = self.engine.steps
         self.kl.load_state_dict(state["kl"])
         self.anchor_step = state["anchor_step"]
         self.anchor_is_current = state["anchor_is_current"]
-        if self.anchor is not None:
-            self.anchor = anchor
+        self.anchor = anchor if self.anchor is not None else None
 
 
 @dataclasses.dataclass(kw_only=True)

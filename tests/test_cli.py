@@ -146,6 +146,15 @@ def test_same_seed_same_metrics(finished_run: Path, tmp_path: Path) -> None:
     assert first == second
 
 
+def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    """Taken for the configuration, a value says where that one stands; so does the usage line."""
+    assert main(["train", "--sampling.eta", "0.7", str(DEMO)]) == 2
+    assert "config 0.7: no such file; it comes first" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "usage: sage-fast train CONFIG [OPTION ...]" in capsys.readouterr().out
+
+
 def test_output_that_holds_another_run(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished_run / "metrics.jsonl").read_bytes()
     assert train(finished_run) == 2

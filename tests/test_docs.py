@@ -88,7 +88,7 @@ def test_marked_blocks_say_who_runs_them(block: Block) -> None:
 
 
 def test_every_page_is_covered() -> None:
-    """Indented blocks and fences without a language would escape: commands stand in ```bash fences alone."""
+    """Indented blocks and fences without a language would escape: commands stand only in ```bash fences."""
     assert {block.page.name for block in ALL if block.kind == "bash"} >= {"README.md", "CONTRIBUTING.md", "rollout.md"}
     for page in PAGES:
         outside = FENCE.sub("", page.read_text(encoding="utf-8"))

@@ -547,7 +547,9 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
 
 def test_hub_model_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert message("nobody/no-such-model").startswith("model.path = 'nobody/no-such-model': cannot read the ")
+    assert message("nobody/no-such-model").startswith(
+        "model.path = 'nobody/no-such-model': the Hugging Face hub cannot "
+    )
 
 
 @pytest.mark.parametrize(

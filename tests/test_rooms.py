@@ -1,6 +1,7 @@
 """The layout: imports point one way, files stay readable, and a name added in one of its two places fails loudly."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,15 @@ def test_there_is_no_circle_among_rooms() -> None:
         for name in free:
             del left[name]
     assert not left, f"these import each other: { {name: sorted(below & left.keys()) for name, below in left.items()} }"
+
+
+def test_contributing_lists_the_rooms_in_the_order_of_their_imports() -> None:
+    listed = re.findall(r"^(\d+)\. (`.*)$", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.M)
+    floor = {room: int(number) for number, names in listed for room in re.findall(r"`(\w+)`", names)}
+    arrows = rooms()
+    assert floor.keys() == arrows.keys() - {"__main__"}
+    up = [(room, below) for room in floor for below in arrows[room] if floor[below] <= floor[room]]
+    assert not up, "(room, what it imports from its own line or above)"
 
 
 @pytest.mark.parametrize("folder", ["sage_fast", "kernels", "csrc", "benchmarks"])

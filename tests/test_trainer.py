@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from sage_fast.data.prompts import read_prompts
-from sage_fast.errors import NonFiniteError, ParityError, RewardError
+from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
 from sage_fast.ops import transition_score
 from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import generate
+from sage_fast.run.evaluation import evaluate, generate
+from sage_fast.run.setup import Setup
 from sage_fast.trainer import Trainer
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
@@ -264,6 +265,14 @@ def test_ode_has_nothing_to_train() -> None:
         check_trainable(settings(train__optimizer_steps=9))
 
 
+def resume(trainer: Trainer, run: Path) -> int:
+    found = load_checkpoint(run, trainer.engine, trainer.device)
+    assert found is not None
+    iteration, counters, anchor = found
+    trainer.load_state_dict(counters, anchor)
+    return iteration
+
+
 def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
     config = settings(train__optimizer_steps=2, train__ema_decay=0.9, kl__anchor_interval=3)
     whole = tiny_trainer(config)
@@ -274,11 +283,7 @@ def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
     first.iteration(1)
     save_checkpoint(tmp_path, 2, first.engine, first.state_dict(), first.anchor)
     second = tiny_trainer(config)
-    found = load_checkpoint(tmp_path, second.engine, second.device)
-    assert found is not None
-    iteration, counters, anchor = found
-    assert iteration == 2
-    second.load_state_dict(counters, anchor)
+    assert resume(second, tmp_path) == 2
     row = numbers(second.iteration(2))
     row.pop("log_prob/parity")  # measured once in every process
     assert row == rows[2]
@@ -287,6 +292,18 @@ def test_resume_continues_as_if_never_stopped(tmp_path: Path) -> None:
     assert whole.engine.ema is not None
     assert second.engine.ema is not None
     assert all(torch.equal(second.engine.ema[name], tensor) for name, tensor in whole.engine.ema.items())
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "after"), [("kl__strategy", "none", "dual"), ("train__ema_decay", 0.0, 0.9)]
+)
+def test_resume_asks_for_what_the_checkpoint_lacks(setting: str, before: Any, after: Any, tmp_path: Path) -> None:
+    """An anchor or an average that was not trained with cannot be gone on with; nor is it silently absent."""
+    first = tiny_trainer(settings(**{setting: before}))
+    save_checkpoint(tmp_path, 0, first.engine, first.state_dict(), first.anchor)
+    second = tiny_trainer(settings(**{setting: after}))
+    with pytest.raises(UserError, match=f"{setting.replace('__', '.')} = {after!r}"):
+        resume(second, tmp_path)
 
 
 TWO_RANKS = """
@@ -303,10 +320,10 @@ shutdown()
 """
 
 
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    """Seeds follow the group, not the rank: two gloo ranks make the rollouts and the update of a single process."""
-    script, result = tmp_path / "ranks.py", tmp_path / "rows.json"
-    script.write_text(TWO_RANKS)
+def on_two_ranks(code: str, folder: Path) -> Any:
+    """Run `code` on two gloo ranks; what it writes as JSON into the file `sys.argv[1]`."""
+    script, result = folder / "ranks.py", folder / "rows.json"
+    script.write_text(code)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -320,13 +337,42 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(result.read_text())
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """Seeds follow the group, not the rank: two gloo ranks make the rollouts and the update of a single process."""
+    rows = on_two_ranks(TWO_RANKS, tmp_path)
     trainer: Trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))
-    for index, row in enumerate(json.loads(result.read_text())):
+    for index, row in enumerate(rows):
         alone = trainer.iteration(index)
         for key in ("reward/mean", "reward/std", "grad_norm", "kl/lambda", "ratio/mean", "advantage/abs_mean"):
             assert row[key] == pytest.approx(alone[key], rel=2e-3), (index, key)
         for ours, theirs in zip(alone["velocity_grad_norm"], row["velocity_grad_norm"]):
             assert theirs == pytest.approx(ours, rel=1e-2)
+
+
+PARTS_OF_TWO_RANKS = """
+import json, sys, torch
+from sage_fast.distributed import initialize, rank, shutdown
+from sage_fast.metrics import Metrics, record_rewards
+device = initialize()
+values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}][rank()]  # after a failure: sorted, those with a weight
+parts = {name: torch.full((2,), float(value)) for name, value in values.items()}
+metrics, rewards, valid = Metrics(), torch.rand(1, 2), torch.ones(1, 2, dtype=torch.bool)
+record_rewards(metrics, rewards, parts, rewards, valid, torch.zeros(1, dtype=torch.bool), device)
+if rank() == 0:
+    open(sys.argv[1], "w").write(json.dumps(metrics.reduce()))
+else:
+    metrics.reduce()
+shutdown()
+"""
+
+
+def test_parts_of_a_reward_are_matched_by_name_across_ranks(tmp_path: Path) -> None:
+    """A rank on which a reward failed may have fewer parts, in another order; what not all ranks have is dropped."""
+    row = on_two_ranks(PARTS_OF_TWO_RANKS, tmp_path)
+    assert {name: row[name] for name in row if "part" in name} == {"reward_part/vq": 3, "reward_part/mq": 4}
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -365,3 +411,40 @@ def test_videos_come_back_in_the_order_of_the_prompts() -> None:
         torch.testing.assert_close(videos[i], alone, rtol=1e-3, atol=1e-3)
     assert (videos[0] - videos[2]).abs().max() > 0.01
     assert (videos[1] - videos[3]).abs().max() > 0.01
+
+
+def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than videos: the first one writes the files, so it is not one of those without work."""
+    trainer = tiny_trainer(settings(eval__num_prompts=1))
+    setup = Setup(
+        config=trainer.config,
+        model=trainer.model,
+        reward=trainer.reward,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS,
+        embeddings=trainer.embeddings,
+    )
+    monkeypatch.setattr("sage_fast.run.evaluation.world_size", lambda: 2)
+    counts = []
+    for number in (0, 1):
+        monkeypatch.setattr("sage_fast.run.evaluation.rank", lambda number=number: number)
+        result = evaluate(setup, iteration=0)
+        counts.append((len(result.videos), len(result.reward), sorted(result.parts)))
+    assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
+
+
+def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while they are copied; a checkpoint follows."""
+    policy = tiny_trainer(settings()).policy
+    before, copy_in = policy.snapshot(), policy.load
+    interrupts = [KeyboardInterrupt]
+
+    def load(state: dict[str, Tensor]) -> None:
+        copy_in(state)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(policy, "load", load)
+    with pytest.raises(KeyboardInterrupt), policy.using({name: tensor + 1 for name, tensor in before.items()}):
+        pytest.fail("the block ran")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.snapshot().items())

@@ -1,21 +1,17 @@
-"""What every measurement shares: ceilings, interleaved timing, the head line of a table, and the JSON file."""
+"""What every measurement shares: ceilings, interleaved timing, and the head line of a table."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sage_fast.files import writing
-
 H200_BF16_FLOPS = 790e12
-"""FLOP/s of a large bf16 matrix product on one H200, measured (DESIGN of this project, not a run of this code)."""
+"""FLOP/s of a large bf16 matrix product on one H200, measured, though not by a run of this code."""
 H200_BYTES_PER_SECOND = 4.3e12
-"""Bandwidth of a copy on one H200, measured, of the same source."""
+"""Bandwidth of a copy on one H200, measured likewise."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -68,10 +64,3 @@ def head_line(environment: Mapping[str, Any]) -> str:
     parts = [environment["device"], f"{environment['threads']} threads", f"torch {environment['torch']}"]
     parts += [str(environment[key]) for key in ("dtype", "operators", "date") if key in environment]
     return ", ".join(parts)
-
-
-def write_json(result: Mapping[str, Any], path: Path) -> None:
-    """A result file, readable by a person."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path):
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -9,7 +9,6 @@ time can use CUPTI. FLOPs are those of measure/plan.py; the ceiling is a matrix 
 from __future__ import annotations
 
 import bisect
-import json
 import re
 import shlex
 from collections import defaultdict
@@ -25,6 +24,7 @@ from sage_fast.console import progress, say
 from sage_fast.distributed import initialize, world_size
 from sage_fast.environment import environment
 from sage_fast.errors import UserError
+from sage_fast.files import write_json
 from sage_fast.measure.harness import head_line, matmul_ceiling
 from sage_fast.measure.plan import plan
 from sage_fast.policy.load import transformer_config
@@ -134,7 +134,7 @@ def profile_iteration(
         "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2),
     }
     if not window_only:
-        (folder / "profile.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(result, folder / "profile.json")
     return result
 
 

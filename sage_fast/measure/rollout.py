@@ -24,6 +24,7 @@ from sage_fast.measure.harness import head_line, host_timer, interleaved, matmul
 from sage_fast.measure.plan import attention_flops, forward_flops, training_flops
 from sage_fast.measure.stock import StockPolicy
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
+from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
 from sage_fast.rollout.loop import initial_latents, rollout
@@ -32,7 +33,6 @@ from sage_fast.transitions import sigma_schedule, transition_table
 
 STEPS = 10
 PARTS = ("forward", "step", "rollout", "train")
-TEXT_TOKENS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ def run(names: Sequence[str] | None = None, rounds: int = 7) -> dict[str, Any]:
 
 
 def _flops(transformer: HunyuanVideo15Transformer3DModel, size: Size, part: str) -> float:
-    """Model FLOPs of a part at the unpadded prompt, by the formulas of sage_fast/plan.py."""
+    """Model FLOPs of a part at the unpadded prompt, by the formulas of measure/plan.py."""
     tokens = math.prod(size.space)
     forward = size.batch * forward_flops(transformer.config, tokens, size.text_tokens)
     attention = size.batch * attention_flops(transformer.config, tokens, size.text_tokens)

@@ -72,7 +72,7 @@ def block_forward(
         text: `[B, L, d]` text tokens.
         modulation: `[1 or B, 2, 6, d]`, of video and of text: shift, scale, gate before attention, then before the
             feed-forward.
-        mask: bool `[B, N + L]` over keys; None where nothing is padded.
+        mask: bool `[B, N + L]` over keys; None if nothing is padded.
         rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
         attention: the kernel.
         is_last: nothing reads the text tokens of the last block: they are returned as they came.

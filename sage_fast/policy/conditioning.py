@@ -26,7 +26,7 @@ class Conditioning:
             attention and before the feed-forward.
         final: `[1 or B, 2, d]`, scale and shift of the last norm.
         context: `[1 or B, L, d]`, glyph and text tokens.
-        mask: bool `[B, L]`, the real ones of them; None where nothing is padded.
+        mask: bool `[B, L]`, the real ones of them; None if nothing is padded.
         negative: the same of the unconditional pass; None without guidance.
     """
 

@@ -111,7 +111,7 @@ class TextToVideoForward(nn.Module):
         return rows, model.norm_out.linear(temb).view(len(timestep), 2, -1)
 
     def context(self, timestep: Tensor, text: TextBatch) -> tuple[Tensor, Tensor | None]:
-        """Glyph and refined text tokens `[R, L2 + L, d]`, and their bool mask where lengths differ."""
+        """Glyph and refined text tokens `[R, L2 + L, d]`, and their bool mask if lengths differ."""
         model = self.transformer
         kinds = model.cond_type_embed.weight
         refined = model.context_embedder(text.text, timestep, text.text_mask) + kinds[0]

@@ -166,8 +166,8 @@ class HunyuanVideo15Policy:
     def using(self, state: State) -> Iterator[None]:
         """Run with another state of the trainable weights, then put the present ones back."""
         present = self.snapshot()
-        self.load(state)
         try:
+            self.load(state)
             yield
         finally:
             self.load(present)

@@ -145,7 +145,7 @@ def reachable(path: str) -> str:
     Asked once: `from_pretrained` without network tries for half a minute for every file, cached or not.
 
     Raises:
-        UserError: on the hub alone, which cannot be reached, or has no such model.
+        UserError: only on the hub, which cannot be reached, or has no such model.
     """
     if Path(path).is_dir():
         return path

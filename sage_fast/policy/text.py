@@ -38,7 +38,7 @@ class TextEmbedding:
 class TextBatch:
     """A batch of prompts: `text [B, L, D]`, `glyphs [B, L2, D2]`, and bool masks `[B, L]`, `[B, L2]`.
 
-    A mask is None where all lengths are equal: nothing is padded, nothing needs masking.
+    A mask is None if all lengths are equal: nothing is padded, nothing needs masking.
     """
 
     text: Tensor

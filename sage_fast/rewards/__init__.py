@@ -82,7 +82,7 @@ class CompositeReward:
         self.config = config
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Composite float32 `[B]` and its parts, on the CPU; NaN marks a failed sample where `on_failure = drop`.
+        """Composite float32 `[B]` and its parts, on the CPU; NaN marks a failed sample if `on_failure = drop`.
 
         Raises:
             RewardError: the reward raised or returned a non-finite value, and `on_failure = stop`.
@@ -96,7 +96,7 @@ class CompositeReward:
             if self.config.on_failure == "stop":
                 raise RewardError(
                     f"reward {self.config.name!r} raised {type(error).__name__}: {error} on prompts {list(prompts)!r}; "
-                    "reward.on_failure = 'drop' would leave such samples out and count them"
+                    "reward.on_failure = 'drop' would skip such samples and count them"
                 ) from error
             parts = self._one_by_one(videos, prompts)
         composite = torch.zeros(len(prompts))
@@ -108,7 +108,7 @@ class CompositeReward:
             values = {part: float(value[i]) for part, value in parts.items()}
             raise RewardError(
                 f"reward {self.config.name!r} is not finite for prompt {prompts[i]!r}: {values}; "
-                "reward.on_failure = 'drop' would leave such samples out and count them"
+                "reward.on_failure = 'drop' would skip such samples and count them"
             )
         return torch.where(composite.isfinite(), composite, torch.nan), parts
 

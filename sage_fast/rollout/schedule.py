@@ -59,8 +59,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
         raise UserError(
-            f"{rows} has no stochastic step to train, so there is no policy gradient; expected sage, flow, dance, cps "
-            "or exact with eta above 0"
+            f"{rows} has no stochastic step to train, so there is no policy gradient; expected any sampler but "
+            "ode, with eta above 0"
         )
     if trainable < train.optimizer_steps:
         raise UserError(

@@ -28,7 +28,7 @@ def save_checkpoint(
 
     Args:
         run: the run folder.
-        iteration: the one to go on with.
+        iteration: the one to continue with.
         engine: saves its own part.
         counters: the trainer's, small and JSON.
         anchor: weights of the KL's anchor, if there is one.
@@ -56,7 +56,7 @@ def load_checkpoint(run: Path, engine: Engine, device: torch.device) -> tuple[in
     """Restore the engine from the newest checkpoint of `run`; every rank calls.
 
     Returns:
-        The iteration to go on with, the trainer's counters and the anchor; None if there is no checkpoint yet.
+        The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
     """
     found = _checkpoints(run)
     if not found:

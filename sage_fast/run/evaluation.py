@@ -18,6 +18,7 @@ from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
 from sage_fast.rollout.scoring import Scores, join_scores
+from sage_fast.run.setup import Setup
 from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
 
@@ -97,34 +98,27 @@ def generate(
     return [videos[i] for i in range(len(prompts))]
 
 
-def evaluate(
-    config: Config,
-    model: Model,
-    reward: CompositeReward,
-    prompts: Sequence[str],
-    embeddings: Mapping[str, TextEmbedding],
-    *,
-    iteration: int,
-    quiet: bool = True,
-) -> Evaluation:
-    """Mean rewards on the first `eval.num_prompts` prompts, `eval.seeds_per_prompt` videos each.
+def evaluate(setup: Setup, *, iteration: int, quiet: bool = True) -> Evaluation:
+    """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
 
     The videos are spread over the ranks; a failed reward is an error here whatever `reward.on_failure` says, since a
     paired comparison needs every pair.
     """
-    chosen = list(prompts[: config.eval.num_prompts])
+    config = setup.config
+    chosen = setup.eval_prompts[: config.eval.num_prompts]
     pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
-    mine = pairs[rank() * len(pairs) // world_size() : (rank() + 1) * len(pairs) // world_size()]
+    first, last = (-(-number * len(pairs) // world_size()) for number in (rank(), rank() + 1))
+    mine = pairs[first:last]  # rounded up: the first rank, which writes the files, is never without a video
     texts = [chosen[prompt] for prompt, _ in mine]
     seeds = torch.cat(
         [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in mine]
         or [torch.zeros(0, dtype=torch.int64)]
     )
-    strict = CompositeReward(reward.reward, dataclasses.replace(reward.config, on_failure="stop"))
+    strict = CompositeReward(setup.reward.reward, dataclasses.replace(config.reward, on_failure="stop"))
     chunks: list[Scores] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    for chosen_texts, chunk in video_chunks(config, model, texts, embeddings, seeds, quiet=quiet):
+    for chosen_texts, chunk in video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet):
         chunks.append(strict(chunk, [texts[i] for i in chosen_texts]))
         order += chosen_texts
         # Copies: a view would keep the whole chunk.

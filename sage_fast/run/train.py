@@ -63,7 +63,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
                 _save(trainer, run, done)
         _finish(trainer, setup, run, writer, tell)
     except BaseException as reason:
-        # An error may be on one rank alone, where waiting for the others would never end; Ctrl-C reaches them all.
+        # An error may be on only one rank, where waiting for the others would never end; Ctrl-C reaches them all.
         if isinstance(reason, KeyboardInterrupt) or world_size() == 1:
             try:
                 _save(trainer, run, done)
@@ -79,7 +79,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
 
 
 def _attention_of(config: Config, resume: bool) -> AttentionBackend:
-    """A run goes on with the attention it began with: another measurement could change its bits."""
+    """A run keeps the attention it began with: another measurement could change its bits."""
     file = Path(config.output) / "run.json"
     if config.model.attention != "auto" or not resume or not file.is_file():
         return config.model.attention
@@ -91,7 +91,7 @@ def _save(trainer: Trainer, run: Path, iteration: int) -> None:
 
 
 def _resume(trainer: Trainer, run: Path) -> int:
-    """Restore the newest checkpoint; returns the iteration to go on with."""
+    """Restore the newest checkpoint; returns the iteration to continue with."""
     found = load_checkpoint(run, trainer.engine, trainer.device)
     if found is None:
         return 0
@@ -118,15 +118,7 @@ def _evaluate(
     """Evaluate the averaged weights if there are any; scores and videos go into the run folder and the trackers."""
     tell(f"evaluate ({name})")
     with trainer.engine.averaged_weights():
-        result = evaluate(
-            setup.config,
-            setup.model,
-            setup.reward,
-            setup.eval_prompts,
-            setup.embeddings,
-            iteration=iteration,
-            quiet=trainer.quiet,
-        )
+        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet)
     if writer is not None:
         scores, folder = result.to_json(), run / "videos" / name
         sheet = folder.with_suffix(".png")

@@ -91,7 +91,7 @@ def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
 def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Lets the stock autoencoder take batches of more than one video; the results are unchanged.
 
-    Its attention mask comes out as [B, S, S], which broadcasts against [B, 1, S, S] for B = 1 alone.  The way around
+    Its attention mask comes out as [B, S, S], which broadcasts against [B, 1, S, S] only for B = 1. The way around
     that needs no patch is `enable_slicing()`, one video at a time, which is slower for small videos.
     """
     for module in vae.modules():

@@ -79,7 +79,7 @@ def peak_memory() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux alone")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset only on Linux")
 @pytest.mark.parametrize("call", CALLS)
 def test_cpp_takes_no_more_from_the_heap(call: str) -> None:
     """Latents of 64 and 128 MiB, which the C library maps for every allocation and returns when they are freed."""
