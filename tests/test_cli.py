@@ -210,6 +210,11 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path) -> None:
         for folder in (finished_run, run)
     )
     assert resumed == whole
+    before = {path: path.read_bytes() for path in run.glob("*.*")}
+    assert (
+        train(run, "--resume", "--train.iterations", "3", "--train.ema_decay", "0.9") == 2
+    )  # no average to go on with
+    assert {path: path.read_bytes() for path in run.glob("*.*")} == before
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:

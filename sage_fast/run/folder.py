@@ -41,18 +41,17 @@ def check_output(config: Config, *, resume: bool) -> None:
         )
 
 
-def claim_output(config: Config, *, resume: bool) -> Path:
-    """Make the run folder and write the settings; those of a run that is resumed are kept under another name."""
+def claim_output(config: Config) -> None:
+    """Make the run folder and write the settings; other ones of a run that is resumed are kept under another name."""
     run = Path(config.output)
     settings = run / "config.yaml"
     barrier()  # all ranks have looked before the first one writes
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
-        if resume and settings.read_text(encoding="utf-8") != dump(config):
+        if settings.is_file() and settings.read_text(encoding="utf-8") != dump(config):
             settings.rename(run / f"config.until-{len(read_lines(run / 'metrics.jsonl')):06d}.yaml")
         settings.write_text(dump(config), encoding="utf-8")
     barrier()
-    return run
 
 
 def save_videos(

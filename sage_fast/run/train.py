@@ -11,7 +11,7 @@ from typing import Any
 
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, say_wrapped, speaker
-from sage_fast.distributed import initialize, rank, shutdown, world_size
+from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.environment import environment
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
@@ -40,13 +40,31 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     tell = speaker(quiet)
     setup = load_setup(config, attention=_attention_of(config, resume))
     trajectories = check_trajectories(config, setup.model)
-    run = claim_output(config, resume=resume)
+    run = Path(config.output)
+    if not resume:
+        claim_output(config)
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
     start = _resume(trainer, run) if resume else 0
+    if resume:  # after all that could refuse the new settings
+        claim_output(config)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
     writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
+    try:
+        _iterate(trainer, setup, run, start, writer, tell)
+        _finish(trainer, setup, run, writer, tell)
+    finally:
+        if writer is not None:
+            writer.close()
+    barrier()  # the first rank has written the report
+    shutdown()
+    return run
+
+
+def _iterate(trainer: Trainer, setup: Setup, run: Path, start: int, writer: MetricsWriter | None, tell: Say) -> None:
+    """All iterations from `start` on, with evaluations and checkpoints; whatever stops them leaves a checkpoint too."""
+    config = setup.config
     done = start
     try:
         if not (run / "eval" / "before.json").exists():
@@ -61,7 +79,6 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
                 _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
             if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
                 _save(trainer, run, done)
-        _finish(trainer, setup, run, writer, tell)
     except BaseException as reason:
         # An error may be on only one rank, where waiting for the others would never end; Ctrl-C reaches them all.
         if isinstance(reason, KeyboardInterrupt) or world_size() == 1:
@@ -71,11 +88,6 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
             except OSError as error:
                 tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
         raise
-    finally:
-        if writer is not None:
-            writer.close()
-    shutdown()
-    return run
 
 
 def _attention_of(config: Config, resume: bool) -> AttentionBackend:
