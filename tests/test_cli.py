@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -192,15 +193,36 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
     assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000070", 70)
 
 
-def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path) -> None:
+def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "resumed"
     assert train(run, "--train.iterations", "1", "--train.checkpoint_interval", "1") == 0
-    assert train(run, "--resume") == 0
+    capsys.readouterr()
+    assert main(["train", str(DEMO), "--output", str(run), *SMALL, "--resume"]) == 0
+    assert "goes on after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
         [json.loads(line)["reward/mean"] for line in read_lines(folder / "metrics.jsonl")]
         for folder in (finished_run, run)
     )
     assert resumed == whole
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("seed", "5", "seed = 5: the run in '.*' began with 0 and keeps it; --seed 0"),
+        ("model.lora_rank", "32", "model.lora_rank = 32: the run in .* began with 16 and keeps it"),
+        ("model.tuning", "full", "model.tuning = 'full': the run in .* began with 'lora' and keeps it"),
+        ("eval.num_prompts", "1", "eval.num_prompts = 1: the run in .* began with 2 and keeps it"),
+        ("train.iterations", "1", "train.iterations = 1: the run in .* has done 2 already"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another(
+    setting: str, value: str, message: str, finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()}
+    assert train(finished_run, "--resume", f"--{setting}", value) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()} == before
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:

@@ -220,7 +220,10 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
         ("null: 1\n", "not valid YAML"),
         ("kl: {strategy: yes}\n", "kl.strategy = True: expected one of none, fixed"),
-        ("tracking: {trackers: wandb}\n", r"tracking.trackers = 'wandb': expected a list of text, such as \[one, two\]"),
+        (
+            "tracking: {trackers: wandb}\n",
+            r"trackers = .wandb.: expected a list of text, such as \[one, two\]",
+        ),
         ("a red circle moves left " * 20, "unknown setting 'a red .* \\[...\\]'; did you mean"),
     ],
 )
@@ -235,7 +238,7 @@ def test_config_file_messages(text: str, message: str, tmp_path: Path) -> None:
 def test_config_file_that_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         load(tmp_path / "missing.yaml")
-    with pytest.raises(UserError, match="a folder; expected a YAML file, such as .*config.yaml"):
+    with pytest.raises(UserError, match=r"a folder; expected a YAML file, such as .*config.yaml"):
         load(tmp_path)
 
 

@@ -47,7 +47,7 @@ def save_checkpoint(
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
-        for old in _checkpoints(run)[:-KEPT_CHECKPOINTS]:
+        for old in checkpoints(run)[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
     barrier()
 
@@ -58,7 +58,7 @@ def load_checkpoint(run: Path, engine: Engine, device: torch.device) -> tuple[in
     Returns:
         The iteration to go on with, the trainer's counters and the anchor; None if there is no checkpoint yet.
     """
-    found = _checkpoints(run)
+    found = checkpoints(run)
     if not found:
         return None
     counters = json.loads((found[-1] / "state.json").read_text())
@@ -67,5 +67,6 @@ def load_checkpoint(run: Path, engine: Engine, device: torch.device) -> tuple[in
     return counters["iteration"], counters, load_file(anchor, device=str(device)) if anchor.is_file() else None
 
 
-def _checkpoints(run: Path) -> list[Path]:
+def checkpoints(run: Path) -> list[Path]:
+    """Folders of the whole checkpoints, the newest last."""
     return sorted(path for path in (run / "checkpoints").glob("iteration-*") if path.suffix != ".partial")

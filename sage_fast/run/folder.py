@@ -19,15 +19,24 @@ from sage_fast.config import Config
 from sage_fast.distributed import barrier, rank
 from sage_fast.errors import UserError
 from sage_fast.report.videos import contact_sheet, save_mp4
+from sage_fast.run.checkpoint import checkpoints
 from sage_fast.run.trackers import read_lines
-from sage_fast.settings import dump
+from sage_fast.settings import dump, load
+
+KEPT_ON_RESUME = {
+    "model": ("path", "tuning", "lora_rank", "lora_alpha", "lora_targets"),
+    "eval": ("steps", "num_prompts", "seeds_per_prompt"),
+}
+"""Settings without which a checkpoint is that of another policy, or the evaluation before training is not a pair of the
+one after it; `seed` too."""
 
 
 def check_output(config: Config, *, resume: bool) -> None:
     """Look at the output folder without touching it.
 
     Raises:
-        UserError: it holds another run or other files (without `resume`), or no run (with it).
+        UserError: it holds another run or other files (without `resume`); or no run, one begun with settings that it
+            has to keep, or one that has done more iterations already (with it).
     """
     run = Path(config.output)
     holds_run = (run / "config.yaml").exists()
@@ -37,6 +46,29 @@ def check_output(config: Config, *, resume: bool) -> None:
         found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
         raise UserError(
             f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
+            "nothing was changed"
+        )
+    if resume:
+        _check_resumed(config, run)
+
+
+def _check_resumed(config: Config, run: Path) -> None:
+    begun = load(run / "config.yaml")
+    pairs = {"seed": (begun.seed, config.seed)} | {
+        f"{section}.{name}": (getattr(getattr(begun, section), name), getattr(getattr(config, section), name))
+        for section, names in KEPT_ON_RESUME.items()
+        for name in names
+    }
+    for name, (old, new) in pairs.items():
+        if old != new:
+            raise UserError(
+                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; --{name} {old}, or "
+                "another run by another --output and no --resume; nothing was changed"
+            )
+    done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)
+    if done > config.train.iterations:
+        raise UserError(
+            f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
             "nothing was changed"
         )
 

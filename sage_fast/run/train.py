@@ -46,6 +46,8 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     start = _resume(trainer, run) if resume else 0
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
+    if resume:
+        tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
     writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
     done = start
     try:
