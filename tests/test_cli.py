@@ -310,9 +310,12 @@ def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_failing_reward_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path / "run", "--reward.name", "tests.test_trainer:RaisingReward") == 1
+    failing = ("--reward.name", "tests.test_trainer:RaisingReward", "--reward.on_failure", "drop")
+    assert train(tmp_path / "run", *failing) == 1
     error = capsys.readouterr().err
-    assert "raised OSError: scoring server went away" in error
+    assert "'drop'" not in error, "an evaluation drops nothing"
+    assert "an evaluation needs every score" in error
+    assert "OSError: scoring server went away" in error
     assert "Traceback" not in error
 
 

@@ -120,7 +120,8 @@ def evaluate(
         [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in mine]
         or [torch.zeros(0, dtype=torch.int64)]
     )
-    strict = CompositeReward(reward.reward, dataclasses.replace(reward.config, on_failure="stop"))
+    config_of_pairs = dataclasses.replace(reward.config, on_failure="stop")
+    strict = CompositeReward(reward.reward, config_of_pairs, "an evaluation needs every score")
     chunks: list[Scores] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
