@@ -292,6 +292,14 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert not run.exists()
 
 
+def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(DEMO)]) == 2
+    assert capsys.readouterr() == ("", "sage-fast sample: give at least one --prompt, or --prompts FILE\n")
+    for command in (["eval", str(DEMO)], ["bench"]):
+        assert main([*command, "--json", str(tmp_path)]) == 2
+        assert f"--json '{tmp_path}': a folder; expected a file" in capsys.readouterr().err
+
+
 def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,7 +109,7 @@ def save_videos(
     first = max(numbers, default=-1) + 1
     paths = []
     for number, (video, prompt) in enumerate(zip(videos, prompts), start=first):
-        slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
+        slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
         paths.append(folder / f"{number:02d}-{slug}.mp4")
         save_mp4(paths[-1], video, fps)
     if videos:
