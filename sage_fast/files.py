@@ -1,15 +1,19 @@
-"""Writing files: errors that name them, and permissions that let colleagues read them."""
+"""Files: errors that name them, and permissions that let colleagues read them."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
+
+from sage_fast.errors import UserError
 
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -49,3 +53,17 @@ def _share(path: Path) -> None:
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             file.chmod(0o666 & ~umask)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: it holds no JSON object, as after a write that was cut off.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return content

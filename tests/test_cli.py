@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from sage_fast.cli import main
 from sage_fast.config import Config
 from sage_fast.errors import UserError, reason
 from sage_fast.files import saving, writing
+from sage_fast.run.folder import claim_output
 from sage_fast.run.trackers import read_lines
 from sage_fast.run.weights import newest_weights
 from sage_fast.section import settings_of
+from sage_fast.settings import build
 from sage_fast.trainer import Trainer
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
@@ -225,6 +228,36 @@ def test_a_run_is_not_resumed_as_another(
     assert {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("run.json", "run.json: not valid JSON"),
+        ("metrics.jsonl", "metrics.jsonl, line 3: not a row of metrics: 'half'"),
+    ],
+)
+def test_a_damaged_file_is_named_when_its_run_is_resumed(
+    file: str, message: str, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    with (run / file).open("a") as damaged:
+        damaged.write("half\n")
+    assert train(run, "--resume") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_only_one_of_two_runs_gets_the_folder(tmp_path: Path) -> None:
+    config = build({"output": str(tmp_path / "run")})
+    claim_output(config, resume=False)
+    with pytest.raises(UserError, match="another run began there while this one was loading"):
+        claim_output(config, resume=False)
+
+
+def test_pretraining_finds_a_wrong_folder_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["testbed", "pretrain", str(tmp_path / "file")]) == 1
+    assert f"'{tmp_path}/file': File exists" in capsys.readouterr().err
+
+
 def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["train", str(DEMO), "--output", str(run), *SMALL, "--train.iterations", "1000"]
@@ -272,6 +305,7 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.eta"], "--sampling.eta needs a value"),
         (["--sampling.eta", "--train.iterations", "3"], "--sampling.eta needs a value"),
+        (["--dry"], "unknown option --dry; see --help"),
         (["--sampling.eta="], "--sampling.eta: the value is empty"),
         (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
         (["--model.path", "@file"], "--model.path '@file': not a YAML value"),

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from sage_fast.config import Config
 from sage_fast.distributed import barrier, rank
 from sage_fast.errors import UserError
+from sage_fast.files import read_json
 from sage_fast.report.videos import contact_sheet, save_mp4
 from sage_fast.run.checkpoint import checkpoints
 from sage_fast.run.trackers import read_lines
@@ -74,7 +74,11 @@ def _check_resumed(config: Config, run: Path) -> None:
 
 
 def claim_output(config: Config, *, resume: bool) -> Path:
-    """Make the run folder and write the settings; those of a run that is resumed are kept under another name."""
+    """Make the run folder and write the settings; those of a run that is resumed are kept under another name.
+
+    Raises:
+        UserError: another run has claimed it since `check_output`.
+    """
     run = Path(config.output)
     settings = run / "config.yaml"
     barrier()  # all ranks have looked before the first one writes
@@ -82,7 +86,13 @@ def claim_output(config: Config, *, resume: bool) -> Path:
         run.mkdir(parents=True, exist_ok=True)
         if resume and settings.read_text(encoding="utf-8") != dump(config):
             settings.rename(run / f"config.until-{len(read_lines(run / 'metrics.jsonl')):06d}.yaml")
-        settings.write_text(dump(config), encoding="utf-8")
+        try:
+            with settings.open("w" if resume else "x", encoding="utf-8") as file:
+                file.write(dump(config))
+        except FileExistsError as error:
+            raise UserError(
+                f"output = {config.output!r}: another run began there while this one was loading"
+            ) from error
     barrier()
     return run
 
@@ -127,6 +137,6 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
     file = run / "run.json"
     if not file.is_file():
         return {"run_id": secrets.token_hex(4), **facts}
-    first = json.loads(file.read_text(encoding="utf-8"))
+    first = read_json(file)
     kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
     return {**facts, **kept, "resumed": [*first.get("resumed", []), {"iteration": iteration, **start}]}

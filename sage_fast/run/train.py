@@ -13,6 +13,7 @@ from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, say_wrapped, speaker
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.environment import environment
+from sage_fast.files import read_json
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
@@ -85,7 +86,7 @@ def _attention_of(config: Config, resume: bool) -> AttentionBackend:
     file = Path(config.output) / "run.json"
     if config.model.attention != "auto" or not resume or not file.is_file():
         return config.model.attention
-    return json.loads(file.read_text()).get("attention", "auto")
+    return read_json(file).get("attention", "auto")
 
 
 def _save(trainer: Trainer, run: Path, iteration: int) -> None:
