@@ -250,6 +250,8 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.seeding import sample_seeds
 
     folder = Path(options.folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--folder {options.folder!r}: a file; expected a folder, which is made if it does not exist")
     setup = load_setup(config, prompts)
     with writing(folder):
         setup.encode(folder / "embeddings", quiet=options.quiet)

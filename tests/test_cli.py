@@ -334,6 +334,12 @@ def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path: Path, capsy
         assert f"--json '{tmp_path}': a folder; expected a file" in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["sample", str(DEMO), "--prompt", "a red circle", "--folder", str(tmp_path / "file")]) == 2
+    assert "file': a file; expected a folder" in capsys.readouterr().err
+
+
 def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
