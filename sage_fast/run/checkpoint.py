@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from sage_fast.distributed import barrier, rank
 from sage_fast.engine import Engine, save_state
+from sage_fast.files import read_json
 from sage_fast.policy.hunyuan import State
 
 KEPT_CHECKPOINTS = 2
@@ -61,7 +62,7 @@ def load_checkpoint(run: Path, engine: Engine, device: torch.device) -> tuple[in
     found = checkpoints(run)
     if not found:
         return None
-    counters = json.loads((found[-1] / "state.json").read_text())
+    counters = read_json(found[-1] / "state.json")
     engine.load(found[-1], counters["optimizer_steps"])
     anchor = found[-1] / "anchor.safetensors"
     return counters["iteration"], counters, load_file(anchor, device=str(device)) if anchor.is_file() else None
