@@ -238,18 +238,20 @@ def _load(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Confi
 
 
 def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    if not options.prompt and not options.prompts:
+        raise UserError("give at least one --prompt, or --prompts FILE")
     config, _ = _load(options, overrides)
     from sage_fast.data.prompts import read_prompts
 
     prompts = options.prompt + (read_prompts(options.prompts) if options.prompts else [])
-    if not prompts:
-        raise UserError("give at least one --prompt, or --prompts FILE")
     from sage_fast.run.evaluation import generate
     from sage_fast.run.folder import save_videos
     from sage_fast.run.setup import load_setup
     from sage_fast.seeding import sample_seeds
 
     folder = Path(options.folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--folder {options.folder!r}: a file; expected a folder, which is made if it does not exist")
     setup = load_setup(config, prompts)
     with writing(folder):
         setup.encode(folder / "embeddings", quiet=options.quiet)
@@ -263,8 +265,8 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     import tempfile
 
-    config, iteration = _load(options, overrides)
     _make_folder_of(options.json)
+    config, iteration = _load(options, overrides)
     from sage_fast.report.comparison import format_scores
     from sage_fast.run.evaluation import evaluate
     from sage_fast.run.setup import load_setup
@@ -282,6 +284,8 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _make_folder_of(file: str | None) -> None:
     """Find out before the work, and not after it, that a result cannot be written."""
     if file is not None:
+        if Path(file).is_dir():
+            raise UserError(f"--json {file!r}: a folder; expected a file, such as {str(Path(file) / 'result.json')!r}")
         Path(file).parent.mkdir(parents=True, exist_ok=True)
 
 

@@ -82,9 +82,9 @@ class SamplingConfig(Section):
     """Rule of a denoising step; `ode` adds no noise and cannot be trained. docs/math.md has the formulas."""
     eta: float = within(1.0, least=0)
     """Noise level of the sampler; 0 is the ODE, and `cps` is defined up to 1."""
-    steps: int = within(20, least=1)
+    steps: int = within(20, least=1, most=1000)
     """Denoising steps of a rollout."""
-    shift: float = within(5.0, above=0)
+    shift: float = within(5.0, above=0, most=100)
     """Shift of the noise schedule towards sigma = 1; 1 means no shift, 5 is the default of 480p."""
     guidance_scale: float = within(1.0, least=1)
     """Classifier-free guidance, in rollout and training alike; 1 turns it off."""
@@ -235,7 +235,7 @@ class EvalConfig(Section):
 
     interval: int = within(0, least=0)
     """Iterations between evaluations; 0: only before and after the run."""
-    steps: int = within(40, least=1)
+    steps: int = within(40, least=1, most=1000)
     """ODE steps."""
     num_prompts: int = within(16, least=1)
     """The first so many of the held-out prompts."""

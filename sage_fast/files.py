@@ -1,4 +1,4 @@
-"""Writing files: errors that name them, and permissions that let colleagues read them."""
+"""Files: errors that name them, and permissions that let colleagues read them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+
+from sage_fast.errors import UserError
 
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -58,3 +60,17 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: it holds no JSON object, as after a write that was cut off.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return content

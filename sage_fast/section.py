@@ -148,9 +148,9 @@ def kind(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is dict:
-        return f"a mapping of names to {kind(get_args(hint)[1]).removeprefix('a ')}s"
+        return f"a mapping of names to {kind(get_args(hint)[1]).removeprefix('a ')}s, such as {{name: 1}}"
     if get_origin(hint) is list:
-        return f"a list, each {kind(get_args(hint)[0])}"
+        return f"a list of {kind(get_args(hint)[0])}, such as [one, two]"
     return " or ".join("null" if member is types.NoneType else KINDS[member] for member in _members(hint) or (hint,))
 
 

@@ -8,6 +8,7 @@ from the tree and the docstrings of its fields.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -30,15 +31,21 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
     path = Path(path)
-    if not path.is_file():
+    if path.is_dir():
+        raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}")
+    if not path.exists():
         hint = "; it comes first, before settings such as --sampling.eta 0.7" if overrides else ""
         raise UserError(f"config {path}: no such file{hint}")
     try:
         loaded = OmegaConf.load(path)
+    except RecursionError as error:
+        raise UserError(f"config {path}: nested too deeply; expected sections of settings") from error
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"config {path}: not valid YAML: {error}") from error
+        raise UserError(f"config {path}: not valid YAML: {_where(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise UserError(f"config {path}: expected a mapping of settings")
+    if not loaded:
+        raise UserError(f"config {path}: holds no settings")
     given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
     return build(_entries_joined(_leaves(OmegaConf.to_container(loaded))) | _entries_joined(given))
 
@@ -49,7 +56,7 @@ def build(settings: Mapping[str, Any]) -> Config:
     for key, value in _entries_joined(settings).items():
         if key not in known:
             raise UserError(_unknown(key))
-        if known[key].choices and isinstance(value, bool):
+        if "off" in known[key].choices and isinstance(value, bool):
             value = "on" if value else "off"  # as YAML reads a choice of that name
         try:
             OmegaConf.update(tree, key, value, merge=False)
@@ -71,9 +78,21 @@ def dump(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def _where(error: Exception) -> str:
+    """What is wrong with a YAML file, and on which line, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return str(error).splitlines()[0]
+
+
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested mappings, each taken apart until it is a setting."""
+    """Dotted key -> value of nested mappings, each taken apart until it is a setting.
+
+    A section without settings, as when all its lines are commented out, leaves the defaults.
+    """
     name = prefix.removesuffix(".")
+    if name in sections(Config) and not tree and isinstance(tree, dict | None):
+        return {}
     if isinstance(tree, dict) and tree and name not in settings_of(Config):
         return {name: leaf for key, value in tree.items() for name, leaf in _leaves(value, f"{prefix}{key}.").items()}
     return {name: tree}
@@ -114,7 +133,7 @@ def _unknown(key: str) -> str:
         return f"{key!r} is a section of settings: {', '.join(inside)}"
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     close = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"unknown setting {key!r}; did you mean {close[0]!r}?"
+    return f"unknown setting {textwrap.shorten(key, 60)!r}; did you mean {close[0]!r}?"
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -135,7 +154,8 @@ def overrides_of(arguments: Sequence[str]) -> dict[str, str]:
         key, separator, value = argument[2:].partition("=")
         if not separator:
             if not rest or rest[0].startswith("--"):
-                raise UserError(f"{argument} needs a value")
+                known = key in settings_of(Config) or key.startswith("reward.weights.")
+                raise UserError(f"{argument} needs a value" if known else f"unknown option {argument}; see --help")
             value = rest.pop(0)
         settings[key] = value
     return settings

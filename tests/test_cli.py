@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +18,11 @@ from sage_fast.cli import main
 from sage_fast.config import Config
 from sage_fast.errors import UserError, reason
 from sage_fast.files import saving, writing
+from sage_fast.run.folder import claim_output
 from sage_fast.run.trackers import read_lines
 from sage_fast.run.weights import newest_weights
 from sage_fast.section import settings_of
+from sage_fast.settings import build
 from sage_fast.trainer import Trainer
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
@@ -201,10 +205,12 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
     assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000070", 70)
 
 
-def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path) -> None:
+def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "resumed"
     assert train(run, "--train.iterations", "1", "--train.checkpoint_interval", "1") == 0
-    assert train(run, "--resume") == 0
+    capsys.readouterr()
+    assert main(["train", str(DEMO), "--output", str(run), *SMALL, "--resume"]) == 0
+    assert "goes on after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
         [json.loads(line)["reward/mean"] for line in read_lines(folder / "metrics.jsonl")]
         for folder in (finished_run, run)
@@ -215,6 +221,56 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path) -> None:
         train(run, "--resume", "--train.iterations", "3", "--train.ema_decay", "0.9") == 2
     )  # no average to go on with
     assert {path: path.read_bytes() for path in run.glob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("seed", "5", "seed = 5: the run in '.*' began with 0 and keeps it; --seed 0"),
+        ("model.lora_rank", "32", "model.lora_rank = 32: the run in .* began with 16 and keeps it"),
+        ("model.tuning", "full", "model.tuning = 'full': the run in .* began with 'lora' and keeps it"),
+        ("eval.num_prompts", "1", "eval.num_prompts = 1: the run in .* began with 2 and keeps it"),
+        ("train.iterations", "1", "train.iterations = 1: the run in .* has done 2 already"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another(
+    setting: str, value: str, message: str, finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()}
+    assert train(finished_run, "--resume", f"--{setting}", value) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("run.json", "run.json: not valid JSON"),
+        ("checkpoints/iteration-000002/state.json", "state.json: not valid JSON"),
+        ("metrics.jsonl", "metrics.jsonl, line 3: not a row of metrics: 'half'"),
+    ],
+)
+def test_a_damaged_file_is_named_when_its_run_is_resumed(
+    file: str, message: str, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    with (run / file).open("a") as damaged:
+        damaged.write("half\n")
+    assert train(run, "--resume") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_only_one_of_two_runs_gets_the_folder(tmp_path: Path) -> None:
+    config = build({"output": str(tmp_path / "run")})
+    claim_output(config, resume=False)
+    with pytest.raises(UserError, match="another run began there while this one was loading"):
+        claim_output(config, resume=False)
+
+
+def test_pretraining_finds_a_wrong_folder_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["testbed", "pretrain", str(tmp_path / "file")]) == 1
+    assert f"'{tmp_path}/file': File exists" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:
@@ -264,6 +320,7 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.eta"], "--sampling.eta needs a value"),
         (["--sampling.eta", "--train.iterations", "3"], "--sampling.eta needs a value"),
+        (["--dry"], "unknown option --dry; see --help"),
         (["--sampling.eta="], "--sampling.eta: the value is empty"),
         (["--sampling", "3"], "'sampling' is a section of settings: sampling.sampler"),
         (["--model.path", "@file"], "--model.path '@file': not a YAML value"),
@@ -284,6 +341,29 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert not run.exists()
 
 
+def test_a_word_that_the_testbed_does_not_know_is_found_before_a_run_folder_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a purple circle moves left quickly\n")
+    assert train(tmp_path / "run", "--data.prompts", str(tmp_path / "prompts.txt")) == 2
+    assert 'does not know the word "purple"' in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(DEMO)]) == 2
+    assert capsys.readouterr() == ("", "sage-fast sample: give at least one --prompt, or --prompts FILE\n")
+    for command in (["eval", str(DEMO)], ["bench"]):
+        assert main([*command, "--json", str(tmp_path)]) == 2
+        assert f"--json '{tmp_path}': a folder; expected a file" in capsys.readouterr().err
+
+
+def test_a_file_is_no_folder_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["sample", str(DEMO), "--prompt", "a red circle", "--folder", str(tmp_path / "file")]) == 2
+    assert "file': a file; expected a folder" in capsys.readouterr().err
+
+
 def test_rollouts_that_fit_nowhere_are_refused_before_a_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,9 +382,12 @@ def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_failing_reward_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path / "run", "--reward.name", "tests.test_trainer:RaisingReward") == 1
+    failing = ("--reward.name", "tests.test_trainer:RaisingReward", "--reward.on_failure", "drop")
+    assert train(tmp_path / "run", *failing) == 1
     error = capsys.readouterr().err
-    assert "raised OSError: scoring server went away" in error
+    assert "'drop'" not in error, "an evaluation drops nothing"
+    assert "an evaluation needs every score" in error
+    assert "OSError: scoring server went away" in error
     assert "Traceback" not in error
 
 

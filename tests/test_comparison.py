@@ -27,6 +27,18 @@ def evaluation(prompts, reward):
     return {"iteration": 0, "prompts": prompts, "seeds": list(range(len(prompts))), "reward": reward, "parts": {}}
 
 
+def test_composites_are_compared_under_the_same_weights():
+    """A resume may change reward.weights: the change of the composite is that of the videos, not of the weights."""
+    before = scores((1, 2)) | {"weights": {"vq": 1, "mq": 1}}
+    after = scores((1.2, 2.2)) | {"weights": {"vq": 3, "mq": 0}}
+    after["reward"] = [3 * value for value in after["parts"]["vq"]]
+    composite = paired_table(before, after)[0]
+    assert composite.before == pytest.approx(3 * 0.75)
+    assert composite.difference == pytest.approx(3 * 0.1)
+    unknown = paired_table(before, after | {"weights": {"new": 1}})[0]
+    assert math.isnan(unknown.difference)
+
+
 def test_paired_table_by_hand():
     prompts = ["a", "b", "c", "d", "e"]
     (line,) = paired_table(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9]))

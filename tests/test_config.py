@@ -45,6 +45,8 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.eta": 1.5, "sampling.sampler": "cps"}, "cps is defined up to 1"),
         ({"sampling.eta": "much"}, "sampling.eta = 'much': expected a number"),
         ({"sampling.steps": 0}, "sampling.steps = 0.*nearest is 1"),
+        ({"sampling.steps": 10**23}, "sampling.steps = 1.*at least 1 and at most 1000"),
+        ({"sampling.shift": 1e30}, "sampling.shift = 1e.30.*nearest is 100"),
         ({"sampling.shift": 0}, "sampling.shift = 0.*above 0"),
         ({"sampling.num_frames": 80}, "num_frames = 80: expected 4k . 1; the nearest valid values are 77 and 81"),
         ({"sampling.num_frames": 0}, "num_frames = 0.*nearest valid values are 1"),
@@ -136,7 +138,7 @@ def test_a_section_is_checked_however_it_is_made() -> None:
 def test_lists() -> None:
     assert WithoutDocstring(names=["a"]).names == ["a"]
     for value in ("a", [1]):
-        with pytest.raises(UserError, match=r"withoutdocstring.names = .*: expected (a list, each )?text"):
+        with pytest.raises(UserError, match=r"withoutdocstring.names = .*: expected (a list of )?text"):
             WithoutDocstring(names=value)  # type: ignore[arg-type]
 
 
@@ -210,18 +212,43 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         load(tmp_path / "c.yaml", {"output": ""})
 
 
-def test_config_file_messages(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such file"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no settings"),
+        ("a: [1, 2\n", "not valid YAML: line 2, column 1: did not find expected"),
+        ("sampling:\n  eta: 1\n  eta: 2\n", "not valid YAML: line 3, column 3: found duplicate key eta"),
+        ("- 1\n- 2\n", "expected a mapping"),
+        ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ("null: 1\n", "not valid YAML"),
+        ("kl: {strategy: yes}\n", "kl.strategy = True: expected one of none, fixed"),
+        (
+            "tracking: {trackers: wandb}\n",
+            r"trackers = .wandb.: expected a list of text, such as \[one, two\]",
+        ),
+        ("a red circle moves left " * 20, "unknown setting 'a red .* \\[...\\]'; did you mean"),
+    ],
+)
+def test_config_file_messages(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message) as error:
+        load(file)
+    assert "\n" not in str(error.value)
+
+
+def test_config_file_that_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
         load(tmp_path / "missing.yaml")
-    (tmp_path / "bad.yaml").write_text("a: [1, 2\n")
-    with pytest.raises(ValueError, match="not valid YAML"):
-        load(tmp_path / "bad.yaml")
-    (tmp_path / "section.yaml").write_text("sampling:\n")
-    with pytest.raises(ValueError, match="'sampling' is a section of settings"):
-        load(tmp_path / "section.yaml")
-    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    with pytest.raises(ValueError, match="expected a mapping"):
-        load(tmp_path / "list.yaml")
+    with pytest.raises(UserError, match=r"a folder; expected a YAML file, such as .*config.yaml"):
+        load(tmp_path)
+
+
+def test_a_section_without_settings_leaves_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    for section in ("sampling:\n", "sampling: {}\n"):
+        file.write_text(f"{section}seed: 7\n")
+        assert load(file) == build({"seed": 7})
 
 
 def test_prompt_files(tmp_path: Path) -> None:

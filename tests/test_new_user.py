@@ -144,6 +144,14 @@ def test_init_writes_what_its_configuration_names(
     assert "parameters" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["demo", "hunyuanvideo15-480p"])
+def test_the_next_commands_of_init_can_be_pasted(name: str, tmp_path: Path) -> None:
+    printed = init(tmp_path / "my run", name)
+    assert f"cd '{tmp_path}/my run'" in printed
+    commands = [line for line in printed.splitlines()[1:] if not line.startswith("  cd ")]
+    assert max(map(len, commands)) <= 80
+
+
 def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("mine\n")
     assert main(["init", str(tmp_path)]) == 2

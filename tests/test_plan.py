@@ -64,7 +64,7 @@ def test_published_model() -> None:
     assert "8,326,608,160" in text
     assert "32,760" in text
     assert "835 ms" in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_samples_are_spread_over_ranks_and_weights_are_not() -> None:

@@ -75,11 +75,24 @@ def test_names_that_lead_nowhere(here: Path) -> None:
         assert "expected 'testbed' or 'package.module:name'" in message(name)
 
 
+def test_an_instance_that_cannot_be_called(here: Path) -> None:
+    (here / "my_rewards.py").write_text("class MyReward: ...\n")
+    assert "expected a class with __call__(self, videos, prompts), or a function" in message("my_rewards:MyReward")
+
+
 def test_whatever_a_reward_raises_is_a_reward_error() -> None:
     def reward(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-        return {"red": torch.tensor([float("x")])}
+        return {"red": torch.tensor([float("x\ny")])}
 
     composite = CompositeReward(reward, RewardConfig(name="my_rewards:reward", weights={"red": 1.0}))
-    with pytest.raises(RewardError, match="'my_rewards:reward' raised ValueError: could not convert") as error:
-        composite(torch.zeros(1, 5, 3, 8, 8), ["a"])
+    where = r"'my_rewards:reward' failed on 2 prompts that begin with 'a': .*test_rewards.py:\d+: ValueError: could not"
+    with pytest.raises(RewardError, match=where) as error:
+        composite(torch.zeros(2, 5, 3, 8, 8), ["a", "b"])
+    assert "\n" not in str(error.value)
     assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_a_reward_that_returns_no_mapping() -> None:
+    composite = CompositeReward(lambda videos, prompts: videos, RewardConfig(name="my:reward", on_failure="drop"))  # type: ignore[arg-type, return-value]
+    with pytest.raises(UserError, match="'my:reward' returned Tensor; expected a mapping of parts"):
+        composite(torch.zeros(1, 5, 3, 8, 8), ["a"])

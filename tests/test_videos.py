@@ -130,6 +130,7 @@ def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
     assert {path: path.read_bytes() for path in before} == before
     second[0].rename(folder / "102-moved.mp4")
     assert save_videos([ramp()], ["last"], folder, 8)[0].name == "103-last.mp4"
+    assert save_videos([ramp()], ["一只猫 / Öl_1"], folder / "new", 8)[0].name == "00-一只猫-öl-1.mp4"
     assert {path.name for path in folder.glob("*.png")} == {f"contact-sheet-{n}.png" for n in ("00", "02", "103")}
     assert list(tmp_path.iterdir()) == [folder]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -227,7 +228,7 @@ def format_plan(plan: Plan) -> str:
     """The plan for a terminal."""
 
     def line(label: str, *cells: str) -> str:
-        return f"  {label:<42}{''.join(f'{cell:>14}' for cell in cells)}"
+        return f"  {label:<41}{''.join(f'{cell:>12}' for cell in cells)}"
 
     def work(label: str, count: int | None, flops: float) -> str:
         gpus = 1 if label == "one forward of one sample" else plan.ranks
@@ -247,9 +248,14 @@ def format_plan(plan: Plan) -> str:
         work("one forward of one sample", None, plan.flops["forward"]),
         *(work(part, plan.forwards[part], flops) for part, flops in parts.items()),
         work("together", sum(plan.forwards.values()), sum(parts.values())),
-        f"  The time is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an",
-        f"  H200), with {plan.text_tokens} text tokens a prompt. Training holds the backward, and the recomputation",
-        "  with checkpointing. The anchor is free in the iteration after its refresh. Not counted: decode, rewards.",
+        textwrap.fill(
+            f"The time is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
+            f"H200), with {plan.text_tokens} text tokens a prompt. Training holds the backward, and the recomputation "
+            "with checkpointing. The anchor is free in the iteration after its refresh. Not counted: decode, rewards.",
+            80,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        ),
         "",
         "memory on each GPU while it trains",
         *(line(part, format_bytes(count)) for part, count in plan.memory.items()),

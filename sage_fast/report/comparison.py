@@ -50,17 +50,30 @@ class PairedRow:
 def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[PairedRow]:
     """Compare two evaluations (`eval/*.json`) of the same prompts and seeds: the composite first, then each part.
 
+    Both composites have the weights of `after`, which a resume may have changed.
+
     Raises:
         UserError: prompts or seeds differ, so that there are no pairs.
     """
     for field in ("prompts", "seeds"):
         if before[field] != after[field]:
             raise UserError(f"the two evaluations have different {field}: they cannot be compared pair by pair")
-    scores = {"reward": (before["reward"], after["reward"])}
+    scores = {"reward": (_composite(before, after.get("weights")), after["reward"])}
     for part, values in before["parts"].items():
         if part in after["parts"]:
             scores[part] = (values, after["parts"][part])
     return [_paired_row(name, before["prompts"], *pair) for name, pair in scores.items()]
+
+
+def _composite(scores: Mapping[str, Any], weights: Mapping[str, float] | None) -> Sequence[float]:
+    """The composite reward under `weights`, from the parts if they were others; NaN if a part is missing."""
+    if weights is None or scores.get("weights", weights) == weights:
+        return scores["reward"]
+    parts = [(weight, scores["parts"].get(part)) for part, weight in weights.items() if weight != 0]
+    return [
+        sum(weight * values[i] if values is not None else math.nan for weight, values in parts)
+        for i in range(len(scores["reward"]))
+    ]
 
 
 def _paired_row(name: str, prompts: Sequence[str], before: Sequence[float], after: Sequence[float]) -> PairedRow:

@@ -17,6 +17,7 @@ import yaml
 
 from sage_fast.environment import PACKAGES
 from sage_fast.errors import UserError
+from sage_fast.files import read_json
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
@@ -63,12 +64,12 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{str(folder)!r} is no run folder: config.yaml is missing")
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
-    evaluations = {path.stem: _read_json(path) for path in sorted((folder / "eval").glob("*.json"))}
+    evaluations = {path.stem: read_json(path) for path in sorted((folder / "eval").glob("*.json"))}
     for name, scores in evaluations.items():
         missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
         if missing:
             raise UserError(f"{folder / 'eval' / name}.json: {missing[0]!r} is missing")
-    facts = _read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     return Run(
         folder=folder,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
@@ -97,16 +98,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path}, line {number}: {error}") from error
         rows.append(row)
     return rows
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def load_reward(config: RewardConfig) -> Reward:
     module_name, _, attribute = name.partition(":")
     setting = f"reward.name = {config.name!r}"
     if not re.fullmatch(r"[\w.]+:\w+", name):
-        raise UserError(f"{setting}: expected 'testbed' or 'package.module:name' of something importable")
+        raise UserError(f"{setting}: expected 'testbed' or 'package.module:name', such as my_rewards:MyReward")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # that of a console script begins with the folder of the script
     try:
@@ -56,9 +56,12 @@ def load_reward(config: RewardConfig) -> Reward:
     if not callable(reward):
         raise UserError(f"{setting}: module {module_name} has no {attribute!r} that can be called")
     try:
-        return reward() if isinstance(reward, type) else reward
+        reward = reward() if isinstance(reward, type) else reward
     except Exception as error:
         raise UserError(f"{setting}: {attribute}() failed: {_failure(error)}") from error
+    if not callable(reward):
+        raise UserError(f"{setting}: expected a class with __call__(self, videos, prompts), or a function")
+    return reward
 
 
 def _failure(error: Exception) -> str:
@@ -66,7 +69,8 @@ def _failure(error: Exception) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {type(error).__name__}: {error}"
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {what}"
 
 
 class CompositeReward:
@@ -75,11 +79,18 @@ class CompositeReward:
     Args:
         reward: scores the parts.
         config: weights and what to do with a failure.
+        way_out: of a failure that stops the run, in words.
     """
 
-    def __init__(self, reward: Reward, config: RewardConfig) -> None:
+    def __init__(
+        self,
+        reward: Reward,
+        config: RewardConfig,
+        way_out: str = "reward.on_failure = 'drop' would skip such samples and count them",
+    ) -> None:
         self.reward = reward
         self.config = config
+        self.way_out = way_out
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
         """Composite float32 `[B]` and its parts, on the CPU; NaN marks a failed sample if `on_failure = drop`.
@@ -95,8 +106,8 @@ class CompositeReward:
         except Exception as error:
             if self.config.on_failure == "stop":
                 raise RewardError(
-                    f"reward {self.config.name!r} raised {type(error).__name__}: {error} on prompts {list(prompts)!r}; "
-                    "reward.on_failure = 'drop' would skip such samples and count them"
+                    f"reward {self.config.name!r} failed on {len(prompts)} prompts that begin with {prompts[0]!r}: "
+                    f"{_failure(error)}; {self.way_out}"
                 ) from error
             parts = self._one_by_one(videos, prompts)
         composite = torch.zeros(len(prompts))
@@ -107,15 +118,18 @@ class CompositeReward:
             i = int((~composite.isfinite()).nonzero()[0])
             values = {part: float(value[i]) for part, value in parts.items()}
             raise RewardError(
-                f"reward {self.config.name!r} is not finite for prompt {prompts[i]!r}: {values}; "
-                "reward.on_failure = 'drop' would skip such samples and count them"
+                f"reward {self.config.name!r} is not finite for prompt {prompts[i]!r}: {values}; {self.way_out}"
             )
         return torch.where(composite.isfinite(), composite, torch.nan), parts
 
     def _parts(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        parts = {
-            part: torch.as_tensor(value).detach().float().cpu() for part, value in self.reward(videos, prompts).items()
-        }
+        returned: object = self.reward(videos, prompts)
+        if not isinstance(returned, Mapping):
+            raise UserError(
+                f"reward {self.config.name!r} returned {type(returned).__name__}; expected a mapping of parts to [B], "
+                "such as {'sharpness': scores}"
+            )
+        parts = {part: torch.as_tensor(value).detach().float().cpu() for part, value in returned.items()}
         for part, weight in self.config.weights.items():
             if weight != 0 and part not in parts:
                 raise UserError(f"reward.weights names {part!r}; reward {self.config.name!r} returns {sorted(parts)}")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from sage_fast.distributed import barrier, rank
 from sage_fast.engine import Engine, save_state
+from sage_fast.files import read_json
 from sage_fast.policy.hunyuan import State
 
 KEPT_CHECKPOINTS = 2
@@ -47,7 +48,7 @@ def save_checkpoint(
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
-        for old in _checkpoints(run)[:-KEPT_CHECKPOINTS]:
+        for old in checkpoints(run)[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
     barrier()
 
@@ -58,14 +59,15 @@ def load_checkpoint(run: Path, engine: Engine, device: torch.device) -> tuple[in
     Returns:
         The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
     """
-    found = _checkpoints(run)
+    found = checkpoints(run)
     if not found:
         return None
-    counters = json.loads((found[-1] / "state.json").read_text())
+    counters = read_json(found[-1] / "state.json")
     engine.load(found[-1], counters["optimizer_steps"])
     anchor = found[-1] / "anchor.safetensors"
     return counters["iteration"], counters, load_file(anchor, device=str(device)) if anchor.is_file() else None
 
 
-def _checkpoints(run: Path) -> list[Path]:
+def checkpoints(run: Path) -> list[Path]:
+    """Folders of the whole checkpoints, the newest last."""
     return sorted(path for path in (run / "checkpoints").glob("iteration-*") if path.suffix != ".partial")

@@ -32,10 +32,12 @@ class Evaluation:
     seeds: list[int]
     reward: list[float]
     parts: dict[str, list[float]]
+    weights: dict[str, float]
     videos: list[Tensor]
 
     def to_json(self) -> dict[str, Any]:
-        return {field: getattr(self, field) for field in ("iteration", "prompts", "seeds", "reward", "parts")}
+        fields = ("iteration", "prompts", "seeds", "reward", "parts", "weights")
+        return {field: getattr(self, field) for field in fields}
 
 
 @torch.no_grad()
@@ -114,7 +116,8 @@ def evaluate(setup: Setup, *, iteration: int, quiet: bool = True) -> Evaluation:
         [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in mine]
         or [torch.zeros(0, dtype=torch.int64)]
     )
-    strict = CompositeReward(setup.reward.reward, dataclasses.replace(config.reward, on_failure="stop"))
+    config_of_pairs = dataclasses.replace(config.reward, on_failure="stop")
+    strict = CompositeReward(setup.reward.reward, config_of_pairs, "an evaluation needs every score")
     chunks: list[Scores] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
@@ -136,5 +139,6 @@ def evaluate(setup: Setup, *, iteration: int, quiet: bool = True) -> Evaluation:
         seeds=[seed for row in rows for seed in row[1]],
         reward=[score for row in rows for score in row[2]],
         parts={part: [value for row in rows for value in row[3].get(part, [])] for part in rows[0][3]},
+        weights=config.reward.weights,
         videos=[videos[i] for i in sorted(videos)],
     )

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,16 +17,28 @@ import torch
 from sage_fast.config import Config
 from sage_fast.distributed import barrier, rank
 from sage_fast.errors import UserError
+from sage_fast.files import read_json
 from sage_fast.report.videos import contact_sheet, save_mp4
+from sage_fast.run.checkpoint import checkpoints
 from sage_fast.run.trackers import read_lines
-from sage_fast.settings import dump
+from sage_fast.settings import dump, load
+
+KEPT_ON_RESUME = {
+    "model": ("path", "tuning", "lora_rank", "lora_alpha", "lora_targets"),
+    "data": ("eval_prompts",),
+    "sampling": ("num_frames", "height", "width", "shift", "guidance_scale"),
+    "eval": ("steps", "num_prompts", "seeds_per_prompt"),
+}
+"""Settings without which a checkpoint is that of another policy, or the evaluation before training is not a pair of the
+one after it; `seed` too."""
 
 
 def check_output(config: Config, *, resume: bool) -> None:
     """Look at the output folder without touching it.
 
     Raises:
-        UserError: it holds another run or other files (without `resume`), or no run (with it).
+        UserError: it holds another run or other files (without `resume`); or no run, one begun with settings that it
+            has to keep, or one that has done more iterations already (with it).
     """
     run = Path(config.output)
     holds_run = (run / "config.yaml").exists()
@@ -39,17 +50,57 @@ def check_output(config: Config, *, resume: bool) -> None:
             f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
             "nothing was changed"
         )
+    if resume:
+        _check_resumed(config, run)
+
+
+def _check_resumed(config: Config, run: Path) -> None:
+    begun = load(run / "config.yaml")
+    pairs = {"seed": (begun.seed, config.seed)} | {
+        f"{section}.{name}": (getattr(getattr(begun, section), name), getattr(getattr(config, section), name))
+        for section, names in KEPT_ON_RESUME.items()
+        for name in names
+    }
+    for name, (old, new) in pairs.items():
+        if old != new:
+            raise UserError(
+                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; --{name} {old}, or "
+                "another run by another --output and no --resume; nothing was changed"
+            )
+    done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)
+    if done > config.train.iterations:
+        raise UserError(
+            f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
+            "nothing was changed"
+        )
 
 
 def claim_output(config: Config) -> None:
-    """Make the run folder and write the settings; other ones of a run that is resumed are kept under another name."""
+    """Make the folder of a new run and write its settings.
+
+    Raises:
+        UserError: another run has claimed it since `check_output`.
+    """
     run = Path(config.output)
-    settings = run / "config.yaml"
     barrier()  # all ranks have looked before the first one writes
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
-        if settings.is_file() and settings.read_text(encoding="utf-8") != dump(config):
-            settings.rename(run / f"config.until-{len(read_lines(run / 'metrics.jsonl')):06d}.yaml")
+        try:
+            with (run / "config.yaml").open("x", encoding="utf-8") as file:
+                file.write(dump(config))
+        except FileExistsError as error:
+            raise UserError(
+                f"output = {config.output!r}: another run began there while this one was loading"
+            ) from error
+    barrier()
+
+
+def replace_settings(config: Config) -> None:
+    """Write the settings of a run that is resumed; the ones before are kept under another name."""
+    run = Path(config.output)
+    settings = run / "config.yaml"
+    if rank() == 0 and settings.read_text(encoding="utf-8") != dump(config):
+        settings.rename(run / f"config.until-{len(read_lines(run / 'metrics.jsonl')):06d}.yaml")
         settings.write_text(dump(config), encoding="utf-8")
     barrier()
 
@@ -76,7 +127,7 @@ def save_videos(
     first = max(numbers, default=-1) + 1
     paths = []
     for number, (video, prompt) in enumerate(zip(videos, prompts), start=first):
-        slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60]
+        slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
         paths.append(folder / f"{number:02d}-{slug}.mp4")
         save_mp4(paths[-1], video, fps)
     if videos:
@@ -94,6 +145,6 @@ def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, 
     file = run / "run.json"
     if not file.is_file():
         return {"run_id": secrets.token_hex(4), **facts}
-    first = json.loads(file.read_text(encoding="utf-8"))
+    first = read_json(file)
     kept = {"run_id": secrets.token_hex(4)} | {key: first[key] for key in ("run_id", *start) if key in first}
     return {**facts, **kept, "resumed": [*first.get("resumed", []), {"iteration": iteration, **start}]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -65,11 +66,11 @@ def _own_settings(text: str) -> str:
 
 def _next_commands(folder: Path, *, testbed: bool) -> str:
     rows = [
-        (f"cd {folder}", ""),
+        (f"cd {shlex.quote(str(folder))}", ""),
         ("sage-fast train config.yaml --dry-run", "sizes, FLOPs and memory"),
-        ("sage-fast train config.yaml", "a minute or two; Ctrl-C, then again with --resume")
+        ("sage-fast train config.yaml", "Ctrl-C, then again with --resume")
         if testbed
-        else ("torchrun --nproc-per-node 8 -m sage_fast train config.yaml", "Ctrl-C, then again with --resume"),
+        else ("torchrun --nproc-per-node 8 -m sage_fast train config.yaml", "--resume"),
         ('sage-fast sample runs/first --prompt "a red circle moves left quickly"', ""),
         ("sage-fast eval runs/first", "scores on heldout.txt"),
     ]

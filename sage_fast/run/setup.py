@@ -18,6 +18,8 @@ from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
+from sage_fast.testbed.model import BASE
+from sage_fast.testbed.text import embed
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,7 +53,9 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
     """
     train_prompts = read_prompts(config.data.prompts) if prompts is None else prompts
     eval_prompts = read_prompts(config.data.eval_prompts) if prompts is None else prompts
-    check_path(config.model.path)
+    if check_path(config.model.path) == str(BASE):  # the testbed knows few words, and they are looked up at once
+        for prompt in (*train_prompts, *eval_prompts):
+            embed(prompt)
     reward = CompositeReward(load_reward(config.reward), config.reward)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     model = load_model(settings, config.sampling, initialize(), config.seed)

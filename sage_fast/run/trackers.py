@@ -54,7 +54,7 @@ class MetricsWriter:
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
         path = run / "metrics.jsonl"
-        kept = [line for line in read_lines(path) if json.loads(line)["iteration"] < iteration]
+        kept = [line for number, line in enumerate(read_lines(path), 1) if _iteration(path, number, line) < iteration]
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         self._trackers = [
             _start(name, config, run.resolve(), run_id, iteration) for name in dict.fromkeys(config.tracking.trackers)
@@ -149,6 +149,13 @@ def read_lines(path: Path) -> list[str]:
         return []
     text = path.read_text(encoding="utf-8")
     return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
+
+
+def _iteration(path: Path, number: int, line: str) -> int:
+    try:
+        return int(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}, line {number}: not a row of metrics: {line[:40]!r}; remove it to go on") from error
 
 
 def _finite(value: object) -> object:

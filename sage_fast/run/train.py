@@ -13,6 +13,7 @@ from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.environment import environment
+from sage_fast.files import read_json
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
@@ -20,7 +21,7 @@ from sage_fast.report.videos import write_comparison
 from sage_fast.rollout.schedule import check_trainable
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate
-from sage_fast.run.folder import check_output, claim_output, run_facts, save_videos
+from sage_fast.run.folder import check_output, claim_output, replace_settings, run_facts, save_videos
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
 from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
@@ -47,9 +48,11 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
     start = _resume(trainer, run) if resume else 0
     if resume:  # after all that could refuse the new settings
-        claim_output(config)
+        replace_settings(config)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
+    if resume:
+        tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
     writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
     try:
         _iterate(trainer, setup, run, start, writer, tell)
@@ -95,7 +98,7 @@ def _attention_of(config: Config, resume: bool) -> AttentionBackend:
     file = Path(config.output) / "run.json"
     if config.model.attention != "auto" or not resume or not file.is_file():
         return config.model.attention
-    return json.loads(file.read_text()).get("attention", "auto")
+    return read_json(file).get("attention", "auto")
 
 
 def _save(trainer: Trainer, run: Path, iteration: int) -> None:
@@ -146,7 +149,8 @@ def _evaluate(
 
 def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str, Any]:
     """Print and record what this run, which starts or goes on at `iteration`, is made of; returns `run.json`."""
-    parameters = sum(p.numel() for p in trainer.policy.transformer.parameters())
+    weights = trainer.policy.transformer.named_parameters()
+    parameters = sum(p.numel() for name, p in weights if ".lora_" not in name)
     trainable = sum(p.numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device) | {
         "command": shlex.join(sys.argv),

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
-from tqdm import tqdm
 
+from sage_fast.console import progress, speaker
 from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text import embed
 from sage_fast.testbed.world import BACKGROUND, parse, render, train_prompts
@@ -40,6 +40,7 @@ def pretrain(
 
     Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights.
     """
+    output.mkdir(parents=True, exist_ok=True)  # first, since what follows takes minutes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for the initial weights; all data comes from generators of its own
         generator = torch.Generator().manual_seed(seed)
@@ -49,7 +50,6 @@ def pretrain(
         vae.register_to_config(scaling_factor=scaling_factor)
         transformer = train_flow(latents * scaling_factor, generator, steps=steps, batch=batch, quiet=quiet)
 
-    output.mkdir(parents=True, exist_ok=True)
     vae.half().save_pretrained(output / "vae")
     transformer.half().save_pretrained(output / "transformer")
     record = {
@@ -70,8 +70,7 @@ def train_vae(generator: torch.Generator, *, steps: int, batch: int, quiet: bool
     vae = allow_batches(tiny_vae()).train()
     prompts = train_prompts()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=1e-4)
-    bar = _steps(steps, "autoencoder", quiet)
-    for step in bar:
+    for step in progress(range(steps), "autoencoder", steps, quiet=quiet):
         _set_cosine_lr(optimizer, 2e-3, step, steps)
         picks = torch.randint(len(prompts), (batch,), generator=generator).tolist()
         video = _to_vae(torch.stack([render(parse(prompts[i]), generator) for i in picks]))
@@ -84,7 +83,8 @@ def train_vae(generator: torch.Generator, *, steps: int, batch: int, quiet: bool
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).mean()
         loss = reconstruction + KL_WEIGHT * kl
         _update(optimizer, loss)
-        bar.set_postfix(rms=f"{error.detach().square().mean().sqrt():.3f}", kl=f"{kl.detach():.2f}", refresh=False)
+    rms = error.detach().square().mean().sqrt()
+    speaker(quiet)(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
     return vae.eval()
 
 
@@ -110,8 +110,7 @@ def train_flow(
     no_text = embed("")[None]
     unprompted = round(PROMPT_DROPOUT * batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
-    bar = _steps(steps, "transformer", quiet)
-    for step in bar:
+    for step in progress(range(steps), "transformer", steps, quiet=quiet):
         _set_cosine_lr(optimizer, 2e-3, step, steps)
         prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
         x0 = latents[prompt, torch.randint(latents.shape[1], (batch,), generator=generator)]
@@ -130,7 +129,7 @@ def train_flow(
         _update(optimizer, loss)
         decay = min(EMA_DECAY, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0 - decay)
-        bar.set_postfix(loss=f"{loss.detach():.3f}", refresh=False)
+    speaker(quiet)(f"transformer: loss {loss.detach():.3f} in the last step")
     return average
 
 
@@ -168,7 +167,3 @@ def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
-
-
-def _steps(steps: int, name: str, quiet: bool) -> "tqdm[int]":
-    return tqdm(range(steps), desc=name, disable=quiet, dynamic_ncols=True)
