@@ -262,9 +262,9 @@ def test_a_damaged_file_is_named_when_its_run_is_resumed(
 
 def test_only_one_of_two_runs_gets_the_folder(tmp_path: Path) -> None:
     config = build({"output": str(tmp_path / "run")})
-    claim_output(config, resume=False)
+    claim_output(config)
     with pytest.raises(UserError, match="another run began there while this one was loading"):
-        claim_output(config, resume=False)
+        claim_output(config)
 
 
 def test_pretraining_finds_a_wrong_folder_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
