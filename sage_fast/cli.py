@@ -290,6 +290,7 @@ def _make_folder_of(file: str | None) -> None:
 
 
 def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    _tell(options, f"sage-fast report: reading {options.run}")
     from sage_fast.report.page import write_report
 
     print(write_report(Path(options.run)))

@@ -1,0 +1,56 @@
+"""What a run says of its machine: free memory, device, commit, versions."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_fast.environment import commit, environment, format_bytes, free_bytes
+from sage_fast.errors import UserError
+from sage_fast.run.setup import check_trajectories
+from tests.tiny import settings, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def meminfo(field: str) -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def test_free_memory_counts_the_page_cache() -> None:
+    """MemAvailable, not MemFree: after much reading of files MemFree is near zero, and all of it can be had."""
+    assert free_bytes(CPU) == pytest.approx(meminfo("MemAvailable"), rel=0.2)
+
+
+def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings()
+    model = tiny_model(config)
+    assert "host memory" in check_trajectories(config, model)
+    monkeypatch.setattr("sage_fast.run.setup.free_bytes", lambda device: 1000)
+    with pytest.raises(UserError, match=r"1000 B are free; lower train.group_size"):
+        check_trajectories(config, model)
+    monkeypatch.setattr("sage_fast.policy.decode.free_bytes", lambda device: 1000)
+    with pytest.raises(UserError, match="of the free memory is 0 MiB"):
+        model.decoder.plan((16, 5, 4, 4))
+
+
+def test_environment_is_enough_to_repeat_a_result() -> None:
+    facts = environment(CPU)
+    assert {"commit", "date", "device", "threads", "operators", "python", "torch", "diffusers", "peft"} <= facts.keys()
+    assert facts["device"] not in ("x86_64", "")  # the model of the CPU, not its instruction set
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    if head.returncode == 0:
+        found = commit()
+        assert found is not None
+        assert found.removesuffix("+changes") == head.stdout.strip()
+
+
+def test_sizes_in_words() -> None:
+    assert [format_bytes(n) for n in (12, 2048, 3 * 2**20, 15.5 * 2**30)] == [
+        "12 B",
+        "2.00 KiB",
+        "3.00 MiB",
+        "15.50 GiB",
+    ]
