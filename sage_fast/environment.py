@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """What was typed, as far as a process can know: `python -m sage_fast ...` is seen as the path of __main__.py."""
+    program = arguments[0]
+    started = ["python", "-m", "sage_fast"] if program.endswith("sage_fast/__main__.py") else [program]
+    return shlex.join([*started, *arguments[1:]])
 
 
 def commit() -> str | None:

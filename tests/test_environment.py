@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.environment import commit, environment, format_bytes, free_bytes
+from sage_fast.environment import command_line, commit, environment, format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.run.setup import check_trajectories
 from tests.tiny import settings, tiny_model
@@ -45,6 +45,14 @@ def test_environment_is_enough_to_repeat_a_result() -> None:
         found = commit()
         assert found is not None
         assert found.removesuffix("+changes") == head.stdout.strip()
+
+
+def test_the_command_can_be_typed_again() -> None:
+    assert (
+        command_line(["/a/sage_fast/__main__.py", "train", "my config.yaml"])
+        == "python -m sage_fast train 'my config.yaml'"
+    )
+    assert command_line(["bin/sage-fast", "train"]) == "bin/sage-fast train"
 
 
 def test_sizes_in_words() -> None:

@@ -1,4 +1,4 @@
-"""The transition table against DESIGN's formulas, diffusers' scheduler, and distributions that are known exactly."""
+"""The transition table against docs/math.md, diffusers' scheduler, and distributions that are known exactly."""
 
 import math
 
@@ -105,7 +105,7 @@ def test_flow_is_dance_with_its_own_noise_level() -> None:
 
 
 def test_sage_at_its_clamp() -> None:
-    """DESIGN section 4: noisier than flow at step 0, deterministic where naive code is nan, and it says so."""
+    """docs/math.md: noisier than flow at step 0, deterministic where naive code is nan, and it says so."""
     sage, flow = (transition_table(sigma_schedule(20, 5.0), name, 0.5) for name in ("sage", "flow"))
     assert float(sage.c[0]) == pytest.approx(0.556, abs=5e-4)
     assert float(flow.c[0]) == pytest.approx(0.500, abs=5e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
-from sage_fast.environment import environment
+from sage_fast.environment import command_line, environment
 from sage_fast.files import read_json
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
@@ -153,7 +152,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
     parameters = sum(p.numel() for name, p in weights if ".lora_" not in name)
     trainable = sum(p.numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device) | {
-        "command": shlex.join(sys.argv),
+        "command": command_line(sys.argv),
         "ranks": world_size(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
