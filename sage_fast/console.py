@@ -17,8 +17,9 @@ from tqdm import tqdm
 Say = Callable[[str], object]
 """Told one line."""
 
-FIRST_LINE, LAST_LINE = 4.0, 60.0
-"""Seconds until the first line of a long part; the wait doubles up to the last, so that a log of hours stays short."""
+SECONDS_BETWEEN_LINES = 4.0
+LONG = 60.0
+"""Seconds after which a part is long: then a line comes only so often, and a log of hours stays short."""
 
 Item = TypeVar("Item")
 
@@ -59,8 +60,8 @@ class Progress:
         self.done = 0
         self._bar: Any = None
         self._prints = not quiet and not sys.stderr.isatty()
-        self._wait = FIRST_LINE
-        self._next_line = time.monotonic() + self._wait
+        self._start = time.monotonic()
+        self._next_line = self._start + SECONDS_BETWEEN_LINES
         if not quiet and not self._prints:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True)
 
@@ -78,8 +79,8 @@ class Progress:
             self._bar.update(count)
         elif self._prints and time.monotonic() >= self._next_line and self.done < self.total:
             say(f"{self.what}: {self.done} of {self.total} {self.unit}s")
-            self._wait = min(2 * self._wait, LAST_LINE)
-            self._next_line = time.monotonic() + self._wait
+            now = time.monotonic()
+            self._next_line = now + (SECONDS_BETWEEN_LINES if now < self._start + LONG else LONG)
 
 
 def progress(

@@ -13,7 +13,7 @@ import pytest
 from sage_fast import console
 
 SLOW = (
-    "import time\nfrom sage_fast import console\nconsole.FIRST_LINE = 0.05\n"
+    "import time\nfrom sage_fast import console\nconsole.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
     "for _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
     "console.say('done')\n"
 )
@@ -23,11 +23,11 @@ TINY_RUN = [
 ]
 
 
-def test_a_log_holds_lines_at_growing_distances_and_no_carriage_return() -> None:
+def test_a_log_holds_lines_that_become_rarer_and_no_carriage_return() -> None:
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[-1] == "done"
-    assert 2 <= len(lines[:-1]) <= 5  # 0.5 s: after about 0.05, 0.15 and 0.35 s
+    assert 2 <= len(lines[:-1]) <= 7  # 0.5 s: one in about 0.05 s up to 0.2 s, then one in 0.2 s
     assert all(line.startswith("sample: ") and line.endswith(" of 12 steps") for line in lines[:-1])
     assert "\r" not in done.stdout + done.stderr
 
@@ -46,7 +46,7 @@ def test_a_terminal_shows_a_bar() -> None:
 
 
 def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     assert list(console.progress(range(3), "sample", 3, "step", quiet=True)) == [0, 1, 2]
     console.speaker(True)("nothing")
     assert capfd.readouterr() == ("", "")

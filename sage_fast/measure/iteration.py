@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config import Config
-from sage_fast.console import progress
+from sage_fast.console import progress, say
 from sage_fast.environment import environment
 from sage_fast.measure.harness import head_line
 from sage_fast.measure.stock import StockDecoder, StockPolicy
@@ -26,6 +26,7 @@ def run(config: Config, rounds: int) -> dict[str, Any]:
     """Whole iterations of one configuration through the stock forward and decode, and through ours, interleaved."""
     trainers = {}
     for name in ("stock", "eager"):
+        say(f"loading the model for {name}")
         setup = load_setup(config)
         if name == "stock":
             policy = setup.model.policy

@@ -117,6 +117,7 @@ def profile_iteration(
         else:
             with torch.profiler.profile() as profiler:
                 row = _window(trainer, warmup)
+            say("reading the trace")
             profiler.export_chrome_trace(str(folder / "trace.json.gz"))
             events = list(profiler.events() or [])
     flops["train"] *= _trained_share(config, row, expected.samples)
