@@ -1,4 +1,4 @@
-"""Files: errors that name them, and permissions that let colleagues read them."""
+"""Reading and writing files: errors that name them, and permissions that let colleagues read what is written."""
 
 from __future__ import annotations
 
@@ -74,3 +74,24 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
     return content
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a `metrics.jsonl`; none without a file. A last line cut off by a kill is dropped.
+
+    Raises:
+        UserError: a complete line is no JSON object with an integer `iteration`.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    rows = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+                raise UserError("expected an object with an integer 'iteration'")
+        except ValueError as error:
+            raise UserError(
+                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove it to go on"
+            ) from error
+        rows.append(row)
+    return rows

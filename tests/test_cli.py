@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from sage_fast.cli import main
 from sage_fast.config import Config
 from sage_fast.errors import UserError, reason
-from sage_fast.files import saving, writing
+from sage_fast.files import read_metrics, saving, writing
 from sage_fast.run.folder import claim_output
-from sage_fast.run.trackers import read_lines
 from sage_fast.run.weights import newest_weights
 from sage_fast.section import settings_of
 from sage_fast.settings import build
@@ -131,7 +130,7 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     assert before == after
     assert len(before) == 1
     assert (run / "videos" / "before.png").is_file()
-    rows = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
+    rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1]
     evaluations = [json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")]
     assert evaluations[0]["seeds"] == evaluations[1]["seeds"]
@@ -142,8 +141,8 @@ def test_same_seed_same_metrics(finished_run: Path, tmp_path: Path) -> None:
     assert train(tmp_path / "again") == 0
     first, second = (
         [
-            {key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
-            for line in read_lines(run / "metrics.jsonl")
+            {key: value for key, value in row.items() if not key.startswith("time/")}
+            for row in read_metrics(run / "metrics.jsonl")
         ]
         for run in (finished_run, tmp_path / "again")
     )
@@ -212,8 +211,7 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     assert main(["train", str(DEMO), "--output", str(run), *SMALL, "--resume"]) == 0
     assert "goes on after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
-        [json.loads(line)["reward/mean"] for line in read_lines(folder / "metrics.jsonl")]
-        for folder in (finished_run, run)
+        [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (finished_run, run)
     )
     assert resumed == whole
     before = {path: path.read_bytes() for path in run.glob("*.*")}
@@ -280,15 +278,15 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:
         [sys.executable, "-m", "sage_fast", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE
     )
     deadline = time.monotonic() + 120
-    while len(read_lines(run / "metrics.jsonl")) < 2 and time.monotonic() < deadline:
+    while len(read_metrics(run / "metrics.jsonl")) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err.decode()[-2000:]
     assert "continue with --resume" in out.decode() + err.decode()
-    done = len(read_lines(run / "metrics.jsonl"))
+    done = len(read_metrics(run / "metrics.jsonl"))
     assert train(run, "--resume", "--train.iterations", str(done + 1)) == 0
-    rows = [json.loads(line)["iteration"] for line in read_lines(run / "metrics.jsonl")]
+    rows = [row["iteration"] for row in read_metrics(run / "metrics.jsonl")]
     assert rows == list(range(done + 1))
 
 

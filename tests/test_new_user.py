@@ -1,6 +1,5 @@
 """What a new user does from the README alone: the wheel in an environment of its own, an empty folder and no clone."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sage_fast.cli import main
+from sage_fast.files import read_metrics
 from sage_fast.run.init import init
-from sage_fast.run.trackers import read_lines
 
 FILES = ["config.yaml", "heldout.txt", "my_rewards.py", "prompts.txt"]
 HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")  # the last one makes every start slow
@@ -102,16 +101,16 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
     run = user.folder / "runs" / "first"
     process = user.start("sage-fast", "train", "config.yaml", *SMALL, "--train.iterations", "1000")
     deadline = time.monotonic() + 300
-    while len(read_lines(run / "metrics.jsonl")) < 2 and process.poll() is None and time.monotonic() < deadline:
+    while len(read_metrics(run / "metrics.jsonl")) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out[-2000:] + err[-4000:]
     assert "continue with --resume" in out + err
-    done = len(read_lines(run / "metrics.jsonl"))
+    done = len(read_metrics(run / "metrics.jsonl"))
 
     user.run("sage-fast", "train", "config.yaml", *SMALL, "--train.iterations", str(done + 1), "--resume")
-    rows = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
+    rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(done + 1))
     assert all("reward_part/bright" in row for row in rows)
 

@@ -16,9 +16,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sage_fast.errors import RunError, UserError
+from sage_fast.files import read_metrics
 from sage_fast.run import trackers
 from sage_fast.run.folder import save_videos
-from sage_fast.run.trackers import MetricsWriter, check_trackers, read_lines
+from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.run.train import train
 from tests.tiny import settings
 
@@ -68,14 +69,14 @@ def test_a_resumed_run_replaces_what_comes_after_its_checkpoint(tmp_path: Path) 
     write(tmp_path, ["tensorboard"])
     write(tmp_path, ["tensorboard"], start=1)
     assert steps(events(tmp_path), "reward/mean") == {1: 10, 2: 11, 3: 12}
-    rows = [json.loads(line) for line in read_lines(tmp_path / "metrics.jsonl")]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert rows[0] == {"iteration": 0, "reward/mean": 10.0, "loss": None, "norms": [1.0, None]}
 
 
 def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:
     write(tmp_path, [])
-    assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     assert not (tmp_path / "tensorboard").exists()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import yaml
 
 from sage_fast.environment import PACKAGES
 from sage_fast.errors import UserError
-from sage_fast.files import read_json
+from sage_fast.files import read_json, read_metrics
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
@@ -77,27 +76,6 @@ def read_run(folder: Path) -> Run:
         rows=read_metrics(folder / "metrics.jsonl"),
         evaluations=evaluations,
     )
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a `metrics.jsonl`; none without a file. A last line cut off by a kill is dropped.
-
-    Raises:
-        UserError: a line before the last is no JSON object with an `iteration`.
-    """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-                raise UserError("expected an object with an integer 'iteration'")
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}, line {number}: {error}") from error
-        rows.append(row)
-    return rows
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------

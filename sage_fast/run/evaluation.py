@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.console import Progress, say
+from sage_fast.console import Progress, speaker
 from sage_fast.distributed import all_gather_object, rank, world_size
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
@@ -61,7 +61,7 @@ def video_chunks(
     # Prompts of one length together, so that none is padded.
     order = sorted(range(len(prompts)), key=lambda i: embeddings[prompts[i]].tokens)
     runs = equal_runs([embeddings[prompts[i]].tokens for i in order], config.sampling.batch_size)
-    graphs = step_graphs(model.policy, say) if config.sampling.cuda_graphs else None
+    graphs = step_graphs(model.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
     pending = None
     with Progress("sample", len(runs) * len(table), quiet=quiet) as bar:
         for run in runs:

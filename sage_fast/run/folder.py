@@ -17,10 +17,9 @@ import torch
 from sage_fast.config import Config
 from sage_fast.distributed import barrier, rank
 from sage_fast.errors import UserError
-from sage_fast.files import read_json
+from sage_fast.files import read_json, read_metrics
 from sage_fast.report.videos import contact_sheet, save_mp4
 from sage_fast.run.checkpoint import checkpoints
-from sage_fast.run.trackers import read_lines
 from sage_fast.settings import dump, load
 
 KEPT_ON_RESUME = {
@@ -100,7 +99,7 @@ def replace_settings(config: Config) -> None:
     run = Path(config.output)
     settings = run / "config.yaml"
     if rank() == 0 and settings.read_text(encoding="utf-8") != dump(config):
-        settings.rename(run / f"config.until-{len(read_lines(run / 'metrics.jsonl')):06d}.yaml")
+        settings.rename(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml")
         settings.write_text(dump(config), encoding="utf-8")
     barrier()
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from sage_fast.config import Config
 from sage_fast.errors import RunError, UserError, nearest
+from sage_fast.files import read_metrics
 from sage_fast.report.comparison import mean_and_error
 from sage_fast.settings import dump
 
@@ -54,8 +55,8 @@ class MetricsWriter:
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
         path = run / "metrics.jsonl"
-        kept = [line for number, line in enumerate(read_lines(path), 1) if _iteration(path, number, line) < iteration]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        kept = [row for row in read_metrics(path) if row["iteration"] < iteration]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self._trackers = [
             _start(name, config, run.resolve(), run_id, iteration) for name in dict.fromkeys(config.tracking.trackers)
         ]
@@ -141,21 +142,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, bool
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value if isinstance(value, bool | int | float | str | None) else str(value)
-
-
-def read_lines(path: Path) -> list[str]:
-    """Complete lines of a JSONL file; a last line cut off by a kill is dropped."""
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
-
-
-def _iteration(path: Path, number: int, line: str) -> int:
-    try:
-        return int(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}, line {number}: not a row of metrics: {line[:40]!r}; remove it to go on") from error
 
 
 def _finite(value: object) -> object:
