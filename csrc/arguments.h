@@ -36,11 +36,12 @@ struct ScoreArgs {
   Row row;
 };
 
-// Rows of one sample: x and grad [S, width]; scale and shift [width]. `out` is the result, or dx.
+// Rows of one sample: x [S, width]; scale and shift [width]. `out` is the result [S, wide], or dx [S, width]; grad
+// [S, wide]: its first `width` columns count, and of the result only those are written.
 struct ModulateArgs {
   Array x, scale, shift, grad;
   void* out;
-  int64_t width;
+  int64_t width, wide;
   float eps;
 };
 

@@ -31,9 +31,9 @@ void modulate_rows(const ModulateArgs& args, int64_t begin, int64_t end, float* 
   load_modulation(args, gain, offset);
   for (int64_t row = begin; row < end; ++row) {
     normalize(load(args.x, row * n, n, x_buffer), n, args.eps, normed);
-    float* out = target(args.out, args.x.type, row * n, out_buffer);
+    float* out = target(args.out, args.x.type, row * args.wide, out_buffer);
     for (int64_t j = 0; j < n; ++j) out[j] = normed[j] * gain[j] + offset[j];
-    flush(args.out, args.x.type, row * n, n, out_buffer);
+    flush(args.out, args.x.type, row * args.wide, n, out_buffer);
   }
 }
 
@@ -46,7 +46,7 @@ void modulate_rows_backward(const ModulateArgs& args, int64_t begin, int64_t end
   load_modulation(args, gain, scratch + n);
   for (int64_t row = begin; row < end; ++row) {
     const float rstd = normalize(load(args.x, row * n, n, x_buffer), n, args.eps, normed);
-    const float* g = load(args.grad, row * n, n, g_buffer);
+    const float* g = load(args.grad, row * args.wide, n, g_buffer);
     if (sums != nullptr) {
       for (int64_t j = 0; j < n; ++j) sums[j] += g[j] * normed[j];
       for (int64_t j = 0; j < n; ++j) sums[n + j] += g[j];

@@ -9,30 +9,30 @@ namespace {
 
 // The arguments by sample: x [B, S, d], scale and shift [B, d] with any stride between samples.
 struct Inputs {
-  Inputs(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& shift, double eps)
-      : xs(x), scales(scale), shifts(shift), eps(static_cast<float>(eps)) {
+  Inputs(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& shift, double eps, int64_t wide)
+      : xs(x), scales(scale), shifts(shift), eps(static_cast<float>(eps)), wide(wide) {
     rows = x.size(1);
     width = x.size(2);
   }
 
-  ModulateArgs operator[](int64_t i) const { return {xs[i], scales[i], shifts[i], {}, nullptr, width, eps}; }
+  ModulateArgs operator[](int64_t i) const { return {xs[i], scales[i], shifts[i], {}, nullptr, width, wide, eps}; }
 
   Samples xs;
   Vectors scales, shifts;
   float eps;
-  int64_t rows, width;
+  int64_t wide, rows, width;
 };
 
 }  // namespace
 
-Tensor norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift, double eps) {
-  const Inputs in(x, scale, shift, eps);
-  Tensor out = new_like(x);
+Tensor norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift, double eps, int64_t room) {
+  const Inputs in(x, scale, shift, eps, x.size(2) + room);
+  Tensor out = new_sized(x, {x.size(0), in.rows, in.wide});
   char* data = static_cast<char*>(out.mutable_data_ptr());
   for_each_rows(in.xs.count(), in.rows, in.width, [&](int64_t i, int64_t, int64_t begin, int64_t end) {
     std::vector<float> scratch(kModulateScratch * in.width);
     ModulateArgs args = in[i];
-    args.out = data + i * in.xs.numel() * size_of(in.xs.type());
+    args.out = data + i * in.rows * in.wide * size_of(in.xs.type());
     loops().norm_modulate(args, begin, end, scratch.data());
   });
   return out;
@@ -40,7 +40,7 @@ Tensor norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift, 
 
 std::tuple<Tensor, Tensor, Tensor> norm_modulate_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
                                                           double eps, bool modulation) {
-  const Inputs in(x, scale, std::nullopt, eps);
+  const Inputs in(x, scale, std::nullopt, eps, grad.size(2));
   const Samples grads(grad);
   Tensor dx = new_like(x);
   char* data = static_cast<char*>(dx.mutable_data_ptr());
@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_modulate_backward(const Tensor& grad, co
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sage_fast_cpu, m) {
-  m.def("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps) -> Tensor");
+  m.def("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int room=0) -> Tensor");
   m.def(
       "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation)"
       " -> (Tensor, Tensor, Tensor)");

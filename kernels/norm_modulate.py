@@ -1,6 +1,7 @@
 """LayerNorm and AdaLN's scale and shift on the GPU, a row of d values at a time in registers.
 
-x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results `[B, S, d]`. Forward: x read and
+x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results and gradients `[B, S, d]`, the
+result and its gradient with room on the right of each row. Forward: x read and
 the result written once. Backward: gradient and x read, dx written; the sums for scale and shift, if wanted,
 are kept in registers over a program's rows and added in a second stage, without atomics.
 `sage_fast.ops.norm_modulate` is the specification.
@@ -32,6 +33,7 @@ def _norm_modulate_fwd_kernel(
     out_ptr,
     rows,
     width,
+    out_width,
     scale_stride,
     shift_stride,
     eps,
@@ -48,10 +50,11 @@ def _norm_modulate_fwd_kernel(
     for turn in range(ROWS):
         row = first + turn
         inside = column < tl.where(row < rows, width, 0)
-        at = (sample * rows + row) * width + column
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        index = sample * rows + row
+        x = tl.load(x_ptr + index * width + column, mask=inside, other=0.0).to(tl.float32)
         normed, _ = _normed(x, mask, width, eps)
-        tl.store(out_ptr + at, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
+        out_at = out_ptr + index * out_width + column
+        tl.store(out_at, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -63,6 +66,7 @@ def _norm_modulate_bwd_kernel(
     partial_ptr,
     rows,
     width,
+    grad_width,
     scale_stride,
     eps,
     MODULATION: tl.constexpr,
@@ -80,9 +84,10 @@ def _norm_modulate_bwd_kernel(
     for turn in range(ROWS):
         row = program * ROWS + turn
         inside = column < tl.where(row < rows, width, 0)
-        at = (sample * rows + row) * width + column
+        index = sample * rows + row
+        at = index * width + column
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + index * grad_width + column, mask=inside, other=0.0).to(tl.float32)
         normed, rstd = _normed(x, mask, width, eps)
         if MODULATION:
             dscale = tl.fma(grad, normed, dscale)
@@ -102,13 +107,13 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0) -> Tensor:
     """Launch the forward; arguments as `sage_fast::norm_modulate`. An x that is not contiguous is copied first."""
     x, scale, shift = x.contiguous(), _rows(scale), _rows(shift)
-    out = torch.empty_like(x)
+    batch, rows, width = x.shape
+    out = x.new_empty(batch, rows, width + room)
     if x.numel() == 0:
         return out
-    batch, rows, width = x.shape
     programs, each = rows_of_programs(rows, batch)
     with torch.cuda.device_of(x):
         _norm_modulate_fwd_kernel[(batch, programs)](
@@ -118,6 +123,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor
             out,
             rows,
             width,
+            width + room,
             scale.stride(0),
             shift.stride(0),
             eps,
@@ -147,6 +153,7 @@ def norm_modulate_backward(
                 partial,
                 rows,
                 width,
+                grad.shape[2],
                 scale.stride(0),
                 eps,
                 MODULATION=modulation,

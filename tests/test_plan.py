@@ -140,7 +140,9 @@ def block_and_inputs(tuning: str, dtype: torch.dtype) -> tuple[torch.nn.Module, 
     streams = [torch.randn(1, count, 256, dtype=dtype, requires_grad=True) for count in (120, 40)]
     modulation = torch.randn(1, 2, 6, 256, dtype=dtype)
     inputs = [*streams, modulation, None, torch.randn(120, 32, 2), ATTENTION["sdpa"], False]
-    return TextToVideoForward(transformer).blocks[0], inputs
+    forward = TextToVideoForward(transformer, dtype)
+    forward.refresh()
+    return forward.blocks[0], inputs
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

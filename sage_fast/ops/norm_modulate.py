@@ -3,7 +3,8 @@
     out = (x - mean(x)) / sqrt(var(x) + eps) (1 + scale) + shift
 
 Nothing but x and scale is kept for the backward, which normalises the row that it reads anyway. Where scale and shift
-are frozen their gradients, sums over all tokens, are not computed.
+are frozen their gradients, sums over all tokens, are not computed. `room` leaves columns to the right of each row for
+who reads them (policy/projection.py).
 """
 
 from __future__ import annotations
@@ -11,31 +12,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, compute_dtype
 
-LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps) -> Tensor")
+LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int room=0) -> Tensor")
 LIBRARY.define(
     "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation)"
     " -> (Tensor, Tensor, Tensor)"
 )
 
 
-def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0) -> Tensor:
     """AdaLN of a transformer block.
 
     Args:
         x: `[B, S, d]`, float32, bfloat16 or float16.
         scale, shift: `[B, d]`, float32 or the type of x; one row expanded over B will do.
         eps: added to the variance.
+        room: columns to add on the right of each row; what they hold is not defined.
 
     Returns:
-        `[B, S, d]` in the type of x, computed in float32. Differentiable in x, scale and shift.
+        `[B, S, d + room]` in the type of x, computed in float32. Differentiable in x, scale and shift.
 
     Raises:
-        ValueError: a shape or device that does not fit.
+        ValueError: a shape or device that does not fit, or `room` below 0.
     """
+    if room < 0:
+        raise ValueError(f"room: expected at least 0, got {room}")
     if x.ndim != 3:
         raise ValueError(f"x: expected [B, S, d], got {list(x.shape)}")
     for name, tensor in (("scale", scale), ("shift", shift)):
@@ -43,7 +48,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) ->
             raise ValueError(f"{name}: expected {[x.shape[0], x.shape[2]]}, got {list(tensor.shape)}")
         if tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, x is on {x.device}")
-    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps)
+    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room)
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -53,20 +58,24 @@ def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return centered * rstd, rstd
 
 
-def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """The specification, in plain PyTorch; also differentiable by autograd itself."""
+def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0) -> Tensor:
+    """The specification, in plain PyTorch; also differentiable by autograd itself. The room is 0."""
     dtype = compute_dtype(x)
     normed, _ = _normalize(x.to(dtype), eps)
-    return (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
+    out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
+    return F.pad(out, (0, room)) if room else out
 
 
 def norm_modulate_backward_reference(
     grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in x, and float32 `[B, d]` in scale and shift; those are empty unless `modulation`."""
+    """Gradients in x, and float32 `[B, d]` in scale and shift; those are empty unless `modulation`.
+
+    grad is `[B, S, d + room]`; what stands in its room is not read.
+    """
     dtype = compute_dtype(x)
     normed, rstd = _normalize(x.to(dtype), eps)
-    grad = grad.to(dtype)
+    grad = grad[..., : x.shape[2]].to(dtype)
     inner = grad * (1 + scale.to(dtype)[:, None])
     dx = rstd * (inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True))
     rows = len(x) if modulation else 0
@@ -78,8 +87,8 @@ LIBRARY.impl("norm_modulate_backward", norm_modulate_backward_reference, "Compos
 
 
 @torch.library.register_fake("sage_fast::norm_modulate", lib=LIBRARY)
-def _fake(x, scale, shift, eps):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _fake(x, scale, shift, eps, room=0):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], x.shape[1], x.shape[2] + room)
 
 
 @torch.library.register_fake("sage_fast::norm_modulate_backward", lib=LIBRARY)
@@ -90,7 +99,7 @@ def _fake_backward(grad, x, scale, eps, modulation):  # type: ignore[no-untyped-
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, scale, shift, ctx.eps = inputs
+    x, scale, shift, ctx.eps, _ = inputs
     ctx.shift_dtype = shift.dtype
     ctx.save_for_backward(x, scale)
 
@@ -100,8 +109,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     modulation = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
     dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(grad, x, scale, ctx.eps, modulation)
     if not modulation:
-        return dx, None, None, None
-    return dx, dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None
+        return dx, None, None, None, None
+    return dx, dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None, None
 
 
 torch.library.register_autograd("sage_fast::norm_modulate", _backward, setup_context=_setup_context, lib=LIBRARY)

@@ -8,54 +8,52 @@ and without autograd, so that rollout and training round alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from sage_fast.ops import norm_modulate, norm_rotate
 from sage_fast.policy.attention import Attention
+from sage_fast.policy.projection import Projection, gelu, with_room
 
 
-def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """`layer(x)`; a LoRA adapter is added by one matmul onto the output, in the activation type.
+class TextToVideoBlock(nn.Module):
+    """A stock HunyuanVideo15TransformerBlock and its linear layers as projections.
 
-    peft computes a float32 adapter on a float32 copy of x and adds it in two further passes over the output.
+    A module, for hooks (FSDP, ZeRO, profilers) to hold on to.
     """
-    if not isinstance(layer, LoraLinear) or not _is_plain(layer):
-        return layer(x)
-    name = layer.active_adapters[0]
-    base: Any = layer.base_layer
-    rows = x.flatten(0, -2)
-    out = F.linear(rows, base.weight, base.bias)
-    down = F.linear(rows, layer.lora_A[name].weight.to(out.dtype))
-    out.addmm_(down, layer.lora_B[name].weight.to(out.dtype).t(), alpha=layer.scaling[name])
-    return out.view(*x.shape[:-1], -1)
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.attn: Any = block.attn
+        self.video_qkv = Projection(self.attn.to_q, self.attn.to_k, self.attn.to_v)
+        self.text_qkv = Projection(self.attn.add_q_proj, self.attn.add_k_proj, self.attn.add_v_proj)
+        self.video_out, self.text_out = Projection(self.attn.to_out[0]), Projection(self.attn.to_add_out)
+        self.video_ff, self.text_ff = FeedForward(block.ff), FeedForward(block.ff_context)
+        self.function: Callable[..., tuple[Tensor, Tensor]] = block_forward
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return self.function(self, *arguments)
 
 
-def _is_plain(layer: LoraLinear) -> bool:
-    """One active adapter without dropout, bias or variant (DoRA), not merged and not switched off."""
-    names = layer.active_adapters
-    return (
-        len(names) == 1
-        and names[0] in layer.lora_A
-        and not layer.merged
-        and not layer.disable_adapters
-        and names[0] not in layer.lora_variant
-        and isinstance(layer.lora_dropout[names[0]], nn.Identity)
-        and layer.lora_B[names[0]].bias is None
-    )
-
-
-def feed_forward(ff: Any, x: Tensor) -> Tensor:
+class FeedForward(nn.Module):
     """diffusers' FeedForward with tanh GELU."""
-    return linear(ff.net[2], F.gelu(linear(ff.net[0].proj, x), approximate="tanh"))
+
+    def __init__(self, ff: Any) -> None:
+        super().__init__()
+        self.up, self.down = Projection(ff.net[0].proj), Projection(ff.net[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., d + up.room]` -> `[..., d]`."""
+        (hidden,) = self.up(x)
+        (out,) = self.down(gelu(hidden, self.down.room))
+        return out
 
 
 def block_forward(
-    block: Any,
+    block: TextToVideoBlock,
     video: Tensor,
     text: Tensor,
     modulation: Tensor,
@@ -67,7 +65,7 @@ def block_forward(
     """A HunyuanVideo15TransformerBlock.
 
     Args:
-        block: the stock module.
+        block: the module.
         video: `[B, N, d]` video tokens.
         text: `[B, L, d]` text tokens.
         modulation: `[1 or B, 2, 6, d]`, of video and of text: shift, scale, gate before attention, then before the
@@ -83,35 +81,31 @@ def block_forward(
     )
     text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = text_modulation
 
-    attn = block.attn
-    video_out, text_out = joint_attention(
-        attn, norm_modulate(video, scale, shift), norm_modulate(text, text_scale, text_shift), mask, rotary, attention
-    )
-    video = torch.addcmul(video, gate[:, None], linear(attn.to_out[0], video_out))
-    normed = norm_modulate(video, ff_scale, ff_shift)
-    video = torch.addcmul(video, ff_gate[:, None], feed_forward(block.ff, normed))
+    video_in = norm_modulate(video, scale, shift, room=block.video_qkv.room)
+    text_in = norm_modulate(text, text_scale, text_shift, room=block.text_qkv.room)
+    video_out, text_out = joint_attention(block, video_in, text_in, mask, rotary, attention)
+    (video_out,) = block.video_out(with_room(video_out, block.video_out.room))
+    video = torch.addcmul(video, gate[:, None], video_out)
+    normed = norm_modulate(video, ff_scale, ff_shift, room=block.video_ff.up.room)
+    video = torch.addcmul(video, ff_gate[:, None], block.video_ff(normed))
     if is_last:
         return video, text
-    text = torch.addcmul(text, text_gate[:, None], linear(attn.to_add_out, text_out))
-    normed = norm_modulate(text, text_ff_scale, text_ff_shift)
-    return video, torch.addcmul(text, text_ff_gate[:, None], feed_forward(block.ff_context, normed))
+    (text_out,) = block.text_out(with_room(text_out, block.text_out.room))
+    text = torch.addcmul(text, text_gate[:, None], text_out)
+    normed = norm_modulate(text, text_ff_scale, text_ff_shift, room=block.text_ff.up.room)
+    return video, torch.addcmul(text, text_ff_gate[:, None], block.text_ff(normed))
 
 
 def joint_attention(
-    attn: Any, video: Tensor, text: Tensor, mask: Tensor | None, rotary: Tensor, attention: Attention
+    block: TextToVideoBlock, video: Tensor, text: Tensor, mask: Tensor | None, rotary: Tensor, attention: Attention
 ) -> tuple[Tensor, Tensor]:
     """Attention among video and text tokens before the output projections: `[B, N, d]`, `[B, L, d]`."""
-
-    def heads(layer: nn.Module, x: Tensor) -> Tensor:
-        return linear(layer, x).unflatten(2, (attn.heads, -1))
-
-    def joint(video_layer: nn.Module, text_layer: nn.Module, video_norm: Any, text_norm: Any) -> Tensor:
-        return norm_rotate(
-            heads(video_layer, video), heads(text_layer, text), video_norm.weight, text_norm.weight, rotary
-        )
-
-    query = joint(attn.to_q, attn.add_q_proj, attn.norm_q, attn.norm_added_q)
-    key = joint(attn.to_k, attn.add_k_proj, attn.norm_k, attn.norm_added_k)
-    value = torch.cat([heads(attn.to_v, video), heads(attn.add_v_proj, text)], dim=1)
+    attn = block.attn
+    video_query, video_key, video_value = (x.unflatten(2, (attn.heads, -1)) for x in block.video_qkv(video))
+    text_query, text_key, text_value = (x.unflatten(2, (attn.heads, -1)) for x in block.text_qkv(text))
+    query = norm_rotate(video_query, text_query, attn.norm_q.weight, attn.norm_added_q.weight, rotary)
+    key = norm_rotate(video_key, text_key, attn.norm_k.weight, attn.norm_added_k.weight, rotary)
+    value = torch.cat([video_value, text_value], dim=1)
     out = attention(query, key, value, mask).flatten(2)
-    return out[:, : video.shape[1]], out[:, video.shape[1] :]
+    video_out, text_out = out.split([video.shape[1], text.shape[1]], dim=1)
+    return video_out, text_out

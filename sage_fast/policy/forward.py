@@ -11,7 +11,6 @@ Attention knows no order among text tokens (only video tokens are rotated), so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,25 +20,10 @@ from torch import Tensor, nn
 
 from sage_fast.ops import norm_modulate
 from sage_fast.policy.attention import ATTENTION, Attention
-from sage_fast.policy.block import block_forward, linear
+from sage_fast.policy.block import TextToVideoBlock, block_forward
 from sage_fast.policy.conditioning import Conditioning
+from sage_fast.policy.projection import Projection
 from sage_fast.policy.text import TextBatch
-
-
-class TextToVideoBlock(nn.Module):
-    """Runs `block_forward` over a stock block; a module, for hooks (FSDP, ZeRO, profilers) to hold on to.
-
-    Args:
-        block: a HunyuanVideo15TransformerBlock.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-        self.function: Callable[..., tuple[Tensor, Tensor]] = block_forward
-
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return self.function(self.block, *arguments)
 
 
 class TextToVideoForward(nn.Module):
@@ -47,14 +31,23 @@ class TextToVideoForward(nn.Module):
 
     Args:
         transformer: shares its weights.
+        dtype: of activations.
     """
 
-    def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
+    def __init__(self, transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:
         super().__init__()
         self.transformer = transformer
+        self.dtype = dtype
         self.attention: Attention = ATTENTION["sdpa"]
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
         self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
+        self.out = Projection(transformer.proj_out)
+        self.projections = [module for module in self.modules() if isinstance(module, Projection)]
+
+    def refresh(self) -> None:
+        """Follow the adapters: before a forward, and before a recorded one is replayed."""
+        for projection in self.projections:
+            projection.refresh(self.dtype)
 
     def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
         """Velocity.
@@ -84,7 +77,7 @@ class TextToVideoForward(nn.Module):
             else:
                 hidden, context = block(*arguments)
         scale, shift = conditioning.final.expand(batch, 2, -1).unbind(1)
-        out = linear(model.proj_out, norm_modulate(hidden, scale, shift))
+        (out,) = self.out(norm_modulate(hidden, scale, shift, room=self.out.room))
 
         patch = (config.patch_size_t, config.patch_size, config.patch_size)
         grid = [size // p for size, p in zip(space, patch)]

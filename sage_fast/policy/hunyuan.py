@@ -49,7 +49,7 @@ class HunyuanVideo15Policy:
         self.transformer = transformer
         self.dtype = dtype
         self.guidance_scale = guidance_scale
-        self.forward = TextToVideoForward(transformer)
+        self.forward = TextToVideoForward(transformer, dtype)
         self.latent_channels: int = transformer.config.out_channels
 
     @property
@@ -77,6 +77,7 @@ class HunyuanVideo15Policy:
         Returns:
             `[B, C, T, H, W]` in the activation type.
         """
+        self.forward.refresh()
         with self._autocast():
             return self.forward(x.to(self.dtype), conditioning)
 

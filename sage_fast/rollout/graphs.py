@@ -3,7 +3,7 @@
 A graph holds the transformer and the fused transition over buffers that stay where they are: latents, step index,
 seeds, coefficients and conditioning. The step index advances inside, so a rollout is T replays and nothing else. A
 graph is tied to the addresses of the weights: in-place updates (the optimizer, `HunyuanVideo15Policy.using`) are seen
-by the next replay, after replaced weights or adapters it records again.
+by the next rollout, after replaced weights or adapters it records again.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class StepGraphs:
         The first rollout of a shape does: recording costs as much as some steps, and a shape may never come back.
         """
         inputs = (coefs, schedule, seeds, latents)
+        self.policy.forward.refresh()  # a replay does not
         tokens = len(latents) * (latents[0, 0].numel() + schedule.context.shape[2])
         if tokens > MAX_TOKENS:
             self._refuse(("tokens",), f"a step has {tokens:,} tokens, and they pay below {MAX_TOKENS:,}")

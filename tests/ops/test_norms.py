@@ -114,6 +114,24 @@ def test_norm_modulate_reads_any_layout(kernels: tuple[Any, torch.device]) -> No
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("room", [1, 24])
+def test_norm_modulate_leaves_room(kernels: tuple[Any, torch.device], room: int) -> None:
+    """Same bits beside any room, and a gradient that stands in the room is not read."""
+    functions, device = kernels
+    x, grad = (torch.randn(2, 5, 64, device=device).bfloat16() for _ in range(2))
+    scale, shift = modulation(2, 64, BF16, "chunks", device)
+    out = functions.modulate(x, scale, shift, 1e-6, room)
+    assert out.shape == (2, 5, 64 + room)
+    assert out.is_contiguous()
+    assert torch.equal(out[..., :64], functions.modulate(x, scale, shift, 1e-6))
+    wide = F.pad(grad, (0, room), value=torch.nan)
+    for mine, plain in zip(
+        functions.modulate_backward(wide, x, scale, 1e-6, True),
+        functions.modulate_backward(grad, x, scale, 1e-6, True),
+    ):
+        assert torch.equal(mine, plain)
+
+
 def test_the_reference_is_layer_norm_and_its_gradients() -> None:
     x, scale, shift = torch.randn(2, 5, 7).double(), torch.randn(2, 7).double(), torch.randn(2, 7).double()
     inputs = [t.requires_grad_() for t in (x, scale, shift)]
