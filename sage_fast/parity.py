@@ -131,7 +131,7 @@ def check_rounding(
         "model.dtype = float32",
         "a larger sampling.eta",
     ]
-    if not centres_ratio(objective):
+    if not centres_ratio(objective) and bias[step] > noise[step]:  # else centring would change little
         ways.insert(1, "objective.ratio = centred")
     advice = f"the clip acts on rounding, not on the policy. Use {', '.join(ways[:-1])}, or {ways[-1]}"
     if not share <= 1 / 3:
