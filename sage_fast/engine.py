@@ -19,15 +19,16 @@ from sage_fast.config import TrainConfig
 from sage_fast.distributed import all_reduce, barrier, rank, world_size
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
+from sage_fast.optimizers import OPTIMIZERS, learning_rate
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
 
 
 class Engine:
-    """AdamW over the trainable weights; under torchrun every rank holds them whole (data parallel).
+    """An optimizer over the trainable weights; under torchrun every rank holds them whole (data parallel).
 
     Args:
         policy: its trainable parameters are optimised.
-        config: learning rate, weight decay, clipping, EMA.
+        config: optimizer, learning rate, clipping, EMA.
 
     Attributes:
         steps: optimizer steps so far.
@@ -38,11 +39,14 @@ class Engine:
         self.policy = policy
         self.config = config
         self.parameters = list(policy.parameters().values())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.999)
-        )
+        self.optimizers = OPTIMIZERS[config.optimizer].make(policy.parameters(), config)
         self.steps = 0
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the last update; before the first, that of the first."""
+        return learning_rate(self.config, max(self.steps - 1, 0))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch, a scalar loss that is a share of the mean over all ranks."""
@@ -60,8 +64,11 @@ class Engine:
             raise NonFiniteError(
                 f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.config, self.steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         self._update_ema()
         return norm
@@ -97,7 +104,8 @@ class Engine:
             if self.ema is not None:
                 save_state(self.ema, folder / "ema.safetensors")
             with saving(folder):
-                torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+                states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+                torch.save({"optimizer": self.config.optimizer, "states": states}, folder / "optimizer.pt")
         with self.averaged_weights():  # those that are evaluated and sampled
             self.save_weights(folder)
 
@@ -105,7 +113,7 @@ class Engine:
         """Restore what `save` wrote at optimizer step `steps`.
 
         Raises:
-            UserError: `train.ema_decay` has been switched on since.
+            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
         """
         device, ema = self.policy.device, folder / "ema.safetensors"
         if self.ema is not None and not ema.is_file():
@@ -113,10 +121,18 @@ class Engine:
                 f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
                 "with 0, or start another run with --model.weights"
             )
+        saved = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
+        if saved["optimizer"] != self.config.optimizer:
+            raise UserError(
+                f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {saved['optimizer']!r}; resume "
+                "with that, or start another run with --model.weights"
+            )
         self.policy.load(load_file(folder / "trainable.safetensors", device=str(device)))
         if self.ema is not None:
             self.ema = load_file(ema, device=str(device))
-        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+        for optimizer, state in zip(self.optimizers, saved["states"]):  # the settings are those of today
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.steps = steps
 
     def save_weights(self, folder: Path) -> None:

@@ -139,7 +139,7 @@ class Trainer:
         row: dict[str, object] = {"iteration": index, "optimizer_step": self.engine.steps}
         row |= metrics.reduce()
         row["kl/lambda"] = self.kl.value
-        row["learning_rate"] = self.config.train.learning_rate
+        row["learning_rate"] = self.engine.learning_rate
         row["velocity_grad_norm"] = metrics.by_step(len(table))
         return row | watch.seconds()
 
