@@ -16,11 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sage_fast.config import TrainConfig
+from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.distributed import all_reduce, barrier, rank, world_size
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
 from sage_fast.optimizers import OPTIMIZERS, learning_rate
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
+from sage_fast.updates import BFLOAT16_RESOLUTION, UpdateSize, watch_updates
+
+WATCHED_ITERATIONS = 3
+"""Iterations after the learning rate's warm-up in which updates too small for bfloat16 are warned of."""
 
 
 class Engine:
@@ -29,18 +34,22 @@ class Engine:
     Args:
         policy: its trainable parameters are optimised.
         config: optimizer, learning rate, clipping, EMA.
+        tell: told of updates that bfloat16 would swallow.
 
     Attributes:
         steps: optimizer steps so far.
         ema: averaged weights; None if `train.ema_decay` is 0.
     """
 
-    def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig) -> None:
+    def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
         self.policy = policy
         self.config = config
+        self.tell = tell
         self.parameters = list(policy.parameters().values())
         self.optimizers = OPTIMIZERS[config.optimizer].make(policy.parameters(), config)
         self.steps = 0
+        self._updates = watch_updates(policy.transformer)
+        self._warned = False
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
 
     @property
@@ -52,8 +61,8 @@ class Engine:
         """Add the gradients of one micro-batch, a scalar loss that is a share of the mean over all ranks."""
         loss.backward()
 
-    def step(self) -> float:
-        """Reduce, clip and apply the accumulated gradients; returns their norm before clipping.
+    def step(self) -> tuple[float, UpdateSize]:
+        """Reduce, clip and apply the accumulated gradients; returns their norm before clipping, and the update's size.
 
         Raises:
             NonFiniteError: the norm is not finite; the weights are left as they were.
@@ -64,14 +73,34 @@ class Engine:
             raise NonFiniteError(
                 f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
             )
+        self._updates.remember()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(self.config, self.steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        size = self._updates.size()
         self.steps += 1
+        self._warn_of_small_updates(size)
         self._update_ema()
-        return norm
+        return norm, size
+
+    def _warn_of_small_updates(self, size: UpdateSize) -> None:
+        """Once, in the first iterations: what is stored in float32 is used rounded to bfloat16."""
+        since = self.steps - self.config.warmup_steps
+        early = 0 < since <= WATCHED_ITERATIONS * self.config.optimizer_steps
+        if self._warned or not early or self.policy.dtype != torch.bfloat16:
+            return
+        change = float(size.of_rounded)
+        if change < BFLOAT16_RESOLUTION:
+            self._warned = True
+            what = "adapter" if self.policy.has_adapter else "weights"
+            say_wrapped(
+                f"note: the relative change of the {what} in an update is {change:.1e}, and bfloat16 resolves "
+                f"{BFLOAT16_RESOLUTION:.1e}: the forward sees it only once several updates have added up. Raise "
+                f"train.learning_rate = {self.config.learning_rate:g}, or set model.dtype = float32",
+                self.tell,
+            )
 
     def _reduce_gradients(self) -> None:
         """Mean over the ranks; a weight without a gradient on every rank keeps none (and is not decayed)."""

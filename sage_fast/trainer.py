@@ -76,7 +76,7 @@ class Trainer:
         self.embeddings = embeddings
         self.device = self.policy.device
         self.quiet = quiet
-        self.engine = Engine(self.policy, config.train)
+        self.engine = Engine(self.policy, config.train, speaker(quiet))
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if uses_anchor(config.kl) else None
         self.anchor_is_current = True
@@ -231,7 +231,9 @@ class Trainer:
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
         with watch("optimizer"):
-            metrics.add("grad_norm", torch.tensor([self.engine.step()]))
+            norm, update = self.engine.step()
+        metrics.add("grad_norm", torch.tensor([norm]))
+        metrics.add("update/relative", update.relative[None])
         self.anchor_is_current = False
         self.kl.update(kl)
 

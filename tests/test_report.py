@@ -43,6 +43,7 @@ def row(i, **changes):
         "ratio/clip_fraction": 0.1,
         "log_prob/max_delta": 1e-3,
         "grad_norm": 0.1,
+        "update/relative": 1e-3,
         "velocity_grad_norm": [1e-3, None, 2e-3],
         "time/rollout": 1.0,
         "time/train": 2.0,
@@ -108,7 +109,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     tags = Outline(page).tags
     names = [tag for tag, _ in tags]
     assert names.count("video") == 4
-    assert names.count("svg") == 13
+    assert names.count("svg") == 14
     loading = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
     addresses = [value for _, attrs in tags for key, value in attrs.items() if key in loading]
     assert addresses
@@ -243,7 +244,7 @@ def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
         r.pop("time/total", None)
     write_rows(run, rows)
     page = write_report(run).read_text()
-    assert page.count("<svg") == 12
+    assert page.count("<svg") == 13
     assert "KL weight" not in page
     assert not re.search(r"[ML] ?nan", page)
 
