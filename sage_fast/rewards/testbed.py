@@ -19,7 +19,7 @@ from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, 
 
 COLOR_TOLERANCE = 0.3  # RGB distance at which a colour's score has fallen to exp(-1/2)
 SHAPE_TEMPERATURE = 0.05  # difference in overlap that matters; two clean shapes differ by about 0.15
-REACH = 6.0  # pixels: the width of the window around the centroid within which a compact shape lies
+REACH = 7.5  # pixels: the width of the window around the centroid within which a compact shape lies
 STILL = 0.12  # pixels per frame: a fit this slow counts as about half moving
 PATH_TOLERANCE = 1.0  # pixels: distance from the fitted path
 SIZE_TOLERANCE = 0.35  # relative change of the lit area from frame to frame

@@ -24,7 +24,7 @@ DIRECTIONS: dict[str, tuple[float, float]] = {
     "up": (0.0, -1.0),
     "down": (0.0, 1.0),
 }
-SPEEDS: dict[str, float] = {"slowly": 0.45, "quickly": 1.1}  # pixels per frame
+SPEEDS: dict[str, float] = {"slowly": 0.4, "quickly": 1.0}  # pixels per frame
 # The largest channel is PEAK in each colour, so that a pixel's largest channel alone tells how much of it is covered.
 PEAK = 0.9
 COLORS: dict[str, tuple[float, float, float]] = {
@@ -36,7 +36,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
 BACKGROUND = 0.06
 
 # Sizes in pixels; the three shapes have the same area, so that size does not give the shape away.
-AREA = 64.0
+AREA = 100.0
 _CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
 _SQUARE_HALF = math.sqrt(AREA) / 2
 _TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
