@@ -17,9 +17,10 @@ from sage_fast.section import Section, require, within
 Sampler = Literal["sage", "flow", "dance", "cps", "exact", "ode"]
 Reduction = Literal["mean", "sum", "unscaled"]
 Surrogate = Literal["clip", "log_prob"]
+Ratio = Literal["plain", "centred", "normalised"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
 VelocityTerm = Literal["rollout", "closed_form"]
-Feedback = Literal["paper", "ppo", "off"]
+Feedback = Literal["paper", "ppo", "share", "none"]
 DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
@@ -146,7 +147,10 @@ class ObjectiveConfig(Section):
     """The policy's part of the loss."""
 
     surrogate: Surrogate = "clip"
-    """`clip`: clipped ratio; `log_prob`: the plain log-prob of Eq. 43."""
+    """`clip`: clipped ratio; `log_prob`: the plain log-prob of Eq. 43, which uses no ratio."""
+    ratio: Ratio = "plain"
+    """The ratio that is clipped. `plain`: exp(log-ratio); `centred`: the KL to the rollout policy is added to the
+    log-ratio, whose mean is then zero; `normalised`: that times S_t, so that the clip acts alike at every step."""
     clip_range: float = within(1e-4, above=0)
     """The ratio of a transition is clipped to 1 - clip_range to 1 + clip_range."""
     log_prob: Reduction = "mean"
@@ -161,11 +165,11 @@ class ObjectiveConfig(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class KLConfig(Section):
-    """What holds the policy near the base model, near itself, or both."""
+    """What holds the policy near the weights of its start, near itself, or both."""
 
     strategy: KLStrategyName = "dual"
-    """Terms of the KL: `fixed` (anchor = base model), `moving` (an anchor that is refreshed), `stepwise` (the rollout
-    policy), `dual` (moving and stepwise)."""
+    """Terms of the KL: `fixed` (anchor = weights at the start of the run, `model.weights` included), `moving` (an
+    anchor that is refreshed), `stepwise` (the rollout policy), `dual` (moving and stepwise)."""
     velocity_term: VelocityTerm = "rollout"
     """`rollout`: logp_old - logp (Eq. 15); `closed_form`: the same KL without sampling noise."""
     beta_pos: float = within(1.0, least=0)
@@ -177,15 +181,20 @@ class KLConfig(Section):
     lambda_min: float = within(1e-7, least=0)
     """Weight of the whole KL at the start, and its smallest later; at most kl.lambda_max."""
     lambda_max: float = within(1e-5, least=0)
-    """Weight of the whole KL after the warm-up, and its largest."""
+    """Weight of the whole KL after the warm-up, and its largest with feedback `paper`."""
+    lambda_limit: float = within(1e3, least=0)
+    """Largest weight of the whole KL with feedback `ppo` or `share`; at least kl.lambda_max."""
     warmup_steps: int = within(100, least=0)
-    """K of Eq. 41, in optimizer steps."""
+    """K of Eq. 41, in optimizer steps; feedback `share` has no warm-up."""
     feedback: Feedback = "paper"
-    """How lambda moves after the warm-up: `paper` (Eq. 42 as printed), `ppo` (the usual direction), `off`."""
+    """How lambda moves after the warm-up: `paper` (Eq. 42 as printed), `ppo` (the usual direction), `share` (holds the
+    KL's share of the gradient), `none` (stays at kl.lambda_max)."""
     target: float = within(1e-4, above=0)
-    """KL that the feedback steers towards, per element."""
+    """KL that `paper` and `ppo` steer by, per element."""
+    target_share: float = within(0.1, above=0, below=1)
+    """Share of the KL in the gradient on the velocity, `kl/gradient_share`, that `share` holds."""
     history: int = within(10, least=1)
-    """H of Eq. 42: optimizer steps over which the observed KL is averaged."""
+    """H of Eq. 42: optimizer steps over which the feedback averages what it observes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,6 +203,18 @@ class KLConfig(Section):
             "kl.lambda_min",
             self.lambda_min,
             f"expected at most kl.lambda_max; the nearest is {self.lambda_max}",
+        )
+        require(
+            self.lambda_max <= self.lambda_limit,
+            "kl.lambda_limit",
+            self.lambda_limit,
+            f"expected at least kl.lambda_max; the nearest is {self.lambda_max}",
+        )
+        require(
+            self.lambda_min > 0 or self.feedback not in ("ppo", "share"),
+            "kl.lambda_min",
+            self.lambda_min,
+            f"feedback {self.feedback!r} multiplies lambda; expected above 0, such as 1e-07",
         )
 
 
@@ -226,7 +247,9 @@ class TrainConfig(Section):
     checkpoint_interval: int = within(50, least=1)
     """Iterations between checkpoints."""
     parity_gate: bool = True
-    """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range."""
+    """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range; with several
+    updates an iteration, measure what rounding adds to the ratio after the first, warn above a tenth and stop above a
+    third."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config import Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
+from sage_fast.config import Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
+from sage_fast.ops import Row
 
 
 def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -39,19 +40,18 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps:
     return advantages.clamp(-clamp, clamp), equal
 
 
-def _clipped_ratio(log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+def _clipped_ratio(log_prob: Tensor, ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
     """min(ratio A, clip(ratio) A)."""
-    ratio = torch.exp(log_prob - log_prob_old)
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage)
 
 
-def _plain_log_prob(log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+def _plain_log_prob(log_prob: Tensor, ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
     """log-prob x A (Eq. 43)."""
     return log_prob * advantage
 
 
 SURROGATES = {"clip": _clipped_ratio, "log_prob": _plain_log_prob}
-"""What is maximised, `[B]`, of (log-prob, log-prob of the rollout, advantage), each `[B]`, and the clip range."""
+"""What is maximised, `[B]`, of (log-prob, ratio, advantage), each `[B]`, and the clip range."""
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its function in SURROGATES"
 )
@@ -59,7 +59,7 @@ assert tuple(SURROGATES) == get_args(Surrogate), (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Per-sample terms `[B]` of one micro-batch; `total` carries the gradient."""
+    """Per-sample terms `[B]` of one micro-batch; `total` and `policy` carry the gradient, `ratio` is the one used."""
 
     total: Tensor
     policy: Tensor
@@ -111,9 +111,14 @@ def uses_velocity(kl: KLConfig) -> bool:
     return KL_STRATEGIES[kl.strategy].velocity
 
 
-def stores_rollout_velocities(kl: KLConfig) -> bool:
-    """Whether the velocity term needs the rollout's velocities, which it does in closed form."""
-    return uses_velocity(kl) and kl.velocity_term == "closed_form"
+def centres_ratio(objective: ObjectiveConfig) -> bool:
+    """Whether the KL to the rollout policy is added to the log-ratio."""
+    return objective.ratio != "plain" and objective.surrogate == "clip"
+
+
+def stores_rollout_velocities(config: Config) -> bool:
+    """Whether the loss needs the KL to the rollout policy in closed form, and so the rollout's velocities."""
+    return centres_ratio(config.objective) or (uses_velocity(config.kl) and config.kl.velocity_term == "closed_form")
 
 
 def sage_loss(
@@ -127,6 +132,7 @@ def sage_loss(
     kl_weight: float,
     objective: ObjectiveConfig,
     kl: KLConfig,
+    bias: Tensor | float = 1.0,
 ) -> Loss:
     """The whole loss from the outputs of `transition_score`, all `[B]`.
 
@@ -134,39 +140,94 @@ def sage_loss(
         log_prob, kl_anchor, kl_old: of the policy in training.
         log_prob_old: of the rollout.
         advantage: A_i.
-        equalizer: S_t of each transition (ones if it is switched off).
+        equalizer: S_t of each transition; a normalised ratio uses it even if `objective.equalizer` is off.
         kl_weight: lambda_KL.
+        bias: `TransitionTable.log_ratio_bias` of each transition.
     """
-    surrogate = SURROGATES[objective.surrogate]
-    policy = -equalizer * surrogate(log_prob, log_prob_old, advantage, objective.clip_range)
+    log_ratio = log_prob - log_prob_old
+    weight = equalizer if objective.equalizer else torch.ones_like(equalizer)
+    if centres_ratio(objective):
+        # kl_old is not detached: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
+        log_ratio = log_ratio + bias * kl_old
+        if objective.ratio == "normalised":
+            log_ratio, weight = equalizer * log_ratio, weight / equalizer
+    ratio = torch.exp(log_ratio)
+    policy = -weight * SURROGATES[objective.surrogate](log_prob, ratio, advantage, objective.clip_range)
     velocity = kl_old if kl.velocity_term == "closed_form" else log_prob_old - log_prob
     regularizer = torch.zeros_like(policy)
     if uses_anchor(kl):
         regularizer = regularizer + kl.beta_pos * kl_anchor
     if uses_velocity(kl):
         regularizer = regularizer + kl.beta_vel * velocity
-    ratio = torch.exp(log_prob - log_prob_old).detach()
     return Loss(
         total=policy + kl_weight * regularizer,
-        policy=policy.detach(),
+        policy=policy,
         kl=regularizer.detach(),
         kl_anchor=kl_anchor.detach(),
         kl_velocity=velocity.detach(),
-        ratio=ratio,
-        clipped=((ratio - 1).abs() > objective.clip_range).float(),
+        ratio=ratio.detach(),
+        clipped=((ratio.detach() - 1).abs() > objective.clip_range).float(),
     )
 
 
-FEEDBACKS = {"paper": (0.9, 1.1), "ppo": (1.1, 0.9)}
-"""Factors of lambda when the KL is too large, and when it is too small; `off` has none."""
-assert (*FEEDBACKS, "off") == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
+def gradient_norms(
+    loss: Loss,
+    log_prob: Tensor,
+    log_prob_old: Tensor,
+    at: Row,
+    numel: int,
+    *,
+    objective: ObjectiveConfig,
+    kl: KLConfig,
+) -> tuple[Tensor, Tensor]:
+    """Norms of the gradients of the policy's part and of the KL's (without lambda) on the velocity, each `[B]`.
+
+    Only numbers of shape `[B]`, no pass over the latents:
+
+        |d logp / dv| = 2 |w b| sqrt(mean(residual^2) / D),   mean(residual^2) = (logp - k) / w
+        |d KL / dv|   = 2 sqrt(m KL / D)
+
+    A centred log-ratio has the residual of the rollout, since the KL cancels what the policy has moved by. The KL's
+    terms are added in quadrature.
+
+    Args:
+        loss: of `sage_loss`, before its backward.
+        log_prob, log_prob_old: `[B]`, what it was made from.
+        at: coefficients of the transitions.
+        numel: D, elements of a sample.
+        objective, kl: as for `sage_loss`.
+    """
+    (slope,) = torch.autograd.grad(loss.policy.sum(), log_prob, retain_graph=True)
+
+    def of_log_prob(value: Tensor) -> Tensor:
+        return 2 * (at.w * at.b).abs() * (((value.detach() - at.k) / at.w).clamp(min=0) / numel).sqrt()
+
+    def of_kl(value: Tensor) -> Tensor:
+        return 2 * (at.m * value / numel).sqrt()
+
+    policy = slope.abs() * of_log_prob(log_prob_old if centres_ratio(objective) else log_prob)
+    squares = torch.zeros_like(policy)
+    if uses_anchor(kl):
+        squares = squares + (kl.beta_pos * of_kl(loss.kl_anchor)).square()
+    if uses_velocity(kl):
+        closed = kl.velocity_term == "closed_form"
+        squares = squares + (kl.beta_vel * (of_kl(loss.kl_velocity) if closed else of_log_prob(log_prob))).square()
+    return policy, squares.sqrt()
+
+
+FEEDBACKS = {"paper": (0.9, 1.1), "ppo": (1.1, 0.9), "share": None, "none": None}
+"""Factors of lambda when the KL is too large, and when it is too small; None for what does not follow the KL."""
+assert tuple(FEEDBACKS) == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
+LARGEST_FACTOR = 1.5
+"""By which `share` moves lambda in one update at most."""
 
 
 class KLController:
-    """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observed KLs (Eq. 42).
+    """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq. 42).
 
-    Eq. 42 lowers lambda when the KL is too large ("relax"); `ppo` is the usual, opposite direction. The KL given to
-    `update` must be the same on every rank, so that lambda is.
+    Eq. 42 lowers lambda when the KL is too large ("relax"); `ppo` is the usual, opposite direction. `share` has no
+    warm-up. It averages what does not depend on lambda, the ratio of the KL's gradient to the policy's at lambda = 1,
+    and so knows the lambda that gives `kl.target_share`: it goes there without overshooting.
     """
 
     def __init__(self, config: KLConfig) -> None:
@@ -175,28 +236,55 @@ class KLController:
         self.value = config.lambda_min
         self.history: deque[float] = deque(maxlen=config.history)
 
-    def update(self, kl: float) -> None:
-        """Record the KL of one optimizer step and move lambda."""
+    def update(self, observed: float) -> None:
+        """Record an optimizer step and move lambda.
+
+        Args:
+            observed: the step's KL, or with feedback `share` the KL's share of the gradient; the same on every rank,
+                so that lambda is.
+        """
         config = self.config
         self.step += 1
-        self.history.append(kl)
+        if config.feedback == "share":
+            self._hold_share(observed)
+            return
+        self.history.append(observed)
         span = config.lambda_max - config.lambda_min
+        factors = FEEDBACKS[config.feedback]
         if self.step <= config.warmup_steps:
             self.value = config.lambda_min + span * self.step / config.warmup_steps
-        elif config.feedback == "off":
+        elif factors is None:
             self.value = config.lambda_max
         else:
             mean = sum(self.history) / len(self.history)
-            too_large, too_small = FEEDBACKS[config.feedback]
+            too_large, too_small = factors
             if mean > 1.5 * config.target:
                 self.value *= too_large
             elif mean < 0.5 * config.target:
                 self.value *= too_small
-            self.value = min(max(self.value, config.lambda_min), config.lambda_max)
+            most = config.lambda_max if config.feedback == "paper" else config.lambda_limit
+            self.value = min(max(self.value, config.lambda_min), most)
+
+    def _hold_share(self, share: float) -> None:
+        config = self.config
+        if share < 1:  # else the whole policy part was clipped, and there is nothing to compare with
+            self.history.append(share / (1 - share) / self.value)
+        mean = sum(self.history) / max(len(self.history), 1)
+        if mean > 0:
+            wanted = config.target_share / (1 - config.target_share) / mean
+            self.value = min(max(wanted, self.value / LARGEST_FACTOR), self.value * LARGEST_FACTOR)
+            self.value = min(max(self.value, config.lambda_min), config.lambda_limit)
 
     def state_dict(self) -> dict[str, object]:
-        return {"step": self.step, "value": self.value, "history": list(self.history)}
+        return {
+            "step": self.step,
+            "value": self.value,
+            "history": list(self.history),
+            "feedback": self.config.feedback,
+        }
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on from `state_dict`; a feedback that observes something else begins with an empty history."""
         self.step, self.value = state["step"], state["value"]
-        self.history = deque(state["history"], maxlen=self.config.history)
+        same = (state.get("feedback") == "share") == (self.config.feedback == "share")
+        self.history = deque(state["history"] if same else [], maxlen=self.config.history)

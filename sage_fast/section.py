@@ -157,7 +157,8 @@ def kind(hint: Any) -> str:
 def _problem(hint: Any, value: object) -> str | None:
     """What is wrong with the type of a value, or with its choice; None if nothing is."""
     if get_origin(hint) is Literal:
-        return None if value in get_args(hint) else nearest(str(value), get_args(hint))
+        off = value is False or value == "off"  # YAML reads off as False
+        return None if value in get_args(hint) else nearest("none" if off else str(value), get_args(hint))
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             return f"expected {kind(hint)}"

@@ -56,8 +56,6 @@ def build(settings: Mapping[str, Any]) -> Config:
     for key, value in _entries_joined(settings).items():
         if key not in known:
             raise UserError(_unknown(key))
-        if "off" in known[key].choices and isinstance(value, bool):
-            value = "on" if value else "off"  # as YAML reads a choice of that name
         try:
             OmegaConf.update(tree, key, value, merge=False)
         except ValidationError as error:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.console import Progress, progress, speaker
+from sage_fast.console import Progress, progress, say_wrapped, speaker
 from sage_fast.distributed import all_reduce, world_size
 from sage_fast.engine import Engine
-from sage_fast.errors import NonFiniteError, ParityError, UserError
+from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards
 from sage_fast.objective import (
     KLController,
     Loss,
+    gradient_norms,
     group_advantages,
     moves_anchor,
     sage_loss,
@@ -26,6 +27,7 @@ from sage_fast.objective import (
     uses_anchor,
 )
 from sage_fast.ops import Row, transition_score
+from sage_fast.parity import check_replay, check_rounding, moments_after_an_update
 from sage_fast.policy.conditioning import Conditioning, ConditioningTable
 from sage_fast.policy.hunyuan import State
 from sage_fast.policy.load import Model
@@ -83,7 +85,9 @@ class Trainer:
         self.anchor_step = 0
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
-        self.equalizer = self._equalizer()
+        reduction = config.objective.log_prob
+        self.equalizer = self.full_table.equalizer(reduction).to(self.device, torch.float32)
+        self.log_ratio_bias = self.full_table.log_ratio_bias(reduction).to(self.device, torch.float32)
         self.graphs = step_graphs(self.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
 
     # -- one iteration ------------------------------------------------------------------------------------------------
@@ -94,7 +98,7 @@ class Trainer:
         Raises:
             RewardError: a reward failed and `reward.on_failure = stop`.
             NonFiniteError: a loss or gradient is not finite.
-            ParityError: in the first iteration of a process, training does not reproduce the rollout's log-probs.
+            ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
         watch = Stopwatch(self.device)
         table = iteration_table(self.full_table, self.config, index)
@@ -129,7 +133,7 @@ class Trainer:
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, steps)
         if self.config.train.parity_gate and self.engine.steps == self._first_step:
-            metrics.set("log_prob/parity", self._parity_gate(batch, steps))
+            self._check_parity(batch, steps, metrics)
         updates = update_schedule(self.config, index, groups, steps, kept.flatten().tolist())
         with watch("train"), Progress("train", sum(map(len, updates)), "transition", quiet=self.quiet) as bar:
             for transitions in updates:
@@ -144,12 +148,6 @@ class Trainer:
         return row | watch.seconds()
 
     # -- rollout ------------------------------------------------------------------------------------------------------
-
-    def _equalizer(self) -> Tensor:
-        """S_t by step, float32 `[T]`; ones if it is switched off."""
-        if not self.config.objective.equalizer:
-            return torch.ones(len(self.full_table), device=self.device)
-        return self.full_table.equalizer(self.config.objective.log_prob).to(self.device, torch.float32)
 
     def _prompts_of(self, groups: Sequence[Group]) -> list[str]:
         return [group.prompt for group in groups for _ in group.seeds]
@@ -171,7 +169,7 @@ class Trainer:
         prompts = self._prompts_of(groups)
         seeds = torch.cat([group.seeds for group in groups])
         latent_seeds = torch.cat([group.latent_seeds for group in groups])
-        keeps_velocities = stores_rollout_velocities(self.config.kl) or (
+        keeps_velocities = stores_rollout_velocities(self.config) or (
             self.anchor is not None and self.anchor_is_current
         )
         trajectories = Trajectories(
@@ -217,53 +215,51 @@ class Trainer:
             return
         # Gradients are averaged over the ranks; `total` counts the transitions of all of them.
         weight = world_size() / total
-        losses = []
+        losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(transitions, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
         for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
-            loss = self._loss(batch, transitions[rows], metrics, weight)
+            loss, policy, kl = self._loss(batch, transitions[rows], metrics)
             self.engine.backward(weight * loss.total.sum())
-            losses.append(dataclasses.replace(loss, total=loss.total.detach()))
+            losses.append(dataclasses.replace(loss, total=loss.total.detach(), policy=loss.policy.detach()))
+            of_all = (loss.total.detach(), loss.kl, policy.square(), kl.square())
+            sums += torch.stack([values.sum() for values in of_all])
             bar.update(rows.stop - rows.start)
         record_losses(metrics, losses)
-        kl = torch.stack([loss.kl.sum() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
-        value = torch.stack([loss.total.sum() for loss in losses]).sum() if losses else torch.zeros_like(kl)
-        kl, value = (all_reduce(torch.stack([kl, value])) / total).tolist()
+        value, observed, policy_square, kl_square = (all_reduce(sums) / total).tolist()
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
         with watch("optimizer"):
             metrics.add("grad_norm", torch.tensor([self.engine.step()]))
         self.anchor_is_current = False
-        self.kl.update(kl)
+        kl_norm, policy_norm = self.kl.value * math.sqrt(kl_square), math.sqrt(policy_square)
+        share = kl_norm / max(kl_norm + policy_norm, 1e-30)
+        metrics.add("kl/gradient_share", torch.tensor([share]))
+        self.kl.update(share if self.config.kl.feedback == "share" else observed)
 
-    def _loss(self, batch: _Batch, micro: Sequence[Transition], metrics: Metrics, weight: float) -> Loss:
+    def _loss(self, batch: _Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
+        """The loss, and the norms of the gradients of its two parts on the velocity, the KL's without lambda."""
         samples, steps = zip(*micro)
-        scores = self._score(batch, micro)
-        self._record_velocity_gradient(batch, steps, scores[0], metrics, weight)
-        return sage_loss(
+        scores, old = self._score(batch, micro), batch.log_prob_old(micro)
+        config, at = self.config, Row(*batch.coefs[list(steps)].unbind(1))
+        loss = sage_loss(
             *scores,
-            log_prob_old=torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro]),
+            log_prob_old=old,
             advantage=batch.advantages[list(samples)],
             equalizer=self.equalizer[list(steps)],
+            bias=self.log_ratio_bias[list(steps)],
             kl_weight=self.kl.value,
-            objective=self.config.objective,
-            kl=self.config.kl,
+            objective=config.objective,
+            kl=config.kl,
         )
+        numel = math.prod(self.latent_shape)
+        policy, kl = gradient_norms(loss, scores[0], old, at, numel, objective=config.objective, kl=config.kl)
+        metrics.add_by_step(steps, policy)  # what the equalizer levels (Eq. 38)
+        return loss, policy, kl
 
-    def _record_velocity_gradient(
-        self, batch: _Batch, steps: Sequence[int], log_prob: Tensor, metrics: Metrics, weight: float
-    ) -> None:
-        """Norm of the gradient that reaches the velocity through the log-prob, which the equalizer levels (Eq. 38).
-
-        |d loss / d log_prob| 2 |w b| sqrt(mean(residual^2) / D), with mean(residual^2) = (log_prob - k) / w: only
-        numbers of shape `[B]`, no pass over the latents.
-        """
-        at = Row(*batch.coefs[list(steps)].unbind(1))
-        residual = ((log_prob.detach() - at.k) / at.w).clamp(min=0)
-        scale = 2 * (at.w * at.b).abs() * (residual / math.prod(self.latent_shape)).sqrt() / weight
-        log_prob.register_hook(lambda grad: metrics.add_by_step(steps, grad.abs() * scale))
-
-    def _score(self, batch: _Batch, micro: Sequence[Transition]) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward through the policy at stored transitions, and their log-prob and KLs."""
+    def _score(
+        self, batch: _Batch, micro: Sequence[Transition], v_old: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward through the policy at stored transitions, and their log-prob and KLs (to `v_old`, if it is given)."""
         rows = batch.trajectories
         x = rows.gather(rows.states, micro)
         return transition_score(
@@ -273,7 +269,7 @@ class Trainer:
             batch.coefs,
             torch.tensor([t for _, t in micro], device=self.device),
             rows.gather(batch.anchor_velocities, micro) if self.anchor is not None else None,
-            rows.gather(rows.velocities, micro) if stores_rollout_velocities(self.config.kl) else None,
+            rows.gather(rows.velocities, micro) if v_old is None and stores_rollout_velocities(self.config) else v_old,
         )
 
     def _velocity(self, batch: _Batch, micro: Sequence[Transition], x: Tensor) -> Tensor:
@@ -322,28 +318,32 @@ class Trainer:
     _first_step = 0
     """Optimizer step at which this process began; not 0 after a resume."""
 
-    def _parity_gate(self, batch: _Batch, steps: Sequence[int]) -> float:
-        """Largest |log-prob difference| when stored transitions are scored as training scores them.
+    def _check_parity(self, batch: _Batch, steps: Sequence[int], metrics: Metrics) -> None:
+        """Score stored transitions with the rollout's weights, and as after an update if the ratio will see one.
 
         Raises:
-            ParityError: above a tenth of the clip range, so that the ratio could not be told from noise.
+            ParityError: the ratio could not be told from rounding.
         """
-        transitions = [(i, t) for t in steps for i in range(min(2, len(batch.prompts)))]
-        worst = torch.zeros((), device=self.device)
-        for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
-            micro = transitions[rows]
-            log_prob, _, _ = self._score(batch, micro)
-            old = torch.stack([batch.trajectories.log_probs[t][i] for i, t in micro])
-            worst = torch.maximum(worst, (log_prob.detach() - old).abs().max())
-        delta = float(all_reduce(worst, "max"))
-        limit = self.config.objective.clip_range / 10
-        if not delta <= limit:
-            raise ParityError(
-                f"scoring stored transitions again changes the log-prob by up to {delta:.3e}, more than a tenth of "
-                f"objective.clip_range ({limit:.1e}): the ratio would measure rounding, not the policy. Use the same "
-                "batch size in sampling and training, model.dtype = float32, or a wider clip range"
-            )
-        return delta
+
+        def first(samples: int) -> list[list[Transition]]:
+            transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.prompts)))]
+            runs = self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
+            return [transitions[rows] for rows in runs]
+
+        def velocity(micro: Sequence[Transition]) -> Tensor:
+            return self._velocity(batch, micro, batch.trajectories.gather(batch.trajectories.states, micro))
+
+        def log_ratio(micro: Sequence[Transition], v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            log_prob, _, kl = self._score(batch, micro, v_old)
+            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[[t for _, t in micro]] * kl
+
+        delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
+        check_replay(delta, self.config.objective.clip_range)
+        metrics.set("log_prob/parity", delta)
+        if self.config.train.optimizer_steps > 1 and self.config.objective.surrogate == "clip":
+            moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.table), velocity, log_ratio)
+            tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
+            metrics.set("log_prob/rounding", check_rounding(*moments, self.equalizer, self.config, tell))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -384,3 +384,7 @@ class _Batch:
     prompts: Sequence[str]
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]
+
+    def log_prob_old(self, micro: Sequence[Transition]) -> Tensor:
+        """The rollout's log-probs, `[B]`."""
+        return torch.stack([self.trajectories.log_probs[t][i] for i, t in micro])

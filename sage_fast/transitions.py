@@ -181,6 +181,13 @@ class TransitionTable:
         """
         return 2 * self._log_prob_weight(reduction, 1).abs() * self.b.abs() * self.c
 
+    def log_ratio_bias(self, reduction: str = "mean") -> Tensor:
+        """-E[log-ratio] under the rollout policy in units of its KL, float64 `[T]`: 1 for a log-prob.
+
+        `unscaled` is none: E[log-ratio] = -mean((mu - mu_old)^2) there, which is 2 c^2 times the KL.
+        """
+        return 2 * self.c.square() if reduction == "unscaled" else torch.ones_like(self.c)
+
     def equalizer(self, reduction: str = "mean", eps: float = 1e-8) -> Tensor:
         """S_t = median(N) / (N_t + eps) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
         scale = self.gradient_scale(reduction)

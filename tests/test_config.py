@@ -89,6 +89,10 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"kl.beta_vel": -0.1}, "kl.beta_vel = -0.1: expected at least 0"),
         ({"kl.target": 0.0}, "kl.target = 0.0: expected above 0, such as 0.0001"),
         ({"kl.target": -1e-4}, "kl.target = -0.0001: expected above 0"),
+        ({"kl.target_share": 1.0}, "kl.target_share = 1.0: expected above 0 and below 1, such as 0.1"),
+        ({"kl.lambda_limit": 1e-6}, "kl.lambda_limit = 1e-06: expected at least kl.lambda_max; the nearest is 1e-05"),
+        ({"kl.feedback": "share", "kl.lambda_min": 0.0}, "kl.lambda_min = 0.0: feedback 'share' multiplies lambda"),
+        ({"objective.ratio": "centered"}, "objective.ratio = 'centered': .*did you mean 'centred'"),
         ({"kl.warmup_steps": -1}, "kl.warmup_steps = -1: expected at least 0"),
         ({"kl.anchor_interval": 0}, "kl.anchor_interval = 0"),
         ({"kl.history": 0}, "kl.history = 0"),
@@ -167,13 +171,18 @@ class WithoutDocstring(Section):
     """Last."""
 
 
-def test_a_choice_called_off_is_no_boolean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("off", ["off", "'off'", "false", "no"])
+def test_no_feedback_is_called_none(off: str, tmp_path: Path) -> None:
+    """YAML reads off as False, so no choice is called that; what was meant is named."""
     file = tmp_path / "c.yaml"
-    file.write_text("kl: {feedback: off}\n")
-    assert load(file).kl.feedback == "off"
-    assert load(file, {"kl.feedback": "off"}).kl.feedback == "off"
-    (tmp_path / "again.yaml").write_text(dump(load(file)))
-    assert load(tmp_path / "again.yaml").kl.feedback == "off"
+    file.write_text("kl: {feedback: none}\n")
+    assert load(file).kl.feedback == "none"
+    message = r"kl.feedback = ('off'|False): expected one of paper, ppo, share, none; did you mean 'none'\?"
+    with pytest.raises(UserError, match=message):
+        load(file, {"kl.feedback": off})
+    file.write_text(f"kl: {{feedback: {off}}}\n")
+    with pytest.raises(UserError, match=message):
+        load(file)
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ def test_advantages_are_clamped() -> None:
 
 
 def test_surrogates_by_hand() -> None:
-    old = torch.zeros(4)
-    new = torch.tensor([math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5)])
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    new = ratio.log()
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    clipped = SURROGATES["clip"](new, old, advantage, 0.2)
+    clipped = SURROGATES["clip"](new, ratio, advantage, 0.2)
     assert clipped.tolist() == pytest.approx([1.2 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2])
-    plain = SURROGATES["log_prob"](new, old, advantage, 0.2)
+    plain = SURROGATES["log_prob"](new, ratio, advantage, 0.2)
     assert plain.tolist() == pytest.approx((new * advantage).tolist())
 
 
@@ -90,11 +90,13 @@ def test_lambda_warm_up_and_feedback() -> None:
     assert (restored.value, restored.step, restored.history) == (11.0, 113, controller.history)
 
 
-@pytest.mark.parametrize(("feedback", "expected"), [("paper", 0.9), ("ppo", 1.0), ("off", 1.0)])
+@pytest.mark.parametrize(("feedback", "expected"), [("paper", 0.9), ("ppo", 1.0), ("none", 1.0)])
 def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
-    """Where the KL is too large, `paper` lowers lambda and `ppo` raises it (to its bound here)."""
+    """Where the KL is too large, `paper` lowers lambda and `ppo` raises it (to its limit here)."""
     controller = KLController(
-        KLConfig(lambda_min=0.1, lambda_max=1.0, warmup_steps=1, target=1.0, history=1, feedback=feedback)
+        KLConfig(
+            lambda_min=0.1, lambda_max=1.0, lambda_limit=1.0, warmup_steps=1, target=1.0, history=1, feedback=feedback
+        )
     )
     controller.update(9.0)
     controller.update(9.0)
@@ -126,10 +128,10 @@ def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("velocity_term", ["rollout", "closed_form"])
-@pytest.mark.parametrize("kind", ["clip", "log_prob"])
+@pytest.mark.parametrize(("kind", "ratio"), [("clip", "plain"), ("clip", "normalised"), ("log_prob", "plain")])
 @pytest.mark.parametrize("strategy", KL_STRATEGIES)
 def test_gradient_of_the_whole_loss(
-    strategy: str, kind: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
+    strategy: str, kind: str, ratio: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Directional derivative of the loss in the weights against central differences, float64 throughout.
 
@@ -137,14 +139,15 @@ def test_gradient_of_the_whole_loss(
     """
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
-        objective__surrogate=kind, objective__clip_range=0.05, sampling__steps=3, train__group_size=2,
+        objective__surrogate=kind, objective__ratio=ratio, objective__clip_range=0.05, sampling__steps=3,
+        train__group_size=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
     monkeypatch.setattr(
         "sage_fast.trainer.initial_latents",
         lambda seeds, shape, device: torch.randn(len(seeds), *shape, dtype=torch.float64),
     )
-    trainer.equalizer = trainer.equalizer.double()
+    trainer.equalizer, trainer.log_ratio_bias = trainer.equalizer.double(), trainer.log_ratio_bias.double()
     perturb(trainer, 0.02, seed=8)
     batch, transitions = rolled_out(trainer)
     if trainer.anchor is not None:
@@ -153,7 +156,7 @@ def test_gradient_of_the_whole_loss(
     perturb(trainer, 0.02, seed=9)
 
     def loss() -> Tensor:
-        return trainer._loss(batch, transitions, Metrics(), 1.0).total.sum()
+        return trainer._loss(batch, transitions, Metrics())[0].total.sum()
 
     parameters = trainer.engine.parameters
     gradients = torch.autograd.grad(loss(), parameters)

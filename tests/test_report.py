@@ -36,6 +36,7 @@ def row(i, **changes):
         "loss": 1e-4,
         "kl/anchor": 1e-6,
         "kl/velocity": -1e-6,
+        "kl/gradient_share": 2e-5,
         "kl/lambda": 1e-7,
         "ratio/mean": 1.0,
         "ratio/min": 0.999,
@@ -108,7 +109,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     tags = Outline(page).tags
     names = [tag for tag, _ in tags]
     assert names.count("video") == 4
-    assert names.count("svg") == 13
+    assert names.count("svg") == 14
     loading = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
     addresses = [value for _, attrs in tags for key, value in attrs.items() if key in loading]
     assert addresses
@@ -117,6 +118,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     assert not re.search(r">\s*nan\b", page, re.IGNORECASE)
     assert "12 iterations in 42 s of training" in page
     assert "sage: a note" in page
+    assert "2e-05 (below 1e-3 the KL does nothing)" in page
 
 
 def test_every_video_can_be_stopped_and_none_starts_by_itself(run):
@@ -243,7 +245,7 @@ def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
         r.pop("time/total", None)
     write_rows(run, rows)
     page = write_report(run).read_text()
-    assert page.count("<svg") == 12
+    assert page.count("<svg") == 13
     assert "KL weight" not in page
     assert not re.search(r"[ML] ?nan", page)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward, Reward
-from sage_fast.settings import build
+from sage_fast.run.setup import load_setup
+from sage_fast.settings import build, load
 from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text import embed
 from sage_fast.trainer import Trainer
@@ -89,3 +91,12 @@ def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
     with torch.no_grad():
         for p in trainer.engine.parameters:
             p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
+
+
+def demo_trainer(folder: Path, **overrides: Any) -> Trainer:
+    """The trainer of `configs/demo.yaml`, whose prompts are embedded into `folder`; keys as for `settings`."""
+    given = {key.replace("__", "."): str(value) for key, value in overrides.items()}
+    config = load(Path(__file__).parent.parent / "configs" / "demo.yaml", given)
+    setup = load_setup(config)
+    setup.encode(folder, quiet=True)
+    return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -112,6 +112,10 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
     clipped = late("ratio/clip_fraction")
     if clipped is not None:
         look("Clipped ratios", f"{_percent(clipped)} (warns above 30%): a high share wastes updates", clipped > 0.3)
+    acting = late("kl/gradient_share")
+    if acting:
+        text = f"{_percent(acting)}" if acting >= 0.01 else f"{acting:.0e}"
+        look("The KL's share of the gradient", f"{text} (below 1e-3 the KL does nothing)", False)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
         text = f"{_percent(last / first)} of its first quarter (warns below 30%, where samples look alike)"
@@ -277,6 +281,7 @@ def _charts(data: Run) -> list[str]:
             lines("std", "reward/std", "Reward spread within a group", "standard deviation"),
             lines("kl-anchor", "kl/anchor", "KL to the anchor", "nats per element"),
             lines("kl-velocity", "kl/velocity", "KL to the rollout policy", "nats per element"),
+            lines("kl-share", "kl/gradient_share", "The KL's share of the gradient", "share on the velocity", log=True),
             lines("lambda", "kl/lambda", "KL weight", "lambda", log=True, smoothed=False),
             charts.ratio(rows),
             lines("clip", "ratio/clip_fraction", "Clipped ratios", "share of transitions"),

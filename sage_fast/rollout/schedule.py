@@ -12,6 +12,7 @@ from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.distributed import rank, world_size
 from sage_fast.errors import UserError
+from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
 
@@ -73,6 +74,26 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.prompts_per_iteration = {train.prompts_per_iteration}: expected a multiple of the {ranks} ranks; "
             f"the nearest is {max(train.prompts_per_iteration // ranks, 1) * ranks}"
         )
+
+
+def check_log_prob(config: Config, numel: int) -> None:
+    """What the precision of a log-prob over `numel` elements, float32, makes impossible.
+
+    Raises:
+        UserError: neighbouring sums are further apart than a tenth of the clip range.
+    """
+    objective, c = config.objective, configured_table(config).c
+    if objective.log_prob != "sum" or objective.surrogate != "clip":
+        return
+    size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())
+    spacing = 2.0 ** (math.floor(math.log2(size)) - 23)
+    require(
+        spacing <= objective.clip_range / 10,
+        "objective.log_prob",
+        objective.log_prob,
+        f"the sum over {numel:,} elements is about {size:.1e}, where float32 has steps of {spacing:.1e}, above a tenth "
+        f"of objective.clip_range ({objective.clip_range:.1e}); the nearest choice is 'mean'",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

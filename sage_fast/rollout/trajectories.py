@@ -77,6 +77,6 @@ def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int
     trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
     # Untrained steps between trained ones leave up to two states a transition.
     states = trained + 1 if trained == config.sampling.steps else min(2 * trained, config.sampling.steps + 1)
-    velocities = int(uses_anchor(config.kl)) + int(stores_rollout_velocities(config.kl))
+    velocities = int(uses_anchor(config.kl)) + int(stores_rollout_velocities(config))
     width = 2 if config.model.dtype == "bfloat16" and config.sampling.guidance_scale == 1 else 4
     return 4 * numel * samples * states, width * numel * samples * trained * velocities

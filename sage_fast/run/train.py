@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from sage_fast.metrics import REWARD_PART
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import write_comparison
-from sage_fast.rollout.schedule import check_trainable
+from sage_fast.rollout.schedule import check_log_prob, check_trainable
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.folder import check_output, claim_output, replace_settings, run_facts, save_videos
@@ -40,6 +41,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     tell = speaker(quiet)
     setup = load_setup(config, attention=_attention_of(config, resume))
     trajectories = check_trajectories(config, setup.model)
+    check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
     run = Path(config.output)
     if not resume:
         claim_output(config)
@@ -163,7 +165,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         "notes": list(trainer.full_table.notes),
         "sigmas": trainer.full_table.sigmas.tolist(),
         "transition_std": trainer.full_table.c.tolist(),
-        "equalizer": trainer.equalizer.tolist(),
+        "equalizer": trainer.equalizer.tolist() if trainer.config.objective.equalizer else None,
     }
     if rank() == 0:
         facts = run_facts(run, facts, iteration)

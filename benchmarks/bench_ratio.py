@@ -1,0 +1,74 @@
+"""`python -m benchmarks.bench_ratio FILE`: what the clip does to each `objective.ratio`, in bfloat16 and float32.
+
+The testbed of configs/demo.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5. Both updates of
+an iteration see the same rollouts, so only the second can be clipped.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from sage_fast.config import Config, DType, Ratio
+from sage_fast.environment import environment
+from sage_fast.errors import ParityError
+from sage_fast.run.setup import load_setup
+from sage_fast.settings import load
+from sage_fast.trainer import Trainer
+
+ITERATIONS, SEEDS = 6, (0, 1)
+SETTINGS = {"objective.clip_range": "1e-4", "sampling.eta": "0.5", "train.learning_rate": "1e-5"}
+MEANS = ("ratio/clip_fraction", "ratio/mean", "kl/anchor", "kl/gradient_share")
+
+
+def trainer(config: Config) -> Trainer:
+    setup = load_setup(config)
+    with tempfile.TemporaryDirectory() as folder:
+        setup.encode(Path(folder), quiet=True)
+    return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+
+
+def gate(config: Config) -> dict[str, Any]:
+    """What the check at the start of a run finds."""
+    try:
+        return {"rounding": trainer(config).iteration(0)["log_prob/rounding"], "stops": False}
+    except ParityError as error:
+        return {"rounding": None, "stops": True, "message": str(error)}
+
+
+def measure(dtype: str, ratio: str, seed: int) -> dict[str, Any]:
+    """Means over the iterations, and each iteration's clip fraction."""
+    overrides = SETTINGS | {"model.dtype": dtype, "objective.ratio": ratio, "seed": str(seed)}
+    config = load(Path(__file__).parent.parent / "configs" / "demo.yaml", overrides)
+    found = gate(config)
+    run = trainer(dataclasses.replace(config, train=dataclasses.replace(config.train, parity_gate=False)))
+    rows: list[dict[str, Any]] = [run.iteration(index) for index in range(ITERATIONS)]
+    return {
+        "dtype": dtype, "ratio": ratio, "seed": seed, **found,
+        "clip_fractions": [row["ratio/clip_fraction"] for row in rows],
+        **{name: sum(row[name] for row in rows) / len(rows) for name in MEANS},
+    }  # fmt: skip
+
+
+def main(file: Path) -> None:
+    about = {"environment": environment(torch.device("cpu")), "settings": SETTINGS, "iterations": ITERATIONS}
+    rows = []
+    for dtype in get_args(DType):
+        for ratio in get_args(Ratio):
+            for seed in SEEDS:
+                rows.append(row := measure(dtype, ratio, seed))
+                start = "stops" if row["stops"] else f"{row['rounding']:.1e}"
+                print(
+                    f"{dtype:<9} {ratio:<11} seed {seed}  rounding {start}  clipped {row['ratio/clip_fraction']:.4f}  "
+                    f"KL {row['kl/anchor']:.1e}  share of the KL {row['kl/gradient_share']:.1e}",
+                    flush=True,
+                )
+    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,140 @@
+"""What rounding does to the ratio, measured before anything is learned from it.
+
+At the weights of the rollout the ratio is exactly 1 if training reproduces the rollout's log-probs. After an update,
+however small, low precision rounds every activation another way: the velocity moves at random, the log-ratio falls by
+the KL of that movement (its bias) and scatters (its noise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import Config
+from sage_fast.distributed import all_reduce
+from sage_fast.errors import ParityError
+from sage_fast.objective import centres_ratio
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.seeding import derive_seed
+
+Micro = Sequence[tuple[int, int]]
+"""Transitions, (sample, step), that are scored together."""
+
+
+def check_replay(delta: float, clip_range: float) -> None:
+    """
+    Raises:
+        ParityError: `delta`, the largest |log-prob difference| between rollout and training, is above a tenth of the
+            clip range, so that the ratio could not be told from noise.
+    """
+    limit = clip_range / 10
+    if not delta <= limit:
+        raise ParityError(
+            f"scoring stored transitions again changes the log-prob by up to {delta:.3e}, more than a tenth of "
+            f"objective.clip_range ({limit:.1e}): the ratio would measure rounding, not the policy. Use the same "
+            "batch size in sampling and training, model.dtype = float32, or a wider clip range"
+        )
+
+
+def moved(state: Mapping[str, Tensor], by: float, seed: int) -> dict[str, Tensor]:
+    """`state` with each element moved by plus or minus `by`, as far as one update of Adam; the signs are the seed's."""
+    seed = derive_seed(seed, "rounding")
+    generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in state.values()}
+    return {
+        name: t + by * (2 * torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device]) - 1)
+        for name, t in state.items()
+    }
+
+
+@torch.no_grad()
+def moments_after_an_update(
+    policy: HunyuanVideo15Policy,
+    config: Config,
+    micros: Sequence[Micro],
+    steps: int,
+    velocity: Callable[[Micro], Tensor],
+    log_ratio: Callable[[Micro, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Move every weight by the learning rate, then by twice that, and look at the log-ratio; the weights are put back.
+
+    Args:
+        policy: whose weights are moved.
+        config: of the run.
+        micros: what to look at.
+        steps: T.
+        velocity: of a micro-batch under the present weights.
+        log_ratio: of a micro-batch and its `v_old`: log-ratio and minus its expectation, each `[B]`.
+
+    Returns:
+        For either distance, float64 `[T, 2]` on the host: by step, means over the samples of all ranks of the bias and
+        of the square of the noise; 0 at steps without a transition.
+    """
+    v_old = [velocity(micro) for micro in micros]
+    near, far = (torch.zeros(steps, 3, dtype=torch.float64, device=policy.device) for _ in range(2))
+    for sums, distance in ((near, 1), (far, 2)):
+        with policy.using(moved(policy.snapshot(), distance * config.train.learning_rate, config.seed)):
+            for micro, v in zip(micros, v_old):
+                change, bias = log_ratio(micro, v)
+                found = torch.stack([bias, (change + bias).square(), torch.ones_like(bias)], dim=1)
+                sums.index_add_(0, torch.tensor([t for _, t in micro], device=policy.device), found.double())
+        all_reduce(sums)
+    near, far = (sums[:, :2] / sums[:, 2:].clamp(min=1) for sums in (near.cpu(), far.cpu()))
+    return near, far
+
+
+def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+    """Bias and noise, each `[T]`, that rounding alone causes, from the moments after the two movements.
+
+    The response of the policy to twice the movement has four times the KL, rounding the same: near = r + true and
+    far = r + 4 true. The noise is told apart by the bias, of which it is a random share, and which few samples settle.
+    """
+    bias = ((4 * near[:, 0] - far[:, 0]) / 3).clamp(min=0)
+    squares = [torch.where(of[:, 0] == 0, 0, bias / of[:, 0] * of[:, 1]) for of in (near, far)]
+    return bias, torch.stack(squares).mean(0).sqrt()
+
+
+def check_rounding(
+    near: Tensor, far: Tensor, equalizer: Tensor, config: Config, tell: Callable[[str], object]
+) -> float:
+    """Say how much of the clip range rounding takes up after one update, and stop if it is too much.
+
+    Args:
+        near, far: of `moments_after_an_update`.
+        equalizer: S_t by step, `[T]`.
+        config: of the run.
+        tell: told the finding in one line.
+
+    Returns:
+        Rounding in the log-ratio that is clipped, at the step where it is largest.
+
+    Raises:
+        ParityError: it is above a third of the clip range.
+    """
+    objective, rate = config.objective, config.train.learning_rate
+    bias, noise = rounding_of(near, far)
+    used = noise if centres_ratio(objective) else bias + noise
+    if objective.ratio == "normalised":
+        used = used * equalizer.to(used)
+    step = int(used.argmax())
+    value = float(used[step])
+    share = value / objective.clip_range
+    found = (
+        f"rounding after an update of {rate:.0e} a weight: {value:.1e} in the log-ratio that is clipped, at step "
+        f"{step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of objective.clip_range "
+        f"({objective.clip_range:.0e})"
+    )
+    ways = [
+        "train.optimizer_steps = 1",
+        "a wider objective.clip_range",
+        "model.dtype = float32",
+        "a larger sampling.eta",
+    ]
+    if not centres_ratio(objective):
+        ways.insert(1, "objective.ratio = centred")
+    advice = f"the clip acts on rounding, not on the policy. Use {', '.join(ways[:-1])}, or {ways[-1]}"
+    if not share <= 1 / 3:
+        raise ParityError(f"{found}, more than a third: {advice}")
+    tell(f"{found}, more than a tenth: {advice}" if share > 0.1 else found)
+    return value

@@ -1,0 +1,108 @@
+"""How much of the clip range rounding takes up after an update: what is measured, and what is done about it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.errors import ParityError
+from sage_fast.parity import check_rounding, moved, rounding_of
+from sage_fast.trainer import Trainer
+from tests.tiny import demo_trainer, settings, tiny_trainer
+
+
+def test_rounding_is_told_from_the_response() -> None:
+    """Rounding stays as the movement doubles, the response has four times the KL; noise is a share of the bias."""
+    floor, true = torch.tensor([3e-6, 0.0, 3e-6, 0.0]), torch.tensor([1e-6, 2e-6, 0.0, 0.0])
+    near, far = (torch.stack([floor + scale * true, 4 * (floor + scale * true)], dim=1) for scale in (1, 4))
+    bias, noise = rounding_of(near, far)
+    assert bias.tolist() == pytest.approx(floor.tolist(), rel=1e-5, abs=1e-12)
+    assert noise.tolist() == pytest.approx((4 * floor).sqrt().tolist(), rel=1e-5, abs=1e-7)
+
+
+def moments(bias: float, noise: float) -> tuple[Tensor, Tensor]:
+    """Of three steps, the second of which has this rounding and the others a tenth, and no response."""
+    at = torch.tensor([[0.1 * bias, 0.01 * noise**2], [bias, noise**2], [0.0, 0.0]], dtype=torch.float64)
+    return at, at
+
+
+@pytest.mark.parametrize(("ratio", "share"), [("plain", 0.25), ("centred", 0.05), ("normalised", 0.1)])
+def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(ratio: str, share: float) -> None:
+    lines: list[str] = []
+    config = settings(objective__ratio=ratio, objective__clip_range=1e-4, train__optimizer_steps=2)
+    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), config, lines.append)
+    assert value == pytest.approx(share * 1e-4)
+    (line,) = lines
+    assert f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)" in line
+    advice = "more than a tenth: the clip acts on rounding, not on the policy. Use train.optimizer_steps = 1, objective"
+    assert (advice in line) == (ratio == "plain")
+
+
+def test_more_than_a_third_stops() -> None:
+    config = settings(objective__clip_range=1e-4, train__optimizer_steps=2)
+    ones = torch.ones(3)
+    with pytest.raises(ParityError, match=r"4.0e-01 of objective.clip_range \(1e-04\), more than a third: .*centred"):
+        check_rounding(*moments(3.5e-5, 5e-6), ones, config, print)
+    with pytest.raises(ParityError, match="nan"):
+        check_rounding(*moments(float("nan"), 5e-6), ones, config, print)
+
+
+def test_movement_of_one_update() -> None:
+    state = {"a": torch.zeros(50, 3), "b": torch.ones(40)}
+    near, far = moved(state, 1e-3, seed=1), moved(state, 2e-3, seed=1)
+    for name, tensor in state.items():
+        torch.testing.assert_close((near[name] - tensor).abs(), torch.full_like(tensor, 1e-3), rtol=1e-4, atol=0)
+        torch.testing.assert_close(far[name] - tensor, 2 * (near[name] - tensor), rtol=1e-3, atol=1e-9)
+    assert abs(float(near["a"].mean())) < 5e-4
+    assert not torch.equal(near["a"], moved(state, 1e-3, seed=2)["a"])
+
+
+def first_row(trainer: Trainer) -> dict[str, Any]:
+    before = trainer.policy.snapshot()
+    seen: list[bool] = []
+    original = trainer._update
+
+    def update(*args: Any) -> None:
+        seen.append(all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items()))
+        original(*args)
+
+    trainer._update = update  # type: ignore[method-assign]
+    row = trainer.iteration(0)
+    assert seen[0], "the weights were not put back"
+    return row
+
+
+def test_one_update_an_iteration_needs_no_measurement() -> None:
+    assert "log_prob/rounding" not in tiny_trainer(settings()).iteration(0)
+    assert "log_prob/rounding" not in tiny_trainer(
+        settings(train__optimizer_steps=2, objective__surrogate="log_prob")
+    ).iteration(0)
+    assert 0 <= first_row(tiny_trainer(settings(train__optimizer_steps=2)))["log_prob/rounding"] < 1e-5
+
+
+@pytest.mark.parametrize("ratio", ["plain", "centred", "normalised"])
+def test_float32_is_far_below_every_limit(ratio: str, tmp_path: Path) -> None:
+    """On the demo's settings, even with a tenth of its clip range."""
+    row = first_row(
+        demo_trainer(tmp_path, objective__ratio=ratio, objective__clip_range=1e-4, train__prompts_per_iteration=2)
+    )
+    assert row["log_prob/rounding"] < 1e-6
+
+
+def test_bfloat16_takes_up_the_clip_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where 14 to 20 % of the transitions of a second update were clipped by rounding: a warning, or the end."""
+    trainer = demo_trainer(
+        tmp_path, model__dtype="bfloat16", objective__clip_range=1e-4, train__learning_rate=1e-5,
+        train__prompts_per_iteration=2,
+    )  # fmt: skip
+    trainer.quiet = False
+    try:
+        row = trainer.iteration(0)
+    except ParityError as error:
+        said, value = str(error), 1.0
+    else:
+        said, value = " ".join(capsys.readouterr().out.split()), row["log_prob/rounding"]
+    assert value > 1e-5
+    assert "the clip acts on rounding, not on the policy. Use train.optimizer_steps = 1" in said

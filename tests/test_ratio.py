@@ -1,0 +1,289 @@
+"""The ratio: what centring and normalising do to its mean, gradient and clip; the share of the KL's gradient."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config import Config, KLConfig, ObjectiveConfig
+from sage_fast.errors import UserError
+from sage_fast.metrics import Metrics
+from sage_fast.objective import KLController, Loss, sage_loss
+from sage_fast.ops import transition_score
+from sage_fast.rollout.schedule import check_log_prob
+from sage_fast.settings import build
+from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
+from tests.test_objective import rolled_out
+from tests.tiny import demo_trainer, perturb, settings, tiny_trainer
+
+NUMEL = 24
+TABLE = transition_table(sigma_schedule(6, 3.0), "flow", 0.7)
+REDUCTIONS = ["mean", "sum", "unscaled"]
+
+
+def drawn(
+    objective: ObjectiveConfig, step: int, moved: float, samples: int = 4000, table: TransitionTable = TABLE
+) -> tuple[Loss, Tensor, Tensor]:
+    """Loss, velocity `[samples, NUMEL]` and KL of transitions that a rollout policy has drawn, float64.
+
+    The policy in training is away from it by `moved` an element; every advantage is 1 and there is no other term.
+    """
+    generator = torch.Generator().manual_seed(5)
+    x, v_old, direction = (
+        torch.randn(3, NUMEL, generator=generator, dtype=torch.float64).expand(samples, 3, -1).unbind(1)
+    )
+    noise = torch.randn(samples, NUMEL, generator=generator, dtype=torch.float64)
+    x_next = table.a[step] * x + table.b[step] * v_old + table.c[step] * noise
+    coefs = exact_coefficients(table, objective.log_prob)
+    at = torch.tensor(step)
+    v = (v_old + moved * direction / direction[0].square().mean().sqrt()).requires_grad_()
+    old, _, _ = transition_score(x, x_next, v_old, coefs, at)
+    log_prob, kl_anchor, kl_old = transition_score(x, x_next, v, coefs, at, v_old=v_old)
+    ones = torch.ones(samples, dtype=torch.float64)
+    loss = sage_loss(
+        log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=ones, kl_weight=0.0, objective=objective,
+        equalizer=table.equalizer(objective.log_prob)[step] * ones, kl=KLConfig(strategy="none"),
+        bias=table.log_ratio_bias(objective.log_prob)[step],
+    )  # fmt: skip
+    return loss, v, kl_old.detach()
+
+
+def exact_coefficients(table: TransitionTable, reduction: str) -> Tensor:
+    """`coefficients` before it is rounded to float32."""
+    scale = NUMEL if reduction == "sum" else 1
+    w = torch.full_like(table.c, -1) if reduction == "unscaled" else -scale / (2 * table.c.square())
+    m = scale * table.b.square() / (2 * table.c.square())
+    return torch.stack([table.a, table.b, table.c, w, torch.zeros_like(w), m], dim=1)
+
+
+def gradient_of_log_ratio(loss: Loss, v: Tensor) -> Tensor:
+    """`[samples, NUMEL]`: the policy term is -ratio here, whose gradient is -ratio that of the log-ratio."""
+    (gradient,) = torch.autograd.grad(loss.policy.sum(), v)
+    return -gradient / loss.ratio[:, None]
+
+
+def is_zero(mean_of: Tensor) -> bool:
+    """Whether the mean over the first axis is 0, within 5 standard errors."""
+    return bool((mean_of.mean(0).abs() < 5 * mean_of.std(0) / math.sqrt(len(mean_of))).all())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("moved", [0.2, 1.0])
+def test_centred_log_ratio_and_its_gradient_have_mean_zero(reduction: str, moved: float) -> None:
+    """At any distance from the rollout policy: the log-ratio's mean is minus the KL, and centring takes it away.
+
+    The KL's gradient is part of that: the centred gradient is b noise / c, whatever the distance, so its variance does
+    not grow either. The plain one is biased towards the rollout policy by the KL's gradient, and so would the centred
+    one be with a detached KL, which leaves the gradient as it is.
+    """
+    plain, v, kl = drawn(ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False), 3, moved)
+    bias = float(TABLE.log_ratio_bias(reduction)[3])
+    assert is_zero(plain.ratio.log() + bias * kl)
+    assert not is_zero(plain.ratio.log())
+    gradient = gradient_of_log_ratio(plain, v)
+    assert not is_zero(gradient)
+    objective = ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False, ratio="centred")
+    centred, v, _ = drawn(objective, 3, moved)
+    assert is_zero(centred.ratio.log())
+    gradient = gradient_of_log_ratio(centred, v)
+    assert is_zero(gradient)
+    at_rollout, v_old, _ = drawn(objective, 3, 0.0)
+    torch.testing.assert_close(gradient, gradient_of_log_ratio(at_rollout, v_old), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("equalizer", [True, False])
+def test_every_ratio_has_the_same_gradient_at_the_rollout_policy(reduction: str, equalizer: bool) -> None:
+    def gradient(ratio: Any, step: int) -> Tensor:
+        loss, v, _ = drawn(ObjectiveConfig(log_prob=reduction, ratio=ratio, equalizer=equalizer), step, 0.0, samples=8)
+        return torch.autograd.grad(loss.total.sum(), v)[0]
+
+    for step in TABLE.stochastic_steps:
+        plain = gradient("plain", step)
+        assert plain.abs().max() > 0
+        for ratio in ("centred", "normalised"):
+            torch.testing.assert_close(gradient(ratio, step), plain, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("equalizer", [True, False])
+def test_the_clip_acts_alike_at_every_step_on_a_normalised_ratio(equalizer: bool) -> None:
+    """For the same change of the velocity the log-ratio spreads alike, and so the same share is clipped."""
+    moved = 0.01
+    steps = TABLE.stochastic_steps
+    scale = TABLE.gradient_scale()
+    spread = float(scale[steps].quantile(0.5)) * moved / math.sqrt(NUMEL)  # median(N) |v - v_old| / D
+
+    def of(ratio: Any) -> tuple[list[float], list[float]]:
+        objective = ObjectiveConfig(ratio=ratio, equalizer=equalizer, clip_range=spread)
+        losses = [drawn(objective, step, moved)[0] for step in steps]
+        return [float(loss.ratio.log().std()) for loss in losses], [float(loss.clipped.mean()) for loss in losses]
+
+    stds, clipped = of("normalised")
+    assert stds == pytest.approx([spread] * len(steps), rel=0.05)
+    assert clipped == pytest.approx([0.317] * len(steps), abs=0.04)  # beyond one standard deviation
+    stds, clipped = of("centred")
+    assert max(stds) > 2 * min(stds)
+    assert max(clipped) > 0.5
+    assert min(clipped) < 0.2
+
+
+def test_the_log_prob_surrogate_uses_no_ratio() -> None:
+    def total(ratio: Any) -> Tensor:
+        return drawn(ObjectiveConfig(surrogate="log_prob", ratio=ratio), 2, 0.1, samples=4)[0].total
+
+    assert torch.equal(total("plain"), total("normalised"))
+
+
+@pytest.mark.parametrize("ratio", ["plain", "centred", "normalised"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    ("strategy", "velocity_term"),
+    [("moving", "rollout"), ("stepwise", "rollout"), ("stepwise", "closed_form"), ("dual", "closed_form")],
+)
+def test_gradient_norms_are_those_of_autograd(
+    strategy: str, velocity_term: str, reduction: str, ratio: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the velocity, sample by sample, away from rollout and anchor; the terms of the KL add in quadrature."""
+    config = settings(
+        kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
+        kl__beta_pos=0.7, objective__log_prob=reduction, objective__ratio=ratio, objective__clip_range=10.0,
+        sampling__steps=3, train__group_size=2,
+    )  # fmt: skip
+    trainer = tiny_trainer(config, dtype=torch.float64)
+    monkeypatch.setattr(
+        "sage_fast.trainer.initial_latents",
+        lambda seeds, shape, device: torch.randn(len(seeds), *shape, dtype=torch.float64),
+    )
+    perturb(trainer, 0.02, seed=8)
+    batch, transitions = rolled_out(trainer)
+    if trainer.anchor is not None:
+        trainer.anchor_is_current = False
+        batch.anchor_velocities = trainer._anchor_velocities(batch, [0, 1, 2])
+    perturb(trainer, 0.02, seed=9)
+    seen: list[tuple[Tensor, ...]] = []
+
+    def watched(x: Tensor, x_next: Tensor, v: Tensor, *others: Any) -> Any:
+        scores = transition_score(x, x_next, v, *others)
+        seen.append((v, *scores))
+        return scores
+
+    monkeypatch.setattr("sage_fast.trainer.transition_score", watched)
+    loss, policy, kl = trainer._loss(batch, transitions, Metrics())
+    ((v, log_prob, kl_anchor, kl_old),) = seen
+
+    def norm(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value.sum(), v, retain_graph=True)[0].flatten(1).norm(dim=1)
+
+    torch.testing.assert_close(policy, norm(loss.policy), rtol=1e-4, atol=1e-12)
+    anchor = norm(0.7 * kl_anchor) if strategy != "stepwise" else torch.zeros_like(kl)
+    velocity = norm(0.1 * (kl_old if velocity_term == "closed_form" else log_prob)) if strategy != "moving" else 0
+    torch.testing.assert_close(kl, (anchor**2 + velocity**2).sqrt(), rtol=1e-4, atol=1e-12)
+    if strategy != "dual":
+        torch.testing.assert_close(0.3 * kl, norm(loss.total - loss.policy), rtol=1e-4, atol=1e-12)
+
+
+# -- lambda -----------------------------------------------------------------------------------------------------------
+
+
+def controlled(config: KLConfig, plant: Any, updates: int) -> tuple[KLController, float]:
+    """A controller after `updates` of a plant (lambda -> what is observed), and the last observation."""
+    controller, seen = KLController(config), 0.0
+    for _ in range(updates):
+        seen = plant(controller.value)
+        controller.update(seen)
+    return controller, seen
+
+
+def penalised(weight: float) -> float:
+    """A KL of 1e-2 that a weight of 0.01 halves."""
+    return 1e-2 / (1 + weight / 0.01)
+
+
+def test_ppo_moves_lambda_over_decades_to_its_target() -> None:
+    controller, kl = controlled(KLConfig(feedback="ppo", target=1e-4, warmup_steps=5), penalised, 300)
+    assert kl == pytest.approx(1e-4, rel=0.5)
+    assert controller.value > 1e4 * controller.config.lambda_max
+
+
+def test_paper_runs_to_its_floor() -> None:
+    controller, kl = controlled(KLConfig(feedback="paper", target=1e-4, warmup_steps=5), penalised, 300)
+    assert controller.value == controller.config.lambda_min
+    assert kl > 50e-4
+
+
+@pytest.mark.parametrize("strength", [1e-3, 3.0, 200.0])
+def test_share_goes_to_its_target_and_stays(strength: float) -> None:
+    """Whatever the KL's gradient is at lambda 1; it scatters, and sags as lambda grows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def plant(weight: float) -> float:
+        noise = math.exp(0.1 * float(torch.randn((), generator=generator)))
+        relative = weight * strength * noise / (1 + 0.5 * weight * strength)
+        return relative / (1 + relative)
+
+    config = KLConfig(feedback="share", target_share=0.2)
+    controller, _ = controlled(config, plant, 1)
+    assert controller.value == pytest.approx(1.5 * config.lambda_min), "no warm-up, and one factor at a time"
+    controller, _ = controlled(config, plant, 80)
+    shares = []
+    for _ in range(40):
+        shares.append(plant(controller.value))
+        controller.update(shares[-1])
+    assert sum(shares) / len(shares) == pytest.approx(0.2, rel=0.1)
+    assert max(shares) < 0.3
+
+
+def test_share_waits_where_there_is_nothing_to_hold() -> None:
+    config = KLConfig(feedback="share")
+    assert controlled(config, lambda weight: 0.0, 20)[0].value == config.lambda_min, "no KL has a gradient"
+    assert controlled(config, lambda weight: 1.0, 20)[0].value == config.lambda_min, "all of the policy part is clipped"
+
+
+def test_another_feedback_begins_with_an_empty_history() -> None:
+    state = controlled(KLConfig(feedback="paper"), penalised, 3)[0].state_dict()
+    for feedback, kept in (("ppo", 3), ("share", 0)):
+        controller = KLController(KLConfig(feedback=feedback))
+        controller.load_state_dict(state)
+        assert len(controller.history) == kept
+
+
+def test_share_is_held_in_training() -> None:
+    config = settings(
+        kl__feedback="share", kl__target_share=0.2, kl__lambda_min=1e-2, kl__lambda_max=1e-2, kl__history=4,
+        train__optimizer_steps=2, sampling__steps=4, train__learning_rate=1e-4,
+    )  # fmt: skip
+    trainer = tiny_trainer(config)
+    shares = [trainer.iteration(index)["kl/gradient_share"] for index in range(12)]
+    assert shares[0] < 0.02
+    assert sum(shares[-4:]) / 4 == pytest.approx(0.2, rel=0.15)
+
+
+def test_the_kl_of_the_paper_does_nothing(tmp_path: Any) -> None:
+    """At its lambda, 1e-7 to 1e-5, the KL has less than a thousandth of the gradient: without it, the same rewards."""
+    rewards = {}
+    for strategy in ("dual", "none"):
+        trainer = demo_trainer(tmp_path, kl__strategy=strategy, kl__warmup_steps=1, train__prompts_per_iteration=2)
+        rows = [trainer.iteration(index) for index in range(2)]
+        rewards[strategy] = [row["reward/mean"] for row in rows]
+        assert (rows[1]["kl/gradient_share"] > 0) == (strategy == "dual")
+        assert rows[1]["kl/gradient_share"] < 1e-3
+    assert rewards["dual"] == pytest.approx(rewards["none"], abs=5e-5)
+
+
+# -- precision of a sum -----------------------------------------------------------------------------------------------
+
+
+def test_a_sum_that_float32_cannot_resolve_is_refused() -> None:
+    def config(**changes: Any) -> Config:
+        return build({"objective.log_prob": "sum"} | {key.replace("__", "."): value for key, value in changes.items()})
+
+    published = 32 * 21 * 30 * 52
+    with pytest.raises(
+        UserError, match=r"log_prob = 'sum': .*1,048,320 .* steps of \d.\de-01, .*nearest choice is 'mean'"
+    ):
+        check_log_prob(config(), published)
+    check_log_prob(config(objective__clip_range=5.0), published)
+    check_log_prob(config(objective__log_prob="mean"), published)
+    check_log_prob(config(objective__surrogate="log_prob"), published)
