@@ -25,6 +25,8 @@ DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
 OnFailure = Literal["stop", "drop"]
+Optimizer = Literal["adamw", "muon", "adamw8bit"]
+Schedule = Literal["constant", "cosine", "linear"]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -236,10 +238,21 @@ class TrainConfig(Section):
     """Share of the stochastic steps that is trained."""
     timestep_permutation: bool = True
     """Train the steps in random order (a random subset if the fraction is below 1)."""
+    optimizer: Optimizer = "adamw"
+    """`muon`: Muon for the matrices of the transformer blocks and AdamW for the rest, with model.tuning = full;
+    `adamw8bit`: AdamW with its moments in 8 bits, by bitsandbytes."""
     learning_rate: float = within(1e-5, above=0)
-    """Of AdamW, constant."""
+    """After the warm-up; Muon's updates are scaled to the size of AdamW's, so that one value serves both."""
+    warmup_steps: int = within(0, least=0)
+    """Optimizer steps over which the learning rate rises linearly; step k of K uses k / K of it."""
+    schedule: Schedule = "constant"
+    """Learning rate after the warm-up: `constant`, or a `cosine` or `linear` fall to 0 at the end of the run, after
+    iterations x optimizer_steps steps. A run that --resume extends goes on along the curve of its new length."""
     weight_decay: float = within(1e-4, least=0)
-    """Of AdamW, decoupled: a weight shrinks by learning_rate x weight_decay each step."""
+    """Decoupled: a weight shrinks by learning rate x weight_decay each step."""
+    eps: float = within(1e-15, above=0)
+    """Added to the root of AdamW's second moment. Gradients of a mean log-prob are about 2e-9 an element, whose updates
+    the usual 1e-8 would shrink to a sixth."""
     max_grad_norm: float = within(1.0, above=0)
     """Gradients are scaled down to this norm over all weights."""
     ema_decay: float = within(0.0, least=0, below=1)
@@ -295,3 +308,12 @@ class Config(Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.train.optimizer != "muon" or self.model.tuning == "full",
+            "train.optimizer",
+            self.train.optimizer,
+            "needs model.tuning = full, since it orthogonalises whole weight matrices; the nearest choice is adamw",
+        )

@@ -16,40 +16,53 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sage_fast.config import TrainConfig
+from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.distributed import all_reduce, barrier, rank, world_size
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
+from sage_fast.optimizers import OPTIMIZERS, learning_rate
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
+from sage_fast.updates import BFLOAT16_RESOLUTION, UpdateSize, watch_updates
+
+WATCHED_ITERATIONS = 3
+"""Iterations after the learning rate's warm-up in which updates too small for bfloat16 are warned of."""
 
 
 class Engine:
-    """AdamW over the trainable weights; under torchrun every rank holds them whole (data parallel).
+    """An optimizer over the trainable weights; under torchrun every rank holds them whole (data parallel).
 
     Args:
         policy: its trainable parameters are optimised.
-        config: learning rate, weight decay, clipping, EMA.
+        config: optimizer, learning rate, clipping, EMA.
+        tell: told of updates that bfloat16 would swallow.
 
     Attributes:
         steps: optimizer steps so far.
         ema: averaged weights; None if `train.ema_decay` is 0.
     """
 
-    def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig) -> None:
+    def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
         self.policy = policy
         self.config = config
+        self.tell = tell
         self.parameters = list(policy.parameters().values())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.999)
-        )
+        self.optimizers = OPTIMIZERS[config.optimizer].make(policy.parameters(), config)
         self.steps = 0
+        self._updates = watch_updates(policy.transformer)
+        self._warned = False
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the last update; before the first, that of the first."""
+        return learning_rate(self.config, max(self.steps - 1, 0))
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch, a scalar loss that is a share of the mean over all ranks."""
         loss.backward()
 
-    def step(self) -> float:
-        """Reduce, clip and apply the accumulated gradients; returns their norm before clipping.
+    def step(self) -> tuple[float, UpdateSize]:
+        """Reduce, clip and apply the accumulated gradients; returns their norm before clipping, and the update's size.
 
         Raises:
             NonFiniteError: the norm is not finite; the weights are left as they were.
@@ -60,11 +73,34 @@ class Engine:
             raise NonFiniteError(
                 f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._updates.remember()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.config, self.steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        size = self._updates.size()
         self.steps += 1
+        self._warn_of_small_updates(size)
         self._update_ema()
-        return norm
+        return norm, size
+
+    def _warn_of_small_updates(self, size: UpdateSize) -> None:
+        """Once, in the first iterations: what is stored in float32 is used rounded to bfloat16."""
+        since = self.steps - self.config.warmup_steps
+        early = 0 < since <= WATCHED_ITERATIONS * self.config.optimizer_steps
+        if self._warned or not early or self.policy.dtype != torch.bfloat16:
+            return
+        change = float(size.of_rounded)
+        if change < BFLOAT16_RESOLUTION:
+            self._warned = True
+            what = "adapter" if self.policy.has_adapter else "weights"
+            say_wrapped(
+                f"note: the relative change of the {what} in an update is {change:.1e}, and bfloat16 resolves "
+                f"{BFLOAT16_RESOLUTION:.1e}: the forward sees it only once several updates have added up. Raise "
+                f"train.learning_rate = {self.config.learning_rate:g}, or set model.dtype = float32",
+                self.tell,
+            )
 
     def _reduce_gradients(self) -> None:
         """Mean over the ranks; a weight without a gradient on every rank keeps none (and is not decayed)."""
@@ -97,7 +133,8 @@ class Engine:
             if self.ema is not None:
                 save_state(self.ema, folder / "ema.safetensors")
             with saving(folder):
-                torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+                states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+                torch.save({"optimizer": self.config.optimizer, "states": states}, folder / "optimizer.pt")
         with self.averaged_weights():  # those that are evaluated and sampled
             self.save_weights(folder)
 
@@ -105,7 +142,7 @@ class Engine:
         """Restore what `save` wrote at optimizer step `steps`.
 
         Raises:
-            UserError: `train.ema_decay` has been switched on since.
+            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
         """
         device, ema = self.policy.device, folder / "ema.safetensors"
         if self.ema is not None and not ema.is_file():
@@ -113,10 +150,18 @@ class Engine:
                 f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
                 "with 0, or start another run with --model.weights"
             )
+        saved = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
+        if saved["optimizer"] != self.config.optimizer:
+            raise UserError(
+                f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {saved['optimizer']!r}; resume "
+                "with that, or start another run with --model.weights"
+            )
         self.policy.load(load_file(folder / "trainable.safetensors", device=str(device)))
         if self.ema is not None:
             self.ema = load_file(ema, device=str(device))
-        self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+        for optimizer, state in zip(self.optimizers, saved["states"]):  # the settings are those of today
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.steps = steps
 
     def save_weights(self, folder: Path) -> None:

@@ -78,7 +78,7 @@ class Trainer:
         self.embeddings = embeddings
         self.device = self.policy.device
         self.quiet = quiet
-        self.engine = Engine(self.policy, config.train)
+        self.engine = Engine(self.policy, config.train, speaker(quiet))
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if uses_anchor(config.kl) else None
         self.anchor_is_current = True
@@ -143,7 +143,7 @@ class Trainer:
         row: dict[str, object] = {"iteration": index, "optimizer_step": self.engine.steps}
         row |= metrics.reduce()
         row["kl/lambda"] = self.kl.value
-        row["learning_rate"] = self.config.train.learning_rate
+        row["learning_rate"] = self.engine.learning_rate
         row["velocity_grad_norm"] = metrics.by_step(len(table))
         return row | watch.seconds()
 
@@ -229,7 +229,9 @@ class Trainer:
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
         with watch("optimizer"):
-            metrics.add("grad_norm", torch.tensor([self.engine.step()]))
+            norm, update = self.engine.step()
+        metrics.add("grad_norm", torch.tensor([norm]))
+        metrics.add("update/relative", update.relative[None])
         self.anchor_is_current = False
         kl_norm, policy_norm = self.kl.value * math.sqrt(kl_square), math.sqrt(policy_square)
         share = kl_norm / max(kl_norm + policy_norm, 1e-30)

@@ -13,7 +13,7 @@ from tests.tiny import settings, tiny_trainer
 FILE = Path(__file__).parent / "golden" / "tiny_metrics.json"
 KEYS = (
     "reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "kl/anchor", "kl/velocity", "kl/lambda",
-    "ratio/max", "ratio/min",
+    "ratio/max", "ratio/min", "update/relative",
 )  # fmt: skip
 
 

@@ -80,9 +80,12 @@ def test_files_can_be_read_in_one_go(folder: str) -> None:
         ("config.py", '"xformers"]', '"xformers", "sage"]', "policy.attention", "ATTENTION"),
         ("policy/attention.py", '    "sdpa": _sdpa,', '    "sdpa": _sdpa,\n    "sage": _sdpa,', "policy.attention",
          "config.AttentionBackend"),
+        ("config.py", '"adamw8bit"]', '"adamw8bit", "sgd"]', "optimizers", "OPTIMIZERS"),
+        ("optimizers.py", '    "linear"', '    "root": lambda progress: 1 - progress**0.5,\n    "linear"', "optimizers",
+         "config.Schedule"),
     ],
     ids=["strategy named", "strategy written", "surrogate named", "feedback named", "sampler named", "sampler written",
-         "backend named", "backend written"],
+         "backend named", "backend written", "optimizer named", "schedule written"],
 )  # fmt: skip
 def test_a_name_added_in_one_place_only_fails_at_import(
     file: str, old: str, new: str, module: str, message: str, tmp_path: Path

@@ -19,6 +19,7 @@ from sage_fast.config import Config
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.objective import uses_anchor
+from sage_fast.optimizers import OPTIMIZERS
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
@@ -145,10 +146,9 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
     """
     transformer = build_meta(config, architecture)
     built = transformer.config
-    parameters = [(p.numel(), p.requires_grad) for p in transformer.parameters()]
-    trainable = sum(count for count, trained in parameters if trained)
-    lora = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" in name)
-    base = sum(count for count, _ in parameters) - lora
+    trained_weights = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    trainable = sum(p.numel() for p in trained_weights.values())
+    base = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" not in name)
 
     s, train = config.sampling, config.train
     testbed = isinstance(transformer, TestbedTransformer)
@@ -182,11 +182,15 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
     width = 2 if config.model.dtype == "bfloat16" else 4
     frozen_width = 4 if config.model.tuning == "full" else width
     mine = -(-samples // ranks)
+    state_bytes = OPTIMIZERS[train.optimizer].state_bytes
     snapshots = int(uses_anchor(config.kl)) + int(train.ema_decay > 0)
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     memory = {
         "frozen weights": float((base - (trainable if config.model.tuning == "full" else 0)) * frozen_width),
-        "trained weights, gradients, AdamW": 16.0 * trainable,
+        "trained weights, gradients": 8.0 * trainable,
+        f"state of the optimizer ({train.optimizer})": sum(
+            state_bytes(name, p) * p.numel() for name, p in trained_weights.items()
+        ),
         "anchor and EMA": 4.0 * trainable * snapshots,
     }
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}

@@ -287,6 +287,7 @@ def _charts(data: Run) -> list[str]:
             lines("clip", "ratio/clip_fraction", "Clipped ratios", "share of transitions"),
             lines("delta", "log_prob/max_delta", "Largest log-prob change", "|log ratio|", log=True),
             lines("grad-norm", "grad_norm", "Gradient norm (before clipping)", "norm", log=True),
+            lines("update", "update/relative", "Relative size of an update", "|dW| / |W|", log=True),
             charts.gradient_map(rows),
             charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
             charts.phases(rows),

@@ -15,6 +15,7 @@ from sage_fast.distributed import barrier, initialize, rank, shutdown, world_siz
 from sage_fast.environment import command_line, environment
 from sage_fast.files import read_json
 from sage_fast.metrics import REWARD_PART
+from sage_fast.optimizers import check_optimizer
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import write_comparison
@@ -35,6 +36,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     """
     initialize()
     check_trainable(config)
+    check_optimizer(config.train.optimizer)
     check_trackers(config.tracking.trackers)
     check_output(config, resume=resume)
     quiet = quiet or rank() > 0

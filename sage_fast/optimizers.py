@@ -1,0 +1,122 @@
+"""The optimizers of `train.optimizer`, and the learning rate of every update."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import Optimizer, Schedule, TrainConfig
+from sage_fast.errors import UserError
+
+Parameters = Mapping[str, Tensor]
+"""Trained weights by name."""
+
+BETAS = (0.9, 0.999)
+SMALLEST_8BIT = 4096
+"""Elements below which bitsandbytes keeps a weight's state in float32."""
+
+
+def _shared(config: TrainConfig) -> dict[str, Any]:
+    return {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.eps}
+
+
+def _adamw(parameters: Parameters, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(parameters.values(), betas=BETAS, **_shared(config))]
+
+
+def _muon(parameters: Parameters, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the embedders, biases, norms and the last layer.
+
+    An update is an orthogonal matrix scaled to AdamW's usual rms of 0.2 x learning rate (Moonlight, arXiv 2502.16982).
+    """
+    matrices = {name: p for name, p in parameters.items() if _is_block_matrix(name, p)}
+    muon = torch.optim.Muon(
+        matrices.values(),
+        adjust_lr_fn="match_rms_adamw",
+        **_shared(config),  # eps is of a gradient's norm: torch's 1e-7 would shrink the updates of small ones
+    )
+    return [muon, *_adamw({name: p for name, p in parameters.items() if name not in matrices}, config)]
+
+
+def _is_block_matrix(name: str, p: Tensor) -> bool:
+    return name.startswith("transformer_blocks.") and p.ndim == 2
+
+
+def _adamw8bit(parameters: Parameters, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """bitsandbytes': what diffusers' training scripts mean by `--use_8bit_adam`, and it runs on a CPU too."""
+    make = _bitsandbytes().optim.AdamW8bit
+    return [make(parameters.values(), betas=BETAS, min_8bit_size=SMALLEST_8BIT, **_shared(config))]
+
+
+def _bitsandbytes() -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "train.optimizer = 'adamw8bit' needs bitsandbytes, which is not installed: pip install "
+            "'sage-fast[bitsandbytes]'; the nearest choice without it is adamw"
+        )
+    return importlib.import_module("bitsandbytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """An optimizer.
+
+    Attributes:
+        make: the torch optimizers of all weights, each weight in one of them.
+        state_bytes: of an element of the weight with this name.
+    """
+
+    make: Callable[[Parameters, TrainConfig], list[torch.optim.Optimizer]]
+    state_bytes: Callable[[str, Tensor], float]
+
+
+OPTIMIZERS = {
+    "adamw": Choice(make=_adamw, state_bytes=lambda name, p: 8.0),
+    "muon": Choice(make=_muon, state_bytes=lambda name, p: 4.0 if _is_block_matrix(name, p) else 8.0),
+    # Two moments of 8 bits, and a float32 scale of each for every 256 elements.
+    "adamw8bit": Choice(
+        make=_adamw8bit, state_bytes=lambda name, p: 2 + 8 / 256 if p.numel() >= SMALLEST_8BIT else 8.0
+    ),
+}
+assert tuple(OPTIMIZERS) == get_args(Optimizer), (
+    "an optimizer is named in config.Optimizer and has its row in OPTIMIZERS"
+)
+
+
+def check_optimizer(name: str) -> None:
+    """
+    Raises:
+        UserError: its library is not installed.
+    """
+    if name == "adamw8bit":
+        _bitsandbytes()
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+}
+"""Share of the learning rate by progress in [0, 1], from the end of the warm-up to the end of the run."""
+assert tuple(SCHEDULES) == get_args(Schedule), (
+    "a schedule is named in config.Schedule and has its function in SCHEDULES"
+)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Of the update that follows `step` others: a function of the step alone, so that a resume has nothing to restore.
+
+    Unlike diffusers' schedules, which begin at 0, the first update of a warm-up moves the weights.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    total = config.iterations * config.optimizer_steps
+    progress = min((step - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
+    return config.learning_rate * SCHEDULES[config.schedule](progress)

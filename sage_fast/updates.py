@@ -1,0 +1,113 @@
+"""How large an update is beside what it changes, from a sample of the trained weights; nothing waits for the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+LAYERS = 16
+"""Adapted layers that are looked at."""
+MATRICES = 64
+ELEMENTS = 4096
+"""Matrices that are looked at when all weights are trained, and elements of each."""
+BFLOAT16_RESOLUTION = 2.0**-9
+"""Relative change of a weight below which its bfloat16 value stays as it is, unless it lies near a rounding edge."""
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSize:
+    """Scalars on the device.
+
+    Attributes:
+        relative: |dW| / |W| over the sample; with an adapter W is the base weight and dW the change of s B A.
+        of_rounded: the change of what bfloat16 rounds, relative to it: the weights themselves, or the factor of the
+            adapter through which most of dW comes.
+    """
+
+    relative: Tensor
+    of_rounded: Tensor
+
+
+class AdapterUpdates:
+    """Updates of a LoRA adapter, exactly, from the factors of some layers."""
+
+    def __init__(self, layers: Sequence[LoraLayer]) -> None:
+        self.layers = layers
+        weights = [layer.get_base_layer().weight for layer in layers]
+        self.base = torch.stack([torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights]).norm()
+
+    def remember(self) -> None:
+        """Keep what the next update will change."""
+        self.before = [_factors(layer) for layer in self.layers]
+
+    def size(self) -> UpdateSize:
+        """Of the update since `remember`."""
+        rows = []
+        for layer, (a, b) in zip(self.layers, self.before):
+            new_a, new_b = _factors(layer)
+            da, db = new_a - a, new_b - b
+            # B'A' - BA = dB A + B' dA = [dB, B'] [A; dA], whose squared norm is the sum of a product of Gram matrices.
+            left, right = torch.cat([db, new_b], 1), torch.cat([a, da])
+            squares = layer.scaling[layer.active_adapters[0]] ** 2 * (left.T @ left) * (right @ right.T)
+            r = len(a)
+            parts = squares.sum(), squares[:r, :r].sum(), squares[r:, r:].sum()
+            rows.append(torch.stack([*parts, *(t.square().sum() for t in (db, new_b, da, new_a))]))
+        change, through_b, through_a, db2, b2, da2, a2 = torch.stack(rows).sum(0).clamp(min=0)
+        of_rounded = torch.where(through_b >= through_a, db2 / b2, da2 / a2).nan_to_num(nan=0.0)
+        return UpdateSize(relative=change.sqrt() / self.base, of_rounded=of_rounded.sqrt())
+
+
+class WeightUpdates:
+    """Updates of whole weights, from the same random elements of some matrices each time."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        self.matrices = matrices
+        draw = torch.Generator().manual_seed(0)
+        self.elements = [
+            torch.randint(p.numel(), (ELEMENTS,), generator=draw).to(p.device)
+            if p.numel() > ELEMENTS
+            else torch.arange(p.numel(), device=p.device)
+            for p in matrices
+        ]
+
+    def remember(self) -> None:
+        """Keep what the next update will change."""
+        self.before = self._sample()
+
+    def size(self) -> UpdateSize:
+        """Of the update since `remember`."""
+        relative = (self._sample() - self.before).norm() / self.before.norm()
+        return UpdateSize(relative=relative, of_rounded=relative)
+
+    def _sample(self) -> Tensor:
+        return torch.cat([p.detach().take(at).float() for p, at in zip(self.matrices, self.elements)])
+
+
+def watch_updates(transformer: nn.Module) -> AdapterUpdates | WeightUpdates:
+    """What measures the updates of the weights that are trained."""
+    adapted = [m for m in transformer.modules() if isinstance(m, LoraLayer) and _is_trained(m)]
+    if adapted:
+        return AdapterUpdates(_evenly(adapted, LAYERS))
+    return WeightUpdates(_evenly([p for p in transformer.parameters() if p.requires_grad and p.ndim > 1], MATRICES))
+
+
+def _is_trained(layer: LoraLayer) -> bool:
+    return layer.lora_B[layer.active_adapters[0]].weight.requires_grad
+
+
+def _factors(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+    """Copies of A `[r, in]` and B `[out, r]`, float64, where no change is too small beside its weight."""
+    name = layer.active_adapters[0]
+    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    return tuple(factor.detach().flatten(1).to(torch.float64, copy=True) for factor in (a, b))
+
+
+def _evenly(items: Sequence[Item], count: int) -> list[Item]:
+    return [items[i * len(items) // count] for i in range(count)] if len(items) > count else list(items)

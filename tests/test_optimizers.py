@@ -1,0 +1,164 @@
+"""Optimizers and schedules: which weights they move, how far, what they keep, and that a resume changes nothing."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sage_fast.config import TrainConfig
+from sage_fast.engine import Engine
+from sage_fast.errors import UserError
+from sage_fast.measure.plan import plan
+from sage_fast.optimizers import OPTIMIZERS, learning_rate
+from sage_fast.policy.hunyuan import freeze_dead_ends
+from sage_fast.run import train as train_module
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from tests.tiny import settings, tiny_model, tiny_trainer
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed: pip install 'sage-fast[bitsandbytes]'",
+)
+BIT8 = pytest.param("adamw8bit", marks=needs_bitsandbytes)
+
+
+def first_step(optimizer: str, gradient: Tensor, name: str = "weight", **overrides: float) -> Tensor:
+    """What one update with `gradient` adds to a weight of that shape."""
+    weight, bias = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(1))
+    weight.grad = gradient
+    parameters = {name: weight, "proj_out.bias": bias}
+    for made in OPTIMIZERS[optimizer].make(parameters, TrainConfig(learning_rate=1e-3, **overrides)):
+        made.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", BIT8])
+def test_gradients_of_2e_9_move_weights_by_the_learning_rate(optimizer: str) -> None:
+    """What a LoRA of the 8.3 B model gets per element; with torch's own eps the step is a sixth of it."""
+    gradient = 2e-9 * torch.tensor([-1.0, 1.0]).repeat(64, 64)
+    step = first_step(optimizer, gradient)
+    torch.testing.assert_close(step, -1e-3 * gradient.sign(), rtol=1e-5, atol=0)
+    small = first_step(optimizer, gradient, eps=1e-8)
+    torch.testing.assert_close(small, step / 6, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2e-9])
+def test_muon_steps_are_orthogonal_and_of_the_size_of_adamw(scale: float) -> None:
+    """Whatever the size of the gradient: rms about 0.2 lr, and no direction of the matrix is preferred."""
+    gradient = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    step = first_step("muon", scale * gradient, "transformer_blocks.0.attn.to_q.weight")
+    assert step.square().mean().sqrt() == pytest.approx(0.2e-3, rel=0.15)
+    singular, before = torch.linalg.svdvals(step), torch.linalg.svdvals(gradient)
+    assert singular.max() / singular.min() < 2 < before.max() / before.min()
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else() -> None:
+    trainer = tiny_trainer(settings(train__optimizer="muon", model__tuning="full"))
+    names = {id(p): name for name, p in trainer.policy.parameters().items()}
+    muon, adamw = ([names.pop(id(p)) for p in o.param_groups[0]["params"]] for o in trainer.engine.optimizers)
+    assert not names
+    assert isinstance(trainer.engine.optimizers[0], torch.optim.Muon)
+    assert "transformer_blocks.0.attn.to_q.weight" in muon
+    assert all(name.startswith("transformer_blocks.") and name.endswith(".weight") for name in muon)
+    assert {"x_embedder.proj.weight", "proj_out.weight", "transformer_blocks.0.attn.to_q.bias"} <= set(adamw)
+
+
+def test_muon_asks_for_full_tuning_when_the_settings_are_made() -> None:
+    with pytest.raises(UserError, match=r"train.optimizer = 'muon': needs model.tuning = full.*nearest.*adamw"):
+        settings(train__optimizer="muon")
+
+
+def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sage_fast.optimizers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(train_module, "load_setup", lambda *args, **kwargs: pytest.fail("the model was loaded"))
+    config = settings(train__optimizer="adamw8bit", output=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"'adamw8bit' needs bitsandbytes.*pip install 'sage-fast\[bitsandbytes\]'"):
+        train_module.train(config)
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith("time/") and key != "log_prob/parity"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tuning"), [("adamw", "full"), ("muon", "full"), pytest.param(*BIT8.values, "lora", marks=BIT8.marks)]
+)
+def test_resume_is_bit_identical(optimizer: str, tuning: str, tmp_path: Path) -> None:
+    """Optimizer, warm-up and schedule go on as if never stopped."""
+    config = settings(
+        train__optimizer=optimizer, model__tuning=tuning, model__lora_rank=64,  # factors of 4096 elements and more
+        train__schedule="cosine", train__warmup_steps=1, train__optimizer_steps=2, train__iterations=3,
+    )  # fmt: skip
+    whole = tiny_trainer(config)
+    rows = [numbers(whole.iteration(index)) for index in range(3)]
+    assert [row["learning_rate"] for row in rows] == [learning_rate(config.train, step) for step in (1, 3, 5)]
+
+    first, second = tiny_trainer(config), tiny_trainer(config)
+    first.iteration(0)
+    save_checkpoint(tmp_path, 1, first.engine, first.state_dict(), first.anchor)
+    found = load_checkpoint(tmp_path, second.engine, second.device)
+    assert found is not None
+    second.load_state_dict(*found[1:])
+    assert [numbers(second.iteration(index)) for index in (1, 2)] == rows[1:]
+    weights = second.policy.snapshot()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in whole.policy.snapshot().items())
+
+
+def test_resume_takes_new_settings_but_no_other_optimizer(tmp_path: Path) -> None:
+    trainer = tiny_trainer(settings(model__tuning="full"))
+    trainer.iteration(0)
+    save_checkpoint(tmp_path, 1, trainer.engine, trainer.state_dict(), trainer.anchor)
+
+    changed = tiny_trainer(settings(model__tuning="full", train__weight_decay=0.5, train__learning_rate=2e-3))
+    load_checkpoint(tmp_path, changed.engine, changed.device)
+    assert changed.engine.optimizers[0].param_groups[0]["weight_decay"] == 0.5
+    assert changed.iteration(1)["learning_rate"] == changed.engine.optimizers[0].param_groups[0]["lr"] == 2e-3
+
+    other = tiny_trainer(settings(model__tuning="full", train__optimizer="muon"))
+    before = other.policy.snapshot()
+    with pytest.raises(UserError, match=r"train.optimizer = 'muon': the checkpoint is of 'adamw'; resume with that"):
+        load_checkpoint(tmp_path, other.engine, other.device)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.policy.snapshot().items())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", BIT8])
+def test_state_is_as_large_as_the_plan_says(optimizer: str) -> None:
+    """Every element of it, apart from step counters and 8-bit Adam's two tables of 256 values."""
+    config = settings(train__optimizer=optimizer, model__tuning="full")
+    policy = tiny_model(config).policy
+    freeze_dead_ends(policy.transformer)
+    engine = Engine(policy, config.train)
+    for p in engine.parameters:
+        p.grad = torch.ones_like(p)
+    engine.step()
+    held = sum(
+        tensor.nbytes
+        for made in engine.optimizers
+        for state in made.state.values()
+        for name, tensor in state.items()
+        if torch.is_tensor(tensor) and name not in ("step", "qmap1", "qmap2")
+    )
+    planned = plan(config, dict(policy.transformer.config)).memory[f"state of the optimizer ({optimizer})"]
+    assert held == pytest.approx(planned, rel=1e-3)  # the last block of 256 elements of a weight may be a part of one
+
+
+def test_schedules_by_hand() -> None:
+    """12 updates: 2 of warm-up and 10 on the curve, each at the share of the rate where it starts."""
+
+    def rates(schedule: Any, warmup: int = 2, iterations: int = 6) -> list[float]:
+        config = TrainConfig(
+            learning_rate=2.0, schedule=schedule, warmup_steps=warmup, iterations=iterations, optimizer_steps=2
+        )
+        return [learning_rate(config, step) for step in range(12)]
+
+    assert rates("constant") == [1] + 11 * [2]
+    assert rates("constant", warmup=0) == 12 * [2]
+    assert rates("linear") == pytest.approx([1, 2, 2, 1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates("cosine") == pytest.approx([1, 2] + [1 + math.cos(math.pi * k / 10) for k in range(10)])
+    assert rates("linear", iterations=11)[2:4] == pytest.approx([2, 1.9])  # as of a run that was extended to 22 updates
+    assert rates("linear", iterations=1)[3:] == 9 * [0]
+    assert rates("linear", warmup=20)[-1] == pytest.approx(1.2)
