@@ -38,6 +38,24 @@ NORM_BACKWARD_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """Half as many values a thread: with four warps, fp32 rows of 2048 values and their gradients spill on sm_100."""
 
 
+def _round_in_the_interpreter() -> None:
+    """fp32 to bf16 rounds to nearest even, as compiled kernels do; the interpreter of Triton 3.6 to 3.9 truncates."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounding(data, source, target, mode):
+        if (source, target, mode) != (tl.float32, tl.bfloat16, None):
+            return convert(data, source, target, mode)
+        return torch.from_numpy(data.copy()).bfloat16().view(torch.uint16).numpy()
+
+    interpreter._convert_float = rounding
+
+
+if triton.knobs.runtime.interpret:
+    _round_in_the_interpreter()
+
+
 @triton.jit
 def _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE: tl.constexpr):
     """(a, b, c, w, k, m) of this sample's step, and the step. A step outside the table reads as nan, not as memory."""

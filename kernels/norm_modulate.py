@@ -161,5 +161,6 @@ def norm_modulate_backward(
                 WIDTH=triton.next_power_of_2(width),
                 **NORM_BACKWARD_OPTIONS,
             )
-    dscale, dshift = partial.sum(1).unbind(1) if rows > 0 else partial.new_zeros(len(partial), 2, width).unbind(1)
-    return dx, dscale.contiguous(), dshift.contiguous()
+    sums = partial.sum(1) if rows > 0 else partial.new_zeros(len(partial), 2, width)
+    dscale, dshift = (part.clone(memory_format=torch.contiguous_format) for part in sums.unbind(1))
+    return dx, dscale, dshift

@@ -64,7 +64,10 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
 
     init = add("init", "write a configuration, a reward and prompts into a folder, to start from")
     init.add_argument("folder", metavar="FOLDER", help="new, or without files of those names")
-    init.add_argument("--config", metavar="NAME", default="demo", help="demo (default) or hunyuanvideo15-480p")
+    init.add_argument(
+        "--config", metavar="NAME", default="demo",
+        help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), paper-480p or official-480p (the authors' code)",
+    )  # fmt: skip
 
     train = add("train", "train a policy; leaves a run folder with weights, metrics, videos and a report")
     train.add_argument("config", metavar="CONFIG", help="YAML file")

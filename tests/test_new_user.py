@@ -13,6 +13,8 @@ from sage_fast.cli import main
 from sage_fast.files import read_metrics
 from sage_fast.run.init import init
 
+CONFIGS = Path(__file__).parent.parent / "configs"
+SHIPPED = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 FILES = ["config.yaml", "heldout.txt", "my_rewards.py", "prompts.txt"]
 HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")  # the last one makes every start slow
 SMALL = [
@@ -127,12 +129,12 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
     assert unchanged == 0, "the velocity without the adapter is not the base model's"
 
 
-@pytest.mark.parametrize("name", ["demo", "hunyuanvideo15-480p"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_init_writes_what_its_configuration_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The settings that are the user's own point at the files beside them; all others are those that ship."""
-    shipped = Path(__file__).parent.parent / "configs" / f"{name}.yaml"
+    shipped = CONFIGS / f"{name}.yaml"
     init(tmp_path, name)
     monkeypatch.chdir(tmp_path)
     assert sorted(os.listdir()) == FILES
@@ -143,7 +145,7 @@ def test_init_writes_what_its_configuration_names(
     assert "parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["demo", "hunyuanvideo15-480p"])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_the_next_commands_of_init_can_be_pasted(name: str, tmp_path: Path) -> None:
     printed = init(tmp_path / "my run", name)
     assert f"cd '{tmp_path}/my run'" in printed

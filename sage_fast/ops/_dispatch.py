@@ -3,7 +3,7 @@
 The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place if
 they are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
 `SAGE_FAST_OPS=reference` in the environment skips the fused ones; `SAGE_FAST_OPS=triton` with `TRITON_INTERPRET=1`
-serves the CPU by Triton's interpreter, which is slow and only for checks.
+serves the CPU by Triton's interpreter, which is slow and only for checks; it rounds as a GPU does (kernels/common.py).
 """
 
 from __future__ import annotations

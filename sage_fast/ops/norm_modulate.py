@@ -62,7 +62,7 @@ def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float,
     """The specification, in plain PyTorch; also differentiable by autograd itself. The room is 0."""
     dtype = compute_dtype(x)
     normed, _ = _normalize(x.to(dtype), eps)
-    out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
+    out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype).contiguous()
     return F.pad(out, (0, room)) if room else out
 
 
@@ -79,7 +79,7 @@ def norm_modulate_backward_reference(
     inner = grad * (1 + scale.to(dtype)[:, None])
     dx = rstd * (inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True))
     rows = len(x) if modulation else 0
-    return dx.to(x.dtype), (grad * normed).sum(1)[:rows], grad.sum(1)[:rows]
+    return dx.to(x.dtype).contiguous(), (grad * normed).sum(1)[:rows], grad.sum(1)[:rows]
 
 
 LIBRARY.impl("norm_modulate", norm_modulate_reference, "CompositeExplicitAutograd")

@@ -106,7 +106,7 @@ def transition_score_backward_reference(
     for grad, other in ((grad_kl_anchor, v_anchor), (grad_kl_old, v_old)):
         if other is not None:
             dv = dv + per_sample(scale * grad * at.m, x) * (v32 - other.to(dtype))
-    return dv.to(v.dtype)
+    return dv.to(v.dtype).contiguous()
 
 
 LIBRARY.impl("transition_score", transition_score_reference, "CompositeExplicitAutograd")

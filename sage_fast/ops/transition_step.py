@@ -80,7 +80,7 @@ def transition_step_reference(
     at = row(coefs, step, x)
     mean = per_sample(at.a, x) * x.to(dtype) + per_sample(at.b, x) * guided(v, v_uncond, guidance, dtype)
     noise = philox_normal(seed, step, x.shape[1:], dtype=dtype)
-    x_next = (mean + per_sample(at.c, x) * noise).to(x.dtype)
+    x_next = (mean + per_sample(at.c, x) * noise).to(x.dtype).contiguous()
     return x_next, at.w * sample_mean((x_next.to(dtype) - mean).square()) + at.k
 
 

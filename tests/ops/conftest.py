@@ -1,31 +1,10 @@
 """What the tests of the Triton kernels share."""
 
-import importlib
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture
-def interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of Triton 3.6 to 3.9 truncates fp32 to bf16; compiled kernels round to nearest even."""
-    if DEVICE.type != "cpu":
-        return
-    tl = pytest.importorskip("triton.language")
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    convert = interpreter._convert_float
-
-    def rounding(data: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(data, source, target, mode)
-        return torch.from_numpy(data.astype(np.float32)).bfloat16().view(torch.uint16).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounding)
 
 
 @pytest.fixture

@@ -46,9 +46,7 @@ def _kernels(name: str) -> tuple[Any, torch.device]:
 
 
 @pytest.fixture(params=["C++", "triton"])
-def kernels(
-    request: pytest.FixtureRequest, interpreter_rounds_to_nearest: None, guarded_empty: None
-) -> tuple[Any, torch.device]:
+def kernels(request: pytest.FixtureRequest, guarded_empty: None) -> tuple[Any, torch.device]:
     return _kernels(request.param)
 
 
@@ -212,9 +210,7 @@ def test_the_reference_is_that_of_diffusers() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_several_rows_a_program(
-    monkeypatch: pytest.MonkeyPatch, interpreter_rounds_to_nearest: None, guarded_empty: None
-) -> None:
+def test_several_rows_a_program(monkeypatch: pytest.MonkeyPatch, guarded_empty: None) -> None:
     """Long videos: programs loop, the last one over rows that are not there."""
     functions, device = _kernels("triton")
     monkeypatch.setattr("sage_fast.kernels.common.MAX_PROGRAMS", 1)

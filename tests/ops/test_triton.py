@@ -39,7 +39,7 @@ if DEVICE.type == "cpu" and isinstance(_noise, triton.runtime.JITFunction):
         f"(now {os.environ.get('TRITON_INTERPRET')!r}); tests/conftest.py must set it first"
     )
 
-pytestmark = pytest.mark.usefixtures("interpreter_rounds_to_nearest", "guarded_empty")
+pytestmark = pytest.mark.usefixtures("guarded_empty")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -254,6 +254,17 @@ def test_noise_is_the_reference_noise(numel, dtype):
         torch.testing.assert_close(noise, expected, rtol=0, atol=5e-6)
     else:  # the same number, rounded once
         assert ((noise.float() - expected).abs() <= expected.abs() * 2.0**-8 + 5e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_stores_round_to_nearest_even(dtype):
+    """As compiled kernels do; the interpreter by itself truncates fp32 to bf16."""
+    v = torch.randn(2, 64, device=DEVICE)
+    v[0, :2] = 1 + torch.tensor([1, 3], device=DEVICE) * 2.0**-8  # ties of bf16: to 1 and to 1 + 2^-6
+    row = torch.eye(6, device=DEVICE)[1:2]  # x_next = v
+    step, seed = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    x_next, _ = transition_step(torch.zeros_like(v, dtype=dtype), v, None, None, row, step, seed)
+    assert torch.equal(x_next, v.to(dtype))
 
 
 @triton.jit
