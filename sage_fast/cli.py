@@ -110,7 +110,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     pretrain = actions.add_parser(
         "pretrain", help="make the base model that ships with the package", allow_abbrev=False
     )
-    pretrain.add_argument("folder", metavar="FOLDER", help="where transformer/ and vae/ go")
+    pretrain.add_argument("folder", metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
     pretrain.add_argument("--seed", type=int, default=0)
     pretrain.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser

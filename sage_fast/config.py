@@ -278,7 +278,10 @@ class EvalConfig(Section):
     seeds_per_prompt: int = within(1, least=1)
     """Videos of each prompt."""
     num_videos: int = within(6, least=1)
-    """Videos that are kept for the report."""
+    """Videos that are shown in the report: largest gains, medians and largest losses."""
+    judge: str | None = None
+    """Another reward, named as in `reward.name`, that is never trained on: a rising reward with a falling judge is
+    reward hacking. `testbed-judge` is the testbed's."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -17,6 +17,8 @@ from sage_fast.profiling import annotate
 
 REWARD_PART = "reward_part/"
 """Prefix of the parts of a reward, whose names its author chooses; statistics are under `reward/`."""
+JUDGE_PART = "judge/"
+"""Prefix of the parts of `eval.judge` among those of an evaluation."""
 
 
 class Metrics:

@@ -135,6 +135,9 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     evaluations = [json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")]
     assert evaluations[0]["seeds"] == evaluations[1]["seeds"]
     assert evaluations[0]["reward"] != evaluations[1]["reward"]
+    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]  # of configs/demo.yaml
+    assert judged[0] != judged[1]
+    assert (run / "comparison.png").is_file()
 
 
 def test_same_seed_same_metrics(finished_run: Path, tmp_path: Path) -> None:
@@ -329,6 +332,10 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
         (["--reward.name", "json:nothing"], "json has no 'nothing' that can be called"),
         (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
         (["--reward.name", "videoalign"], "expected 'testbed' or 'package.module:name'"),
+        (
+            ["--eval.judge", "testbed_judge"],
+            "eval.judge = 'testbed_judge': expected 'testbed-judge' or 'package.module:",
+        ),
         (["--sampling.sampler", "ode"], "no stochastic step"),
     ],
 )

@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from sage_fast.report.comparison import format_number, format_paired_table, format_scores, paired_table
+from sage_fast.report.comparison import (
+    format_number,
+    format_paired_table,
+    format_scores,
+    hacking,
+    paired_table,
+    shown_pairs,
+)
 
 
 def scores(reward, iteration=0, prompts=6):
@@ -96,6 +103,59 @@ def test_tables_for_the_terminal():
     assert text.splitlines()[1].split() == ["reward", "1.5000", "2.1000", "+0.6000", "±", "0.0447", "+13.4"]
     assert len({len(line) for line in text.splitlines()[:-1]}) == 1
     assert format_scores(scores((1.0, 2.0))).splitlines()[0].split() == ["reward", "1.5000", "±", "0.2236"]
+
+
+def judged(reward, alignment):
+    """An evaluation of six prompts with a judge of one part."""
+    found = scores(reward)
+    return found | {"parts": found["parts"] | {"judge/alignment": [alignment + 0.01 * i for i in range(6)]}}
+
+
+def test_a_reward_that_rises_while_the_judge_falls_is_called_hacking():
+    def verdict(before, after):
+        return hacking(paired_table(before, after))
+
+    before, fallen = judged((1.0, 2.0), 0.8), judged((1.5, 2.7), 0.8)
+    fallen["parts"]["judge/alignment"] = [0.5, 0.5, 0.6, 0.5, 0.4, 0.5]
+    line = "reward rose while the judge fell (judge/alignment): look at the videos (reward hacking)"
+    assert verdict(before, fallen) == line
+    assert format_paired_table(paired_table(before, fallen)).endswith(line)
+    assert verdict(fallen, before) is None  # the reward fell and the judge rose
+    assert verdict(before, judged((1.5, 2.7), 0.8)) is None  # the judge stayed
+    assert verdict(scores((1.0, 2.0)), scores((1.5, 2.7))) is None  # nobody judges
+    fallen["parts"]["judge/alignment"] = [0.1, 0.8, 0.9, 0.8, 0.8, 0.8]  # by less than its standard error
+    assert verdict(before, fallen) is None
+
+
+def test_the_parts_of_the_judge_stand_in_the_tables():
+    before, after = judged((1.0, 2.0), 0.5), judged((1.5, 2.7), 0.6)
+    lines = format_paired_table(paired_table(before, after)).splitlines()
+    assert lines[4].split()[:3] == ["judge/alignment", "0.5250", "0.6250"]
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert max(map(len, lines)) <= 80
+    assert "judge/alignment" in format_scores(before)
+
+
+def test_gains_medians_and_losses_are_shown():
+    names = [str(i) for i in range(9)]
+    before, after = evaluation(names, [1.0] * 9), evaluation(names, [1.5, 0.2, 1.1, 1.2, 3.0, 0.9, None, 1.3, 1.4])
+
+    def shown(count, available=range(9)):
+        return list(shown_pairs(before, after, available, count).items())
+
+    assert shown(6) == [
+        (4, "largest gain +2.00"),
+        (0, "largest gain +0.50"),
+        (7, "median +0.30"),
+        (3, "median +0.20"),
+        (5, "largest loss -0.10"),
+        (1, "largest loss -0.80"),
+    ]
+    assert [i for i, _ in shown(3)] == [4, 7, 1]
+    assert [i for i, _ in shown(1)] == [7]
+    assert shown(2, [0, 3, 8]) == [(0, "largest gain +0.50"), (3, "smallest gain +0.20")]
+    assert [i for i, _ in shown(20)] == [4, 0, 8, 7, 3, 2, 5, 1]
+    assert shown_pairs({}, {}, [3, 1], 6) == {1: "", 3: ""}
 
 
 def test_small_numbers_keep_their_digits():

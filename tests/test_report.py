@@ -223,6 +223,26 @@ def test_prompts_are_escaped_and_rewards_shown(run):
     assert "+0.600 ± 0.045" in page
 
 
+def test_the_judge_stands_in_table_chart_and_captions(run):
+    for name, reward, iteration, judge in (
+        ("before", (1.0, 2.0), 0, 0.8),
+        ("iteration-000005", (1.2, 2.3), 5, 0.7),
+        ("after", (1.5, 2.7), 12, 0.3),
+    ):
+        found = scores(reward, iteration)
+        found["parts"]["judge/alignment"] = [judge + 0.01 * i * iteration / 12 for i in range(6)]
+        (run / "eval" / f"{name}.json").write_text(json.dumps(found))
+    page = write_report(run).read_text()
+    assert "<td>judge/alignment</td>" in page
+    assert "Held-out judge: alignment by iteration" in page
+    assert "<span>alignment 0.80</span>" in page
+    assert "largest gain +0.70:" in page
+    assert "smallest gain +0.50:" in page
+    table = paired_table(*(json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after")))
+    assert warnings([row(i) for i in range(12)], table) == {"Held-out reward against the judge"}
+    assert "reward rose while the judge fell (judge/alignment)" in page
+
+
 def test_names_of_reward_parts_reach_the_charts_escaped(run):
     write_rows(run, [row(i) | {"reward_part/<x>$y": 1.0} for i in range(3)])
     page = write_report(run).read_text()

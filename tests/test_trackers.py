@@ -186,7 +186,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     umask = os.umask(0o022)
     try:
         for iterations in (1, 2):
-            config = settings(output=str(run), train__iterations=iterations, train__ema_decay=0.5, eval__num_videos=1)
+            config = settings(output=str(run), train__iterations=iterations, train__ema_decay=0.5, eval__num_videos=1,
+                              eval__judge="testbed-judge")  # fmt: skip
             train(config, resume=iterations > 1, quiet=True)
     finally:
         os.umask(umask)
@@ -213,11 +214,14 @@ def test_run_json_keeps_the_first_start_and_lists_the_others(resumed: Path) -> N
 
 
 def test_held_out_scores_reach_the_tracker(resumed: Path) -> None:
-    means = {}
+    means, judged = {}, {}
     for name, step in (("before", 0), ("after", 2)):
-        means[step] = np.mean(json.loads((resumed / "eval" / f"{name}.json").read_text())["reward"])
+        scores = json.loads((resumed / "eval" / f"{name}.json").read_text())
+        means[step], judged[step] = np.mean(scores["reward"]), np.mean(scores["parts"]["judge/naturalness"])
     found = steps(events(resumed), "heldout/reward")
     assert {step: found[step] for step in means} == pytest.approx(means)
+    looked_on = steps(events(resumed), "heldout/judge/naturalness")
+    assert {step: looked_on[step] for step in judged} == pytest.approx(judged)
     assert list(found) == [0, 1, 2]  # 1: the end of the first part
     assert list(steps(events(resumed), "reward/mean")) == [1, 2]
 

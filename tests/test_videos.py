@@ -8,7 +8,15 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.report.videos import comparison_sheet, contact_sheet, read_mp4, save_mp4, write_comparison
+from sage_fast.report.videos import (
+    comparison_sheet,
+    contact_sheet,
+    keep_shown,
+    numbered,
+    read_mp4,
+    save_mp4,
+    write_comparison,
+)
 from sage_fast.run.folder import save_videos
 
 
@@ -156,6 +164,32 @@ def test_comparison_of_a_run_shows_base_first_and_last(tmp_path):
     assert sheet.size == (left + 3 * step - 24 + 20, 20 + 34 + 2 * 128 + 14 + 20)
     greys = [grey(sheet, left + i * step + 64, 20 + 34 + 64) for i in range(3)]
     assert greys == pytest.approx([51, 102, 204], abs=4)
+
+
+def test_comparison_shows_gains_and_losses_with_their_scores_and_keeps_those(tmp_path):
+    flat, rewards = torch.ones(5, 3, 32, 32), [1.0, 1.9, 0.1, 1.1]
+    for name, iteration, reward in (("before", 0, [1.0] * 4), ("after", 6, rewards)):
+        write_evaluation(tmp_path, name, iteration, [0.25 * i * flat for i in range(4)])
+        file = tmp_path / "eval" / f"{name}.json"
+        scores = json.loads(file.read_text()) | {
+            "reward": reward,
+            "parts": {"judge/alignment": [0.5] * 4, "vq": reward},
+        }
+        file.write_text(json.dumps(scores))
+    path = write_comparison(tmp_path, 2)
+    assert path is not None
+    sheet = Image.open(path)
+    top, row, left = 20 + 34, 128 + 38, 20 + 200 + 24
+    assert sheet.height == top + 2 * row - 14 + 20
+    assert [grey(sheet, left + 64, top + i * row + 64) for i in range(2)] == pytest.approx([64, 128], abs=4)
+    for i in range(2):  # a line under each clip
+        notes = np.asarray(sheet.convert("L"))[top + i * row + 130 : top + i * row + 150]
+        for x in (left, left + 3 * 128 + 2 * 3 + 24):
+            assert notes[:, x : x + 150].min() < 100
+    keep_shown(tmp_path, 2)
+    for name in ("before", "after"):
+        assert list(numbered(tmp_path / "videos" / name)) == [1, 2]
+    assert write_comparison(tmp_path, 6) == path  # of what is left
 
 
 def test_comparison_of_a_run_without_videos_in_common(tmp_path):

@@ -6,6 +6,7 @@ draw. The same rows give the same bytes.
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -303,8 +304,10 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
         return _svg(figure, "gradient-sigma", "Mean gradient at the velocity by noise level")
 
 
-def held_out(points: Mapping[int, tuple[float, float]]) -> str | None:
-    """Mean held-out reward at each evaluated iteration, with its standard error unless that is NaN.
+def held_out(
+    points: Mapping[int, tuple[float, float]], title: str = "Held-out reward", ylabel: str = "composite reward"
+) -> str | None:
+    """Mean held-out score at each evaluated iteration, with its standard error unless that is NaN.
 
     None with fewer than three points.
     """
@@ -315,6 +318,6 @@ def held_out(points: Mapping[int, tuple[float, float]]) -> str | None:
         figure, axes = _figure()
         means, errors = zip(*(points[i] for i in x))
         axes.errorbar(x, means, yerr=errors, color=BLUE, marker="o", markersize=4, capsize=3)
-        axes.set_title("Held-out reward")
-        _finish_axes(axes, "iteration", "composite reward")
-        return _svg(figure, "held-out", "Held-out reward by iteration")
+        axes.set_title(title.replace("$", r"\$"))
+        _finish_axes(axes, "iteration", ylabel)
+        return _svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")

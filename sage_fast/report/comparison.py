@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sage_fast.errors import UserError
+from sage_fast.metrics import JUDGE_PART
 
 MIN_PROMPTS = 5
 """A standard error needs that many prompts: one from two of them is itself wrong by more than half, and "2 standard
@@ -65,15 +66,59 @@ def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Pa
     return [_paired_row(name, before["prompts"], *pair) for name, pair in scores.items()]
 
 
+def shown_pairs(
+    before: Mapping[str, Any], after: Mapping[str, Any], available: Iterable[int], count: int
+) -> dict[int, str]:
+    """Which videos stand for a comparison: the largest gains of the composite, the medians, and the largest losses.
+
+    A third each (one of each of three, the median of one), so that a good run cannot hide what it made worse.
+
+    Args:
+        before, after: two evaluations; one without scores counts as unknown.
+        available: numbers of the videos that exist on both sides.
+        count: videos to choose.
+
+    Returns:
+        Number -> why, from the largest gain to the largest loss; the first `count`, without why, if no gain is known.
+    """
+    rewards = _composite(before, after.get("weights")), after.get("reward", ())
+    gains = {i: _float(y) - _float(x) for i, (x, y) in enumerate(zip(*rewards))}
+    ordered = sorted((i for i in available if math.isfinite(gains.get(i, math.nan))), key=lambda i: (-gains[i], i))
+    if not ordered:
+        return dict.fromkeys(sorted(available)[:count], "")
+    count = min(count, len(ordered))
+    ends = (count + 1) // 3
+    first = (len(ordered) - count) // 2 + ends
+    shown = {i: "largest gain" if gains[i] > 0 else "smallest loss" for i in ordered[:ends]}
+    shown |= dict.fromkeys(ordered[first : first + count - 2 * ends], "median")
+    shown |= {i: "largest loss" if gains[i] < 0 else "smallest gain" for i in ordered[len(ordered) - ends :]}
+    return {i: f"{why} {gains[i]:+.2f}" for i, why in shown.items()}
+
+
 def _composite(scores: Mapping[str, Any], weights: Mapping[str, float] | None) -> Sequence[float]:
     """The composite reward under `weights`, from the parts if they were others; NaN if a part is missing."""
     if weights is None or scores.get("weights", weights) == weights:
-        return scores["reward"]
+        return scores.get("reward", ())
     parts = [(weight, scores["parts"].get(part)) for part, weight in weights.items() if weight != 0]
     return [
         sum(weight * values[i] if values is not None else math.nan for weight, values in parts)
         for i in range(len(scores["reward"]))
     ]
+
+
+def scores_of(scores: Mapping[str, Any], index: int) -> list[tuple[str, float]]:
+    """Composite and judge of one video of an evaluation, as far as they are known."""
+    judge = {name: values for name, values in scores.get("parts", {}).items() if name.startswith(JUDGE_PART)}
+    named = {"reward": scores.get("reward", ()), **judge}
+    return [(name.removeprefix(JUDGE_PART), _float(v[index])) for name, v in named.items() if index < len(v)]
+
+
+def hacking(table: Sequence[PairedRow]) -> str | None:
+    """A verdict if the composite rose and a part of `eval.judge` fell, both by more than 2 standard errors."""
+    fallen = [row.name for row in table if row.name.startswith(JUDGE_PART) and (row.standard_errors or 0) < -2]
+    if not fallen or (table[0].standard_errors or 0) <= 2:
+        return None
+    return f"reward rose while the judge fell ({', '.join(fallen)}): look at the videos (reward hacking)"
 
 
 def _paired_row(name: str, prompts: Sequence[str], before: Sequence[float], after: Sequence[float]) -> PairedRow:
@@ -121,32 +166,43 @@ def _float(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
+def _name_width(names: Iterable[str]) -> int:
+    return max([12, *(len(name) + 2 for name in names)])
+
+
 def format_paired_table(rows: Sequence[PairedRow]) -> str:
     """The comparison as aligned text for a terminal."""
     judged = any(row.standard_error is not None for row in rows)
     width = 22 if judged else 12
-    lines = [f"{'held-out':<12}{'before':>10}{'after':>10}{'difference':>{width}}" + f"{'std. errors':>13}" * judged]
+    left = _name_width(row.name for row in rows)
+    lines = [
+        f"{'held-out':<{left}}{'before':>10}{'after':>10}{'difference':>{width}}" + f"{'std. errors':>13}" * judged
+    ]
     for row in rows:
         difference = format_number(row.difference, 4, sign=True)
         if row.standard_error is not None:
             difference += f" ± {format_number(row.standard_error, 4)}"
-        line = f"{row.name:<12}{format_number(row.before, 4):>10}{format_number(row.after, 4):>10}{difference:>{width}}"
+        before, after = format_number(row.before, 4), format_number(row.after, 4)
+        line = f"{row.name:<{left}}{before:>10}{after:>10}{difference:>{width}}"
         ratio = f"{row.standard_errors:+.1f}" if row.standard_errors is not None else "-"
         lines.append(line + f"{ratio:>13}" * judged)
     if rows:
         why = "" if judged else f"; {TOO_FEW}"
         lines.append(f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds{why}")
+    if verdict := hacking(rows):
+        lines.append(verdict)
     return "\n".join(lines)
 
 
 def format_scores(scores: Mapping[str, Any]) -> str:
     """One evaluation (`eval/*.json`) as aligned text: mean and its standard error over prompts."""
     lines, judged = [], False
+    left = _name_width(scores["parts"])
     for name, values in {"reward": scores["reward"], **scores["parts"]}.items():
         mean, error = mean_and_error(scores["prompts"], values)
         judged = judged or error is not None
         lines.append(
-            f"{name:<12}{format_number(mean, 4):>10}{f' ± {format_number(error, 4)}' if error is not None else ''}"
+            f"{name:<{left}}{format_number(mean, 4):>10}{f' ± {format_number(error, 4)}' if error is not None else ''}"
         )
     why = "" if judged else f"; {TOO_FEW}"
     lines.append(f"{len(scores['prompts'])} videos of {len(set(scores['prompts']))} prompts{why}")

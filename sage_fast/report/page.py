@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,20 @@ import yaml
 from sage_fast.environment import PACKAGES
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics
-from sage_fast.metrics import REWARD_PART
+from sage_fast.metrics import JUDGE_PART, REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
-from sage_fast.report.comparison import TOO_FEW, PairedRow, format_number, mean_and_error, paired_table
-from sage_fast.report.videos import poster
+from sage_fast.report.comparison import (
+    TOO_FEW,
+    PairedRow,
+    format_number,
+    hacking,
+    mean_and_error,
+    paired_table,
+    scores_of,
+    shown_pairs,
+)
+from sage_fast.report.videos import numbered, poster
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
@@ -123,12 +131,17 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
         look("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
-    parts = {row.name: row.standard_errors for row in table[1:] if row.standard_errors is not None}
+    known = {row.name: row.standard_errors for row in table[1:] if row.standard_errors is not None}
+    parts = {name: by for name, by in known.items() if not name.startswith(JUDGE_PART)}
     if len(parts) > 1:
         risen = [name for name, by in parts.items() if by > 2]
         fallen = [name for name, by in parts.items() if by < -2]
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         look("One part bought with another (held-out)", text, bool(risen and fallen))
+    judged = [f"{name.removeprefix(JUDGE_PART)} {by:+.1f}" for name, by in known.items() if name not in parts]
+    if judged:
+        text = hacking(table) or f"judge by {', '.join(judged)} standard errors"
+        look("Held-out reward against the judge", text, hacking(table) is not None)
     composite = table[0].standard_errors if table else None
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and composite is not None and start is not None and end is not None:
@@ -265,11 +278,11 @@ def _charts(data: Run) -> list[str]:
     """SVG elements in reading order; all of them escape what they are given."""
     rows = data.rows
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
-    points = {}
-    for scores in data.evaluations.values():
-        mean, error = mean_and_error(scores["prompts"], scores["reward"])
-        points[int(scores["iteration"])] = (mean, math.nan if error is None else error)
-    drawn = [charts.held_out({i: point for i, point in points.items() if math.isfinite(point[0])})]
+    drawn = [charts.held_out(_points(data, "reward"))]
+    for part in sorted({part for scores in data.evaluations.values() for part in scores["parts"]}):
+        if part.startswith(JUDGE_PART):
+            title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
+            drawn.append(charts.held_out(_points(data, part), title, "mean score"))
     if rows:
 
         def lines(name: str, key: str, title: str, ylabel: str, **options: bool) -> str | None:
@@ -295,29 +308,35 @@ def _charts(data: Run) -> list[str]:
     return [chart for chart in drawn if chart is not None]
 
 
+def _points(data: Run, name: str) -> dict[int, tuple[float, float]]:
+    """Mean of a score, and its standard error or NaN, at each evaluated iteration."""
+    points = {}
+    for scores in data.evaluations.values():
+        mean, error = mean_and_error(scores["prompts"], {"reward": scores["reward"], **scores["parts"]}.get(name, []))
+        if math.isfinite(mean):
+            points[int(scores["iteration"])] = (mean, math.nan if error is None else error)
+    return points
+
+
 def _videos(data: Run) -> list[dict[str, Any]]:
-    """Per prompt: its text and, for each side, label, reward, the MP4 and its first frame (JPEG) as base64."""
-    sides = [("before", "before")] + ([(data.last, _label(data, data.last))] if data.last else [])
-    files = {side: {p.name: p for p in sorted((data.folder / "videos" / side).glob("*.mp4"))} for side, _ in sides}
+    """For each video that stands for the run: its prompt, why it is shown, and, for each side, label, scores, the MP4
+    and its first frame (JPEG) as base64."""
+    sides = {"before": "before"} | ({data.last: _label(data, data.last)} if data.last else {})
+    files = {side: numbered(data.folder / "videos" / side) for side in sides}
+    scores = {side: data.evaluations.get(side, {}) for side in sides}
+    numbers = [set(found) for found in files.values()]
+    available = set.intersection(*numbers) or set.union(*numbers)
+    last = scores[data.last] if data.last else {}
     shown = []
-    for name in sorted(set().union(*files.values())):
-        number = re.match(r"\d+", name)
-        index = int(number.group()) if number else -1
+    chosen = shown_pairs(scores["before"], last, available, _setting(data, "eval.num_videos") or 6)
+    for index, why in sorted(chosen.items()):
         cells = []
-        prompt = Path(name).stem
-        for side, label in sides:
-            scores = data.evaluations.get(side)
-            known = scores is not None and 0 <= index < len(scores["prompts"])
-            if scores is not None and known:
-                prompt = scores["prompts"][index]
-            cells.append(
-                {
-                    "label": label,
-                    "reward": scores["reward"][index] if scores is not None and known else None,
-                }
-            )
-            if name in files[side]:
-                contents = {"mp4": files[side][name].read_bytes(), "poster": poster(files[side][name])}
+        for side, label in sides.items():
+            cells.append({"label": label, "scores": scores_of(scores[side], index)})
+            if index in files[side]:
+                contents = {"mp4": files[side][index].read_bytes(), "poster": poster(files[side][index])}
                 cells[-1] |= {key: base64.b64encode(content).decode() for key, content in contents.items()}
-        shown.append({"prompt": prompt, "cells": cells})
+        known = next((list(side["prompts"]) for side in scores.values() if side), [])
+        name = next(found[index].stem for found in files.values() if index in found)
+        shown.append({"prompt": known[index] if index < len(known) else name, "why": why, "cells": cells})
     return shown

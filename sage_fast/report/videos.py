@@ -6,9 +6,11 @@ import functools
 import io
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import imageio_ffmpeg
 import matplotlib
@@ -16,6 +18,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from sage_fast.report.comparison import scores_of, shown_pairs
 
 MIN_SIDE = 128
 """Pixels; smaller videos are enlarged, or players blur them into a smear."""
@@ -102,29 +106,61 @@ def poster(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def write_comparison(run: Path) -> Path | None:
+def numbered(folder: Path) -> dict[int, Path]:
+    """The MP4 files of an evaluation by the number of their video; none without a folder."""
+    found = {path: re.match(r"(\d+)-.*\.mp4$", path.name) for path in folder.glob("*.mp4")}
+    return dict(sorted((int(number.group(1)), path) for path, number in found.items() if number))
+
+
+def write_comparison(run: Path, count: int = 6) -> Path | None:
     """Write `comparison.png` of a run folder: base model, first evaluation on the way, and last one, side by side.
+
+    It shows the largest gains, the medians and the largest losses between the first column and the last. Which ones
+    these are is known only at the end, so an evaluation that may be a column writes each of its videos as MP4 when it
+    is made, on every rank, and `keep_shown` deletes the others. Memory holds one chunk of videos whatever their size,
+    and a video of 100 MB takes a few on disk and seconds to write, where sampling it again would take minutes.
+
+    Args:
+        run: folder.
+        count: videos shown at most.
 
     Returns:
         Its path; None if the evaluations have no video in common.
     """
-    on_the_way = sorted(path.stem for path in (run / "eval").glob("iteration-*.json"))
-    names = [name for name in ("before", *on_the_way[:1], "after") if (run / "eval" / f"{name}.json").is_file()]
-    if not names:
+    evaluations, shown = _shown(run, count)
+    if not shown:
         return None
-    evaluations = {name: json.loads((run / "eval" / f"{name}.json").read_text(encoding="utf-8")) for name in names}
-    files = [{path.name for path in (run / "videos" / name).glob("*.mp4")} for name in names]
-    common = sorted(set.intersection(*files))
-    if not common:
-        return None
-    columns = {}
+    columns, notes = {}, []
     for name, scores in evaluations.items():
         label = f"{scores['iteration']} iterations" if scores["iteration"] else "base"
-        columns[label] = [read_mp4(run / "videos" / name / file, num_frames=3) for file in common]
-    captions = [evaluations[names[0]]["prompts"][int(file.split("-")[0])] for file in common]
+        files = numbered(run / "videos" / name)
+        columns[label] = [read_mp4(files[i], num_frames=3) for i in shown]
+        notes.append([", ".join(f"{part} {value:.2f}" for part, value in scores_of(scores, i)) for i in shown])
+    prompts = next(iter(evaluations.values()))["prompts"]
+    captions = [f"{why}: {prompts[i]}" if why else prompts[i] for i, why in shown.items()]
     path = run / "comparison.png"
-    comparison_sheet(columns, captions, num_frames=3).save(path)
+    comparison_sheet(columns, captions, notes=notes if any(map(any, notes)) else None).save(path)
     return path
+
+
+def keep_shown(run: Path, count: int) -> None:
+    """Delete the videos that `write_comparison` had to choose from and did not show."""
+    evaluations, shown = _shown(run, count)
+    for name in evaluations if shown else ():
+        for number, path in numbered(run / "videos" / name).items():
+            if number not in shown:
+                path.unlink()
+
+
+def _shown(run: Path, count: int) -> tuple[dict[str, Any], dict[int, str]]:
+    """The columns of the comparison, name -> scores, and the videos that it shows, number -> why."""
+    on_the_way = sorted(path.stem for path in (run / "eval").glob("iteration-*.json"))
+    names = [name for name in ("before", *on_the_way[:1], "after") if (run / "eval" / f"{name}.json").is_file()]
+    evaluations = {name: json.loads((run / "eval" / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    if not evaluations:
+        return {}, {}
+    common = set.intersection(*(set(numbered(run / "videos" / name)) for name in names))
+    return evaluations, shown_pairs(evaluations[names[0]], evaluations[names[-1]], common, count)
 
 
 def contact_sheet(
@@ -145,13 +181,19 @@ def contact_sheet(
 
 
 def comparison_sheet(
-    columns: Mapping[str, Sequence[Tensor]], captions: Sequence[str], *, num_frames: int = 3, height: int = 128
+    columns: Mapping[str, Sequence[Tensor]],
+    captions: Sequence[str],
+    *,
+    notes: Sequence[Sequence[str]] | None = None,
+    num_frames: int = 3,
+    height: int = 128,
 ) -> Image.Image:
     """One row per prompt, one group of frames per label (such as base, iteration 10, final).
 
     Args:
         columns: label -> the videos of all prompts, float `[F, 3, H, W]` in [0, 1] each.
         captions: one for each row.
+        notes: for each column a line under each of its videos.
         num_frames: frames shown of each video, evenly spaced from the first to the last.
         height: of a frame, in pixels.
 
@@ -164,14 +206,15 @@ def comparison_sheet(
         if len(videos) != len(captions):
             raise ValueError(f"column {label!r} has {len(videos)} videos for {len(captions)} captions")
 
-    gap, group_gap, margin, row_gap, caption_width = 3, 24, 20, 14, 200
+    gap, group_gap, margin, caption_width = 3, 24, 20, 200
+    row_gap = 14 if notes is None else 38  # between two rows of frames, which holds the notes
     cells = [[_cells(video, num_frames, height) for video in videos] for videos in columns.values()]
     widths = [max(sum(c.width + gap for c in row) - gap for row in group) for group in cells]
     header = 34 if any(columns) else 0
     left = margin + caption_width + group_gap
     size = (
         left + sum(widths) + group_gap * (len(widths) - 1) + margin,
-        margin + header + len(captions) * (height + row_gap) - row_gap + margin,
+        margin + header + len(captions) * (height + row_gap) - 14 + margin,
     )
     sheet = Image.new("RGB", size, _PAPER)
     draw = ImageDraw.Draw(sheet)
@@ -186,7 +229,10 @@ def comparison_sheet(
         text = _wrap(draw, caption, caption_width, height)
         draw.multiline_text((margin, y), text, fill=_MUTED, font=_font(14), spacing=5)
         x = left
-        for group, width in zip(cells, widths):
+        for column, (group, width) in enumerate(zip(cells, widths)):
+            if notes is not None:
+                note = _fit(draw, notes[column][i], _font(13), width)
+                draw.text((x, y + height + 4), note, fill=_INK, font=_font(13))
             offset = x
             for cell in group[i]:
                 sheet.paste(cell, (offset, y))

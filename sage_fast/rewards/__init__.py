@@ -19,6 +19,12 @@ from torch import Tensor
 from sage_fast.config import RewardConfig
 from sage_fast.errors import RewardError, UserError
 
+SHIPPED = {
+    "testbed": "sage_fast.rewards.testbed:TestbedReward",
+    "testbed-judge": "sage_fast.rewards.judge:TestbedJudge",
+}
+"""Short names of the rewards that come with the package."""
+
 
 class Reward(Protocol):
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -26,19 +32,23 @@ class Reward(Protocol):
         ...
 
 
-def load_reward(config: RewardConfig) -> Reward:
+def load_reward(config: RewardConfig, key: str = "reward.name") -> Reward:
     """The reward named by `config.name`; a class is instantiated without arguments.
 
     Modules in the current folder are found, after those that are installed.
 
+    Args:
+        key: of the setting that holds the name, for messages.
+
     Raises:
         UserError: the name is not of that form, there is no such module or name in it, or the module or class fails.
     """
-    name = "sage_fast.rewards.testbed:TestbedReward" if config.name == "testbed" else config.name
+    name = SHIPPED.get(config.name, config.name)
     module_name, _, attribute = name.partition(":")
-    setting = f"reward.name = {config.name!r}"
+    setting = f"{key} = {config.name!r}"
+    expected = f"expected '{'testbed-judge' if key == 'eval.judge' else 'testbed'}' or 'package.module:name'"
     if not re.fullmatch(r"[\w.]+:\w+", name):
-        raise UserError(f"{setting}: expected 'testbed' or 'package.module:name', such as my_rewards:MyReward")
+        raise UserError(f"{setting}: {expected}, such as my_rewards:MyReward")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # that of a console script begins with the folder of the script
     try:
@@ -47,8 +57,7 @@ def load_reward(config: RewardConfig) -> Reward:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(f"{setting}: {_failure(error)}") from error
         raise UserError(
-            f"{setting}: expected 'testbed' or 'package.module:name' of something importable; no module {error.name!r} "
-            f"is installed or in {os.getcwd()}"
+            f"{setting}: {expected} of something importable; no module {error.name!r} is installed or in {os.getcwd()}"
         ) from error
     except Exception as error:
         raise UserError(f"{setting}: {_failure(error)}") from error
@@ -62,6 +71,59 @@ def load_reward(config: RewardConfig) -> Reward:
     if not callable(reward):
         raise UserError(f"{setting}: expected a class with __call__(self, videos, prompts), or a function")
     return reward
+
+
+def _parts(reward: Reward, name: str, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    """What the reward returns, each part float32 `[B]` on the CPU.
+
+    Raises:
+        UserError: it returns something else.
+    """
+    returned: object = reward(videos, prompts)
+    if not isinstance(returned, Mapping):
+        raise UserError(
+            f"reward {name!r} returned {type(returned).__name__}; expected a mapping of parts to [B], "
+            "such as {'sharpness': scores}"
+        )
+    parts = {part: torch.as_tensor(value).detach().float().cpu() for part, value in returned.items()}
+    for part, value in parts.items():
+        if value.shape != (len(prompts),):
+            raise UserError(f"reward part {part!r}: expected shape [{len(prompts)}], got {list(value.shape)}")
+    return parts
+
+
+class Judge:
+    """A reward that only looks on: its parts have no weights, and training never sees them.
+
+    Args:
+        name: as in `reward.name`, given as `eval.judge`.
+
+    Raises:
+        UserError: as `load_reward`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reward = load_reward(RewardConfig(name=name), "eval.judge")
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Its parts, each float32 `[B]` on the CPU.
+
+        Raises:
+            RewardError: it failed or returned a value that is not finite; an evaluation needs every score.
+            UserError: it returned something else than parts of shape `[B]`.
+        """
+        where = f"eval.judge = {self.name!r}: on {len(prompts)} prompts that begin with {prompts[0]!r}"
+        try:
+            parts = _parts(self.reward, self.name, videos, prompts)
+        except UserError:
+            raise
+        except Exception as error:
+            raise RewardError(f"{where}: {_failure(error)}") from error
+        for part, value in parts.items():
+            if not value.isfinite().all():
+                raise RewardError(f"{where}: {part!r} is not finite: {value.tolist()}")
+        return parts
 
 
 def _failure(error: Exception) -> str:
@@ -123,19 +185,10 @@ class CompositeReward:
         return torch.where(composite.isfinite(), composite, torch.nan), parts
 
     def _parts(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        returned: object = self.reward(videos, prompts)
-        if not isinstance(returned, Mapping):
-            raise UserError(
-                f"reward {self.config.name!r} returned {type(returned).__name__}; expected a mapping of parts to [B], "
-                "such as {'sharpness': scores}"
-            )
-        parts = {part: torch.as_tensor(value).detach().float().cpu() for part, value in returned.items()}
+        parts = _parts(self.reward, self.config.name, videos, prompts)
         for part, weight in self.config.weights.items():
             if weight != 0 and part not in parts:
                 raise UserError(f"reward.weights names {part!r}; reward {self.config.name!r} returns {sorted(parts)}")
-        for part, value in parts.items():
-            if value.shape != (len(prompts),):
-                raise UserError(f"reward part {part!r}: expected shape [{len(prompts)}], got {list(value.shape)}")
         return parts
 
     def _one_by_one(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:

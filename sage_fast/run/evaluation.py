@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from sage_fast.config import Config
 from sage_fast.console import Progress, speaker
 from sage_fast.distributed import all_gather_object, rank, world_size
+from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
@@ -25,7 +26,10 @@ from sage_fast.transitions import sigma_schedule, transition_table
 
 @dataclasses.dataclass(kw_only=True)
 class Evaluation:
-    """Scores of N videos, the same on every rank, and the first videos of this rank, float32 `[F, 3, H, W]`."""
+    """Scores of N videos, the same on every rank, and the first videos of this rank, float32 `[F, 3, H, W]`.
+
+    The parts of `eval.judge` are among `parts` as `judge/<part>`.
+    """
 
     iteration: int
     prompts: list[str]
@@ -100,11 +104,16 @@ def generate(
     return [videos[i] for i in range(len(prompts))]
 
 
-def evaluate(setup: Setup, *, iteration: int, quiet: bool = True) -> Evaluation:
+def evaluate(
+    setup: Setup, *, iteration: int, quiet: bool = True, save: Callable[[int, str, Tensor], object] | None = None
+) -> Evaluation:
     """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
 
     The videos are spread over the ranks; a failed reward is an error here whatever `reward.on_failure` says, since a
     paired comparison needs every pair.
+
+    Args:
+        save: told the number, the prompt and the video (on the CPU) of each of this rank's videos as it is made.
     """
     config = setup.config
     chosen = setup.eval_prompts[: config.eval.num_prompts]
@@ -122,8 +131,16 @@ def evaluate(setup: Setup, *, iteration: int, quiet: bool = True) -> Evaluation:
     order: list[int] = []
     videos: dict[int, Tensor] = {}
     for chosen_texts, chunk in video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet):
-        chunks.append(strict(chunk, [texts[i] for i in chosen_texts]))
+        chunk_texts = [texts[i] for i in chosen_texts]
+        rewards, parts = strict(chunk, chunk_texts)
+        if setup.judge is not None:
+            judged = setup.judge(chunk, chunk_texts)
+            parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
+        chunks.append((rewards, parts))
         order += chosen_texts
+        if save is not None:
+            for i, video in zip(chosen_texts, chunk.cpu()):
+                save(first + i, texts[i], video)
         # Copies: a view would keep the whole chunk.
         kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
         videos.update((i, video.to("cpu", copy=True)) for i, video in kept)

@@ -18,7 +18,7 @@ from sage_fast.config import Config
 from sage_fast.distributed import barrier, rank
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics
-from sage_fast.report.videos import contact_sheet, save_mp4
+from sage_fast.report.videos import contact_sheet, numbered, save_mp4
 from sage_fast.run.checkpoint import checkpoints
 from sage_fast.settings import dump, load
 
@@ -107,7 +107,7 @@ def replace_settings(config: Config) -> None:
 def save_videos(
     videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float, sheet: Path | None = None
 ) -> list[Path]:
-    """One MP4 a video, named by number and prompt, and a contact sheet of all of them.
+    """One MP4 a video, and a contact sheet of all of them.
 
     Nothing is overwritten: the numbers go on from the highest one in `folder`.
 
@@ -122,16 +122,21 @@ def save_videos(
         The MP4 files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = [int(found.group(1)) for path in folder.iterdir() if (found := re.match(r"(\d+)-.*\.mp4$", path.name))]
-    first = max(numbers, default=-1) + 1
+    first = max(numbered(folder), default=-1) + 1
     paths = []
     for number, (video, prompt) in enumerate(zip(videos, prompts), start=first):
-        slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
-        paths.append(folder / f"{number:02d}-{slug}.mp4")
-        save_mp4(paths[-1], video, fps)
+        paths.append(save_video(video, prompt, folder, number, fps))
     if videos:
         contact_sheet(videos, prompts[: len(videos)]).save(sheet or folder / f"contact-sheet-{first:02d}.png")
     return paths
+
+
+def save_video(video: torch.Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
+    """An MP4 of float `[F, 3, H, W]` in [0, 1], named by number and prompt."""
+    slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
+    path = folder / f"{number:02d}-{slug}.mp4"
+    save_mp4(path, video, fps)
+    return path
 
 
 def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, Any]:

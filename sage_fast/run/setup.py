@@ -16,7 +16,7 @@ from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding
-from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.rewards import CompositeReward, Judge, load_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import BASE
 from sage_fast.testbed.text import embed
@@ -31,6 +31,7 @@ class Setup:
     reward: CompositeReward
     prompts: list[str]
     eval_prompts: list[str]
+    judge: Judge | None = None
     embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
 
     def encode(self, cache: Path, *, quiet: bool) -> None:
@@ -45,7 +46,7 @@ class Setup:
 
 
 def load_setup(config: Config, prompts: list[str] | None = None, attention: AttentionBackend | None = None) -> Setup:
-    """Read prompts, then the reward, then the model: what is cheap to find wrong comes first.
+    """Read prompts, then the rewards, then the model: what is cheap to find wrong comes first.
 
     Args:
         prompts: in place of the configured prompt files.
@@ -57,9 +58,12 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
         for prompt in (*train_prompts, *eval_prompts):
             embed(prompt)
     reward = CompositeReward(load_reward(config.reward), config.reward)
+    judge = Judge(config.eval.judge) if config.eval.judge is not None else None
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     model = load_model(settings, config.sampling, initialize(), config.seed)
-    return Setup(config=config, model=model, reward=reward, prompts=train_prompts, eval_prompts=eval_prompts)
+    return Setup(
+        config=config, model=model, reward=reward, judge=judge, prompts=train_prompts, eval_prompts=eval_prompts
+    )
 
 
 def check_trajectories(config: Config, model: Model) -> str:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
@@ -18,11 +20,11 @@ from sage_fast.metrics import REWARD_PART
 from sage_fast.optimizers import check_optimizer
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
-from sage_fast.report.videos import write_comparison
+from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate
-from sage_fast.run.folder import check_output, claim_output, replace_settings, run_facts, save_videos
+from sage_fast.run.folder import check_output, claim_output, replace_settings, run_facts, save_video
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
 from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
@@ -124,7 +126,8 @@ def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | N
         trainer.engine.save_weights(run / "weights")
     _evaluate(trainer, setup, run, "after", trainer.config.train.iterations, writer, tell)
     if rank() == 0:
-        write_comparison(run)
+        write_comparison(run, trainer.config.eval.num_videos)
+        keep_shown(run, trainer.config.eval.num_videos)
         before, after = (json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
         tell(format_paired_table(paired_table(before, after)))
         tell(f"report: {write_report(run)}")
@@ -135,13 +138,24 @@ def _evaluate(
 ) -> None:
     """Evaluate the averaged weights if there are any; scores and videos go into the run folder and the trackers."""
     tell(f"evaluate ({name})")
-    with trainer.engine.averaged_weights():
-        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet)
+    folder, shown = run / "videos" / name, setup.config.eval.num_videos
+    # The choice of what is shown needs the last scores: until then, all of what `comparison.png` may show is kept.
+    keep_all = name in ("before", "after") or iteration == setup.config.eval.interval
     if writer is not None:
-        scores, folder = result.to_json(), run / "videos" / name
-        sheet = folder.with_suffix(".png")
         shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that is repeated after `--resume`
-        videos = save_videos(result.videos, result.prompts, folder, setup.model.fps, sheet)
+    barrier()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def save(number: int, prompt: str, video: torch.Tensor) -> None:
+        if keep_all or number < shown:
+            save_video(video, prompt, folder, number, setup.model.fps)
+
+    with trainer.engine.averaged_weights():
+        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save)
+    if writer is not None:
+        scores, sheet = result.to_json(), folder.with_suffix(".png")
+        contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(sheet)
+        videos = [path for number, path in numbered(folder).items() if number < shown]
         (run / "eval").mkdir(exist_ok=True)
         (run / "eval" / f"{name}.json").write_text(json.dumps(scores), encoding="utf-8")
         writer.write_evaluation(scores, videos, sheet)

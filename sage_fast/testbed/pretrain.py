@@ -1,5 +1,7 @@
 """Pre-trains the testbed's base model: an autoencoder on rendered videos, then a flow-matching transformer on latents.
 
+Beside them it trains the held-out judge, a classifier of clips and of their corruptions.
+
 The base is under-trained on purpose.  It draws recognisable shapes that often are the wrong shape, blurred, or move the
 wrong way, which leaves reinforcement learning something to improve.
 """
@@ -14,9 +16,11 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
 from sage_fast.console import progress, speaker
+from sage_fast.testbed.corruptions import ATTRIBUTES, random_clip
+from sage_fast.testbed.judge import JudgeNetwork, judge_loss
 from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text import embed
-from sage_fast.testbed.world import BACKGROUND, parse, render, train_prompts
+from sage_fast.testbed.world import BACKGROUND, all_scenes, parse, render, train_prompts
 
 SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real model
 PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
@@ -34,13 +38,23 @@ def pretrain(
     vae_batch: int = 4,
     batch: int = 64,
     videos_per_prompt: int = 32,
+    judge_steps: int = 2500,
+    judge_batch: int = 32,
     quiet: bool = False,
 ) -> None:
     """Trains both models on the training prompts and writes `transformer/`, `vae/` and `testbed.json` to `output`.
 
+    The judge is trained into `judge/` unless that exists: it depends on the rendered world and on nothing else here.
+
     Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights.
     """
     output.mkdir(parents=True, exist_ok=True)  # first, since what follows takes minutes
+    if not (output / "judge").exists():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            generator = torch.Generator().manual_seed(seed)
+            judge = train_judge(generator, steps=judge_steps, batch=judge_batch, quiet=quiet)
+        judge.half().save_pretrained(output / "judge")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for the initial weights; all data comes from generators of its own
         generator = torch.Generator().manual_seed(seed)
@@ -60,6 +74,8 @@ def pretrain(
         "vae_batch": vae_batch,
         "batch": batch,
         "videos_per_prompt": videos_per_prompt,
+        "judge_steps": judge_steps,
+        "judge_batch": judge_batch,
         "torch": torch.__version__.split("+")[0],
     }
     (output / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -131,6 +147,22 @@ def train_flow(
         torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0 - decay)
     speaker(quiet)(f"transformer: loss {loss.detach():.3f} in the last step")
     return average
+
+
+def train_judge(generator: torch.Generator, *, steps: int, batch: int, quiet: bool) -> JudgeNetwork:
+    """A judge of clips of all 96 captions, clean and corrupted."""
+    judge = JudgeNetwork().train()
+    scenes = all_scenes()
+    optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3, weight_decay=1e-2)
+    for step in progress(range(steps), "judge", steps, quiet=quiet):
+        _set_cosine_lr(optimizer, 2e-3, step, steps)
+        chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
+        videos, clean, told = zip(*(random_clip(scene, generator) for scene in chosen))
+        told_by_attribute = {attribute: torch.tensor([row[attribute] for row in told]) for attribute in ATTRIBUTES}
+        loss = judge_loss(judge, torch.stack(videos), chosen, torch.tensor(clean), told_by_attribute)
+        _update(optimizer, loss)
+    speaker(quiet)(f"judge: loss {loss.detach():.3f} in the last step")
+    return judge.eval()
 
 
 def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:

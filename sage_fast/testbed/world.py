@@ -196,6 +196,10 @@ def render(
         start = random_start(scene, generator)
     time = torch.arange(frames, dtype=torch.float64)[:, None]
     center = torch.tensor(start, dtype=torch.float64) + time * torch.tensor(scene.velocity, dtype=torch.float64)
-    alpha = coverage(scene.shape, center)[:, None]
-    color = torch.tensor(COLORS[scene.color], dtype=torch.float64)[:, None, None]
-    return (BACKGROUND + alpha * (color - BACKGROUND)).to(torch.float32)
+    return paint(coverage(scene.shape, center), scene.color)
+
+
+def paint(alpha: Tensor, color: str) -> Tensor:
+    """float32 [..., 3, H, W]: pixels of which `alpha` [..., H, W] has that colour and the rest is background."""
+    rgb = torch.tensor(COLORS[color], dtype=alpha.dtype)[:, None, None]
+    return (BACKGROUND + alpha[..., None, :, :] * (rgb - BACKGROUND)).to(torch.float32)

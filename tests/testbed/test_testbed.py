@@ -115,8 +115,9 @@ def test_transformer_round_trip(tmp_path: Path) -> None:
 
 def test_pretraining_is_deterministic(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        pretrain(tmp_path / name, seed=3, vae_steps=2, steps=2, vae_batch=2, batch=4, videos_per_prompt=1, quiet=True)
-    for part in ("transformer", "vae"):
+        pretrain(tmp_path / name, seed=3, vae_steps=2, steps=2, vae_batch=2, batch=4, videos_per_prompt=1,
+                 judge_steps=2, judge_batch=4, quiet=True)  # fmt: skip
+    for part in ("transformer", "vae", "judge"):
         files = [tmp_path / name / part / "diffusion_pytorch_model.safetensors" for name in ("a", "b")]
         assert files[0].read_bytes() == files[1].read_bytes(), part
 

@@ -1,0 +1,42 @@
+"""The testbed's held-out judge: what CLIPScore and PickScore are to a run of the real model.
+
+Two scores, each about 0 to 1, of a network that saw rendered clips and their corruptions and never the training reward:
+
+    alignment     how probable the shape, colour, direction and speed are that the prompt names, mean of those
+    naturalness   how clean the clip is: 1 as rendered, 0 corrupted beyond recognition
+
+For `eval.judge`: a policy trained on it would learn to fool it, as it does any reward.
+"""
+
+import torch
+from torch import Tensor
+
+from sage_fast.testbed.corruptions import ATTRIBUTES
+from sage_fast.testbed.judge import load_judge
+
+WORDS = [word for words in ATTRIBUTES.values() for word in words]
+
+
+class TestbedJudge:
+    """Scores videos float [B, F, 3, H, W] in [0, 1] (17 frames of 32 x 32) against one caption each."""
+
+    __test__ = False  # the name begins with Test: tell pytest that this is none
+
+    def __init__(self) -> None:
+        self.network = load_judge()
+
+    @torch.no_grad()
+    def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        """float32 [B] for each of "alignment" and "naturalness"; finite for any input, NaN pixels count as black."""
+        if videos.ndim != 5 or videos.shape[2] != 3:
+            raise ValueError(f"expected videos [B, F, 3, H, W], got {list(videos.shape)}")
+        if len(prompts) != videos.shape[0]:
+            raise ValueError(f"got {videos.shape[0]} videos but {len(prompts)} prompts")
+        named = torch.tensor([[word in prompt.split() for word in WORDS] for prompt in prompts], device=videos.device)
+        if not named.any(dim=1).all():
+            prompt = next(prompt for prompt, words in zip(prompts, named) if not words.any())
+            raise ValueError(f'prompt "{prompt}" names nothing that the judge knows: {", ".join(WORDS)}')
+        logits, clean = self.network.to(videos.device)(torch.nan_to_num(videos.float(), nan=0.0).clamp(0.0, 1.0))
+        probable = torch.cat([logits[attribute].softmax(dim=1) for attribute in ATTRIBUTES], dim=1)
+        alignment = (probable * named).sum(dim=1) / named.sum(dim=1)
+        return {"alignment": alignment, "naturalness": clean.sigmoid()}

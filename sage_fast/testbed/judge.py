@@ -1,0 +1,77 @@
+"""A small network that looks at a clip as the training reward does not: it learned what it knows from examples."""
+
+from pathlib import Path
+
+import torch
+from diffusers import ModelMixin
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
+
+from sage_fast.testbed.corruptions import ATTRIBUTES
+from sage_fast.testbed.model import BASE
+from sage_fast.testbed.world import Scene
+
+SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
+
+
+class JudgeNetwork(ModelMixin, ConfigMixin):
+    """Names shape, colour, direction and speed of a clip, and says how clean it is."""
+
+    @register_to_config
+    def __init__(self, channels: tuple[int, ...] = (16, 32, 48, 48)) -> None:
+        super().__init__()
+        a, b, c, d = channels
+        self.body = nn.Sequential(
+            nn.Conv3d(3, a, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1)),  # [17, 16, 16]
+            nn.GroupNorm(4, a),
+            nn.SiLU(),
+            nn.Conv3d(a, b, 3, stride=(1, 2, 2), padding=1),  # [17, 8, 8]
+            nn.GroupNorm(4, b),
+            nn.SiLU(),
+            nn.Conv3d(b, c, 3, stride=(2, 1, 1), padding=1),  # [9, 8, 8]
+            nn.GroupNorm(4, c),
+            nn.SiLU(),
+            nn.Conv3d(c, d, 3, stride=2, padding=1),  # [5, 4, 4]
+            nn.SiLU(),
+        )
+        self.head = nn.Sequential(nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(SIZES.values()) + 1))
+
+    def forward(self, videos: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Logits: attribute -> [B, words] in the order of `ATTRIBUTES`, and [B] of being clean.
+
+        Args:
+            videos: [B, F, 3, H, W] in [0, 1]; trained on 17 frames of 32 x 32.
+        """
+        seen = self.body(4.0 * videos.transpose(1, 2) - 1.0)
+        output = self.head(torch.cat([seen.mean((2, 3, 4)), seen.amax((2, 3, 4))], dim=1))
+        *words, clean = output.split([*SIZES.values(), 1], dim=1)
+        return dict(zip(SIZES, words)), clean[:, 0]
+
+
+def judge_loss(
+    network: JudgeNetwork, videos: Tensor, scenes: list[Scene], clean: Tensor, told: dict[str, Tensor]
+) -> Tensor:
+    """Cross-entropy with graded targets: the word as far as it can be told, every word alike as far as it cannot.
+
+    Args:
+        network: is trained.
+        videos: [B, F, 3, H, W].
+        scenes: B.
+        clean: [B], 1 for a rendered clip to 0 for one of which nothing is left.
+        told: attribute -> [B], 1 if the word is plain to see to 0 if it is erased.
+    """
+    logits, clean_logit = network(videos)
+    loss = 4.0 * binary_cross_entropy_with_logits(clean_logit, clean)
+    for attribute, words in ATTRIBUTES.items():
+        word = torch.tensor([words.index(getattr(scene, attribute)) for scene in scenes])
+        share = told[attribute][:, None]
+        target = share * one_hot(word, len(words)) + (1 - share) / len(words)
+        loss = loss - (target * logits[attribute].log_softmax(dim=1)).sum(dim=1).mean()
+    return loss
+
+
+def load_judge(folder: Path = BASE / "judge") -> JudgeNetwork:
+    """The trained network, float32 (stored as float16), in evaluation mode."""
+    network: JudgeNetwork = JudgeNetwork.from_pretrained(folder, torch_dtype=torch.float32)
+    return network.eval()

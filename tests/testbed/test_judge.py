@@ -1,0 +1,161 @@
+"""The held-out judge: it knows what it looks at, falls with every corruption, and is not fooled as the reward is."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.config import RewardConfig
+from sage_fast.errors import RewardError, UserError
+from sage_fast.rewards import Judge, load_reward
+from sage_fast.rewards.judge import TestbedJudge
+from sage_fast.rewards.testbed import TestbedReward, measure, motion_quality, text_alignment, visual_quality
+from sage_fast.testbed.corruptions import ATTRIBUTES, CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
+from sage_fast.testbed.model import BASE
+from sage_fast.testbed.world import BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse, render
+
+JUDGE = TestbedJudge()
+SCENES = all_scenes()
+CAPTIONS = [scene.caption for scene in SCENES]
+
+
+def rendered(seed: int) -> Tensor:
+    """One fresh clip of each caption; the judge was trained with another generator."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([render(scene, generator) for scene in SCENES])
+
+
+def corrupted(kind: str, strength: float, scenes: list[Scene] = SCENES[::5]) -> Tensor:
+    generator = torch.Generator().manual_seed(77)
+    clips = [draw(scene, kind if kind in SCENE_CORRUPTIONS else None, strength, generator) for scene in scenes]
+    if kind in CORRUPTIONS and strength > 0:
+        clips = [CORRUPTIONS[kind].apply(clip, strength, generator) for clip in clips]
+    return torch.stack(clips).clamp(0, 1)
+
+
+def test_it_is_small() -> None:
+    assert sum(p.numel() for p in JUDGE.network.parameters()) <= 150_000
+    assert sum(file.stat().st_size for file in (Path(BASE) / "judge").iterdir()) <= 4e5
+
+
+def test_it_names_the_attributes_of_fresh_clips() -> None:
+    with torch.no_grad():
+        logits, _ = JUDGE.network(torch.cat([rendered(1001), rendered(1002)]))
+    for attribute, words in ATTRIBUTES.items():
+        truth = torch.tensor([words.index(getattr(scene, attribute)) for scene in SCENES] * 2)
+        assert float((logits[attribute].argmax(dim=1) == truth).float().mean()) > 0.95, attribute
+
+
+def test_rendered_clips_score_high_and_others_low() -> None:
+    scores = JUDGE(rendered(1003), CAPTIONS)
+    assert float(scores["alignment"].mean()) > 0.9
+    assert float(scores["naturalness"].mean()) > 0.8
+    black, white, nan = (torch.full((1, FRAMES, 3, 32, 32), value) for value in (0.0, 1.0, float("nan")))
+    noise = torch.rand(4, FRAMES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    garbage = torch.cat([black, white, nan, noise])
+    scores = JUDGE(garbage, CAPTIONS[: len(garbage)])
+    assert all(bool(part.isfinite().all()) for part in scores.values())
+    assert float(scores["alignment"].max()) < 0.4  # chance is 1/3
+    assert float(scores["naturalness"].max()) < 0.5
+
+
+def test_it_tells_prompts_that_match_from_prompts_that_do_not() -> None:
+    videos = rendered(1004)
+    matched = JUDGE(videos, CAPTIONS)["alignment"]
+    for attribute, words in ATTRIBUTES.items():
+        other = [
+            Scene(**vars(s) | {attribute: words[(words.index(getattr(s, attribute)) + 1) % len(words)]}).caption
+            for s in SCENES
+        ]
+        assert float((matched - JUDGE(videos, other)["alignment"]).mean()) > 0.2, attribute
+
+
+def trail(video: Tensor, strength: float) -> Tensor:
+    """Each frame keeps a share of the one shown before it."""
+    frames = [video[0]]
+    for frame in video[1:]:
+        frames.append(torch.maximum(frame, BACKGROUND + strength * (frames[-1] - BACKGROUND)))
+    return torch.stack(frames)
+
+
+def tear(video: Tensor, strength: float) -> Tensor:
+    """The lower half is shifted sideways."""
+    return torch.cat([video[:, :, :16], video[:, :, 16:].roll(round(10 * strength), -1)], dim=2)
+
+
+@pytest.mark.parametrize("kind", [*CORRUPTIONS, *SCENE_CORRUPTIONS, "trail", "tear"])
+def test_naturalness_falls_with_the_strength_of_each_corruption(kind: str) -> None:
+    """The last two kinds were held out of its training."""
+    strengths = (0.0, 0.25, 0.5, 0.75)
+    heldout = {"trail": trail, "tear": tear}.get(kind)
+    means = []
+    for strength in strengths:
+        videos = corrupted(kind, 0.0 if heldout else strength)
+        if heldout:
+            videos = torch.stack([heldout(video, strength) for video in videos])
+        means.append(float(JUDGE(videos, CAPTIONS[::5])["naturalness"].mean()))
+    assert all(low < high for high, low in itertools.pairwise(means)), means
+    assert means[-1] < means[0] - 0.15, means  # shapes that change on the way are the hardest to see
+
+
+def reward_of(videos: Tensor, prompts: list[str]) -> Tensor:
+    """The composite, differentiable in the pixels."""
+    seen = measure(videos)
+    return visual_quality(seen) + motion_quality(seen) + text_alignment(seen, prompts)
+
+
+def test_a_video_made_to_please_the_reward_does_not_please_the_judge() -> None:
+    """Gradient ascent on pixels, from noise: speckled shapes of the wrong colour that move the wrong way and change on
+    the way, which the reward likes better than what a trained policy makes."""
+    prompts = heldout_prompts()[:3]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(prompts), FRAMES, 3, 32, 32, generator=generator).sub_(2).requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (-reward_of(logits.sigmoid(), prompts).sum()).backward()
+        optimizer.step()
+    hacked = logits.detach().sigmoid()
+    reward = sum(TestbedReward()(hacked, prompts).values(), torch.zeros(()))
+    assert float(reward.min()) > 2.0  # of the 2.9 of a rendered clip
+    judge = JUDGE(hacked, prompts)
+    assert float(judge["naturalness"].max()) < 0.5  # rendered clips: 0.8 to 1
+    assert float(judge["alignment"].max()) < 0.8  # 0.98 to 1
+
+
+def test_training_clips_are_graded() -> None:
+    generator = torch.Generator().manual_seed(0)
+    clips = [random_clip(parse(CAPTIONS[0]), generator) for _ in range(200)]
+    clean = torch.tensor([grade for _, grade, _ in clips])
+    assert 0.1 < float((clean == 1).float().mean()) < 0.3
+    assert float(clean.min()) < 0.1
+    assert all(float(video.min()) >= 0 and float(video.max()) <= 1 for video, _, _ in clips)
+    assert all(0 <= told <= 1 for _, _, attributes in clips for told in attributes.values())
+
+
+def test_it_is_deterministic_and_sees_each_video_alone() -> None:
+    videos = rendered(5)[:3]
+    together, again = JUDGE(videos, CAPTIONS[:3]), JUDGE(videos, CAPTIONS[:3])
+    for part, value in together.items():
+        assert torch.equal(value, again[part])
+        alone = torch.cat([JUDGE(videos[i : i + 1], CAPTIONS[i : i + 1])[part] for i in range(3)])
+        torch.testing.assert_close(alone, value, rtol=1e-4, atol=1e-5)
+
+
+def test_its_name_is_known_and_others_are_refused_by_the_name_of_the_setting() -> None:
+    assert isinstance(load_reward(RewardConfig(name="testbed-judge")), TestbedJudge)
+    with pytest.raises(
+        UserError, match=r"eval\.judge = 'pickscore': expected 'testbed-judge' or 'package.module:name'"
+    ):
+        Judge("pickscore")
+
+
+def test_a_judge_that_fails_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge("testbed-judge")
+    with pytest.raises(RewardError, match=r"eval\.judge = 'testbed-judge': on 1 prompts that begin with 'a cat'"):
+        judge(torch.zeros(1, FRAMES, 3, 32, 32), ["a cat"])
+    monkeypatch.setattr(judge, "reward", lambda videos, prompts: {"alignment": torch.full((1,), torch.nan)})
+    with pytest.raises(RewardError, match="'alignment' is not finite"):
+        judge(torch.zeros(1, FRAMES, 3, 32, 32), [CAPTIONS[0]])
