@@ -40,6 +40,7 @@ NORM_BACKWARD_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 def _round_in_the_interpreter() -> None:
     """fp32 to bf16 rounds to nearest even, as compiled kernels do; the interpreter of Triton 3.6 to 3.9 truncates."""
+    import numpy as np
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
@@ -47,7 +48,9 @@ def _round_in_the_interpreter() -> None:
     def rounding(data, source, target, mode):
         if (source, target, mode) != (tl.float32, tl.bfloat16, None):
             return convert(data, source, target, mode)
-        return torch.from_numpy(data.copy()).bfloat16().view(torch.uint16).numpy()
+        bits = np.asarray(data, dtype=np.float32, order="C").view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
     interpreter._convert_float = rounding
 

@@ -193,8 +193,9 @@ class KLConfig(Section):
     KL's share of the gradient), `none` (stays at kl.lambda_max)."""
     target: float = within(1e-4, above=0)
     """KL that `paper` and `ppo` steer by, per element."""
-    target_share: float = within(0.1, above=0, below=1)
-    """Share of the KL in the gradient on the velocity, `kl/gradient_share`, that `share` holds."""
+    target_share: float = within(0.02, above=0, below=1)
+    """Share of the KL in the gradient on the velocity, `kl/gradient_share`, that `share` holds; the velocity term
+    counts only in closed form."""
     history: int = within(10, least=1)
     """H of Eq. 42: optimizer steps over which the feedback averages what it observes."""
 
@@ -217,6 +218,12 @@ class KLConfig(Section):
             "kl.lambda_min",
             self.lambda_min,
             f"feedback {self.feedback!r} multiplies lambda; expected above 0, such as 1e-07",
+        )
+        require(
+            self.feedback != "share" or self.strategy != "stepwise" or self.velocity_term == "closed_form",
+            "kl.feedback",
+            self.feedback,
+            "strategy 'stepwise' has a gradient to hold only with kl.velocity_term = closed_form",
         )
 
 

@@ -79,6 +79,7 @@ class Engine:
                 group["lr"] = learning_rate(self.config, self.steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        torch.autograd.graph.increment_version(self.parameters)  # bitsandbytes writes where autograd does not look
         size = self._updates.size()
         self.steps += 1
         self._warn_of_small_updates(size)

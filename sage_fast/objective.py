@@ -188,7 +188,8 @@ def gradient_norms(
         |d KL / dv|   = 2 sqrt(m KL / D)
 
     A centred log-ratio has the residual of the rollout, since the KL cancels what the policy has moved by. The KL's
-    terms are added in quadrature.
+    terms are added in quadrature; `kl.velocity_term = rollout` is not one of them: its gradient is sampling noise, many
+    times what it pulls by.
 
     Args:
         loss: of `sage_loss`, before its backward.
@@ -209,17 +210,16 @@ def gradient_norms(
     squares = torch.zeros_like(policy)
     if uses_anchor(kl):
         squares = squares + (kl.beta_pos * of_kl(loss.kl_anchor)).square()
-    if uses_velocity(kl):
-        closed = kl.velocity_term == "closed_form"
-        squares = squares + (kl.beta_vel * (of_kl(loss.kl_velocity) if closed else of_log_prob(log_prob))).square()
+    if uses_velocity(kl) and kl.velocity_term == "closed_form":
+        squares = squares + (kl.beta_vel * of_kl(loss.kl_velocity)).square()
     return policy, squares.sqrt()
 
 
 FEEDBACKS = {"paper": (0.9, 1.1), "ppo": (1.1, 0.9), "share": None, "none": None}
 """Factors of lambda when the KL is too large, and when it is too small; None for what does not follow the KL."""
 assert tuple(FEEDBACKS) == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
-LARGEST_FACTOR = 1.5
-"""By which `share` moves lambda in one update at most."""
+LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
+"""By which `share` moves lambda in one update at most, and while it has seen fewer than `kl.history` updates."""
 
 
 class KLController:
@@ -272,8 +272,9 @@ class KLController:
         mean = sum(self.history) / max(len(self.history), 1)
         if mean > 0:
             wanted = config.target_share / (1 - config.target_share) / mean
-            self.value = min(max(wanted, self.value / LARGEST_FACTOR), self.value * LARGEST_FACTOR)
-            self.value = min(max(self.value, config.lambda_min), config.lambda_limit)
+            factor = LARGEST_FACTOR if len(self.history) == config.history else FIRST_FACTOR
+            wanted = min(max(wanted, self.value / factor), self.value * factor)
+            self.value = min(max(wanted, config.lambda_min), config.lambda_limit)
 
     def state_dict(self) -> dict[str, object]:
         return {

@@ -19,6 +19,8 @@ from sage_fast.objective import centres_ratio
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.seeding import derive_seed
 
+LARGEST_MOVE = 1e-5
+"""Of a weight: an adapter's response is a product, and over longer ways not proportional to them."""
 Micro = Sequence[tuple[int, int]]
 """Transitions, (sample, step), that are scored together."""
 
@@ -57,7 +59,9 @@ def moments_after_an_update(
     velocity: Callable[[Micro], Tensor],
     log_ratio: Callable[[Micro, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Move every weight by the learning rate, then by twice that, and look at the log-ratio; the weights are put back.
+    """Move every weight, then move it twice as far, and look at the log-ratio; the weights are put back.
+
+    The distance is the learning rate, at most LARGEST_MOVE: rounding is the same however far weights are moved.
 
     Args:
         policy: whose weights are moved.
@@ -72,9 +76,10 @@ def moments_after_an_update(
         of the square of the noise; 0 at steps without a transition.
     """
     v_old = [velocity(micro) for micro in micros]
+    by = min(config.train.learning_rate, LARGEST_MOVE)
     near, far = (torch.zeros(steps, 3, dtype=torch.float64, device=policy.device) for _ in range(2))
     for sums, distance in ((near, 1), (far, 2)):
-        with policy.using(moved(policy.snapshot(), distance * config.train.learning_rate, config.seed)):
+        with policy.using(moved(policy.snapshot(), distance * by, config.seed)):
             for micro, v in zip(micros, v_old):
                 change, bias = log_ratio(micro, v)
                 found = torch.stack([bias, (change + bias).square(), torch.ones_like(bias)], dim=1)

@@ -41,7 +41,7 @@ class AdapterUpdates:
     def __init__(self, layers: Sequence[LoraLayer]) -> None:
         self.layers = layers
         weights = [layer.get_base_layer().weight for layer in layers]
-        self.base = torch.stack([torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights]).norm()
+        self.base = torch.stack([torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]).norm()
 
     def remember(self) -> None:
         """Keep what the next update will change."""

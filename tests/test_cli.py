@@ -29,6 +29,7 @@ SMALL = [
     *("--train.iterations", "2", "--train.prompts_per_iteration", "2", "--train.group_size", "3"),
     *("--sampling.steps", "4", "--train.timestep_fraction", "1.0", "--eval.steps", "2", "--eval.num_prompts", "2"),
     *("--eval.seeds_per_prompt", "1", "--eval.num_videos", "1", "--train.batch_size", "16"),
+    *("--train.ema_decay", "0"),
 ]
 
 
@@ -401,7 +402,7 @@ def test_reward_that_fails_later_leaves_a_checkpoint(tmp_path: Path, capsys: pyt
     assert train(run, "--reward.name", "tests.test_trainer:LateFailure") == 1
     assert "went away later" in capsys.readouterr().err
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000001"]
-    assert train(run, "--resume") == 0
+    assert train(run, "--reward.name", "tests.test_trainer:LateFailure", "--resume") == 0
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback_and_leaves_a_checkpoint(

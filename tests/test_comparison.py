@@ -153,7 +153,7 @@ def test_gains_medians_and_losses_are_shown():
     ]
     assert [i for i, _ in shown(3)] == [4, 7, 1]
     assert [i for i, _ in shown(1)] == [7]
-    assert shown(2, [0, 3, 8]) == [(0, "largest gain +0.50"), (3, "smallest gain +0.20")]
+    assert shown(2, [0, 3, 8]) == [(0, "+0.50"), (3, "+0.20")], "of a few that are left nothing is the largest"
     assert [i for i, _ in shown(20)] == [4, 0, 8, 7, 3, 2, 5, 1]
     assert shown_pairs({}, {}, [3, 1], 6) == {1: "", 3: ""}
 

@@ -89,7 +89,7 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"kl.beta_vel": -0.1}, "kl.beta_vel = -0.1: expected at least 0"),
         ({"kl.target": 0.0}, "kl.target = 0.0: expected above 0, such as 0.0001"),
         ({"kl.target": -1e-4}, "kl.target = -0.0001: expected above 0"),
-        ({"kl.target_share": 1.0}, "kl.target_share = 1.0: expected above 0 and below 1, such as 0.1"),
+        ({"kl.target_share": 1.0}, "kl.target_share = 1.0: expected above 0 and below 1, such as 0.02"),
         ({"kl.lambda_limit": 1e-6}, "kl.lambda_limit = 1e-06: expected at least kl.lambda_max; the nearest is 1e-05"),
         ({"kl.feedback": "share", "kl.lambda_min": 0.0}, "kl.lambda_min = 0.0: feedback 'share' multiplies lambda"),
         ({"objective.ratio": "centered"}, "objective.ratio = 'centered': .*did you mean 'centred'"),

@@ -19,7 +19,18 @@ SLOW = (
 )
 TINY_RUN = [
     *("--train.iterations", "1", "--train.prompts_per_iteration", "1", "--train.group_size", "2"),
-    *("--sampling.steps", "3", "--eval.steps", "2", "--eval.num_prompts", "1", "--eval.seeds_per_prompt", "1"),
+    *(
+        "--sampling.steps",
+        "3",
+        "--train.optimizer_steps",
+        "2",
+        "--eval.steps",
+        "2",
+        "--eval.num_prompts",
+        "1",
+        "--eval.seeds_per_prompt",
+        "1",
+    ),
 ]
 
 

@@ -235,11 +235,11 @@ def test_submit_runs_beside_the_current_stream() -> None:
     vae = load_base()[1].cuda()
     decoder = VideoDecoder(vae)
     for _ in range(20):
-        latents = torch.randn(4, 16, 5, 4, 4, device="cuda")
+        latents = torch.randn(4, 32, 5, 4, 4, device="cuda")
         expected = decoder(latents.clone())
         pending = decoder.submit(latents)
         del latents
-        torch.randn(4, 16, 5, 4, 4, device="cuda").fill_(9.0)  # may take over the memory of `latents`
+        torch.randn(4, 32, 5, 4, 4, device="cuda").fill_(9.0)  # may take over the memory of `latents`
         torch.testing.assert_close(pending.result().clone(), expected, rtol=0, atol=1e-4)
 
 

@@ -33,7 +33,7 @@ def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPat
         check_trajectories(config, model)
     monkeypatch.setattr("sage_fast.policy.decode.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match="of the free memory is 0 MiB"):
-        model.decoder.plan((16, 5, 4, 4))
+        model.decoder.plan((32, 5, 4, 4))
 
 
 def test_environment_is_enough_to_repeat_a_result() -> None:

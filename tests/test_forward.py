@@ -69,7 +69,7 @@ def test_a_policy_leaves_the_transformer_as_it_was(pair: tuple[Any, HunyuanVideo
 
 def inputs(prompts: list[str]) -> tuple[Tensor, Tensor, TextBatch]:
     texts = embeddings(prompts)
-    x = torch.randn(len(prompts), 16, 5, 4, 4)
+    x = torch.randn(len(prompts), 32, 5, 4, 4)
     text = collate([texts[prompt] for prompt in prompts], torch.device("cpu"), torch.float32)
     return x, torch.rand(len(prompts)), text
 
@@ -140,7 +140,7 @@ def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance
     sigmas = torch.tensor([0.95, 0.6, 0.2])
     texts = embeddings(prompts)
     schedule = policy.conditioning_table(sigmas, texts).of(prompts)
-    x = torch.randn(3, 16, 5, 4, 4)
+    x = torch.randn(3, 32, 5, 4, 4)
     text, negative = (collate([texts[p] for p in of], x.device, x.dtype) for of in (prompts, [""] * len(prompts)))
     for steps in ([1], [2, 0, 1]):
         fresh = policy.condition(sigmas[steps].expand(3), text, negative if guidance != 1 else None)

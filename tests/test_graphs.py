@@ -42,7 +42,7 @@ def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graph
     seeds = sample_seeds(0, index, 0, range(len(prompts)))
     kept: list[tuple[Tensor, ...]] = []
     latents = rollout(
-        policy, table, table.coefficients(1280).to(device),
+        policy, table, table.coefficients(2560).to(device),
         policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)), prompts, seeds,
         initial_latents(seeds, LATENT_SHAPE, device),
         record=lambda t, *tensors: kept.append(tuple(tensor.clone() for tensor in tensors)), graphs=graphs,
@@ -173,7 +173,7 @@ def test_a_step_never_synchronises_on_a_gpu() -> None:
     policy = tiny_model(settings()).policy
     policy.transformer.cuda()
     table = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
-    coefs = table.coefficients(1280).cuda()
+    coefs = table.coefficients(2560).cuda()
     schedule = policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS[:1])
     seeds, x = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.randn(1, *LATENT_SHAPE, device="cuda")
     step = torch.zeros(1, dtype=torch.int64, device="cuda")

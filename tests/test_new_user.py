@@ -19,7 +19,18 @@ FILES = ["config.yaml", "heldout.txt", "my_rewards.py", "prompts.txt"]
 HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")  # the last one makes every start slow
 SMALL = [
     *("--train.prompts_per_iteration", "2", "--train.group_size", "3", "--train.batch_size", "16"),
-    *("--train.timestep_fraction", "1.0", "--sampling.steps", "3", "--eval.steps", "2", "--eval.num_prompts", "2"),
+    *(
+        "--train.timestep_fraction",
+        "1.0",
+        "--sampling.steps",
+        "3",
+        "--train.optimizer_steps",
+        "2",
+        "--eval.steps",
+        "2",
+        "--eval.num_prompts",
+        "2",
+    ),
     *("--eval.seeds_per_prompt", "1", "--eval.num_videos", "1", "--eval.interval", "0"),
 ]
 OWN_REWARD = """
@@ -32,7 +43,7 @@ import sys, torch
 from sage_fast.testbed.model import BASE, TestbedTransformer
 transformer = TestbedTransformer.from_pretrained(BASE / "transformer").eval()
 def velocity():
-    x = torch.randn(1, 33, 5, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 65, 5, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return transformer(
             x, torch.tensor([500.0]), torch.ones(1, 3, 32), torch.ones(1, 3, dtype=torch.int64),

@@ -107,7 +107,7 @@ def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
     """A batch with stored transitions in the policy's own precision."""
     table = trainer.full_table
     steps = trained_steps(table, trainer.config, 0)
-    coefs = table.coefficients(1280, trainer.config.objective.log_prob).to(torch.float64)
+    coefs = table.coefficients(2560, trainer.config.objective.log_prob).to(torch.float64)
     groups = draw_groups(trainer.config, trainer.prompts, 0)
     conditioning = trainer.policy.conditioning_table(table.sigmas[:-1], trainer.embeddings)
     watch = Stopwatch(trainer.device)

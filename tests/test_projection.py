@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.bench_lora_response import responses
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.projection import Projection, gelu, with_room
 from tests.test_forward import PROMPTS, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer
@@ -32,7 +32,7 @@ def layers(up: float, dtype: torch.dtype, outs: tuple[int, ...] = (24, 17, 24), 
 
 
 def projected(model: nn.Sequential, x: Tensor) -> tuple[Projection, tuple[Tensor, ...]]:
-    projection = Projection(*model)
+    projection = Projection(model, *model._modules)
     projection.refresh(x.dtype)
     return projection, projection(with_room(x, projection.room))
 
@@ -89,7 +89,7 @@ def test_the_weight_is_a_view_and_the_layer_keeps_its_own_forward() -> None:
 
 def test_it_follows_the_layers() -> None:
     model, x = layers(0.1, torch.float32), torch.randn(3, 33)
-    projection = Projection(*model)
+    projection = Projection(model, *model._modules)
 
     def check() -> None:
         projection.refresh(torch.float32)
@@ -99,8 +99,14 @@ def test_it_follows_the_layers() -> None:
     check()
     for p in model.parameters():
         if p.requires_grad:
-            p.data.copy_(torch.randn_like(p))  # as DeepSpeed writes: no version is counted
-            p.detach().add_(0)
+            p.data.copy_(torch.randn_like(p))  # as bitsandbytes and DeepSpeed write: no version is counted
+            torch.autograd.graph.increment_version(p)
+    check()
+    model[0].base_layer.bias.data.add_(1)
+    torch.autograd.graph.increment_version(model[0].base_layer.bias)
+    model[1].bias.add_(1)
+    check()
+    model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()})
     check()
     model[0].scaling["default"] = 0.5
     check()
@@ -115,6 +121,42 @@ def test_it_follows_the_layers() -> None:
     model[0].merge()
     check()
     assert projection.room == 0
+
+
+def test_an_adapter_that_comes_later_is_heard() -> None:
+    policy = tiny_model(settings(model__tuning="full")).policy
+    x, sigma, text = inputs(PROMPTS)
+
+    @torch.no_grad()
+    def velocity() -> Tensor:
+        return policy.velocity(x, policy.condition(sigma, text))
+
+    without = velocity()
+    add_lora(policy.transformer, rank=2, alpha=2, targets=settings().model.lora_targets, seed=0)
+    torch.testing.assert_close(velocity(), without)
+    for p in policy.parameters().values():
+        p.data = torch.randn_like(p)
+    assert not torch.allclose(velocity(), without)
+
+
+def test_an_optimizer_that_writes_behind_autograd_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes' kernels take raw pointers."""
+    trainer = tiny_trainer(settings(kl__strategy="none"))
+    policy, engine = trainer.policy, trainer.engine
+    x, sigma, text = inputs(PROMPTS)
+    with torch.no_grad():
+        before = policy.velocity(x, policy.condition(sigma, text))
+
+    def step() -> None:
+        for p in engine.parameters:
+            p.data.add_(0.1)
+
+    monkeypatch.setattr(engine.optimizers[0], "step", step)
+    for p in engine.parameters:
+        p.grad = torch.zeros_like(p)
+    engine.step()
+    with torch.no_grad():
+        assert not torch.allclose(policy.velocity(x, policy.condition(sigma, text)), before)
 
 
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
@@ -194,7 +236,7 @@ class Passes(TorchDispatchMode):
 
 def block_passes(policy: HunyuanVideo15Policy) -> tuple[float, float]:
     """Passes over the video tokens in the forward and in the backward of a block."""
-    x, sigma, text = torch.randn(1, 16, 8, 16, 16), torch.rand(1), inputs(PROMPTS[:1])[2]
+    x, sigma, text = torch.randn(1, 32, 8, 16, 16), torch.rand(1), inputs(PROMPTS[:1])[2]
     conditioning = policy.condition(sigma, text)
     policy.forward.refresh()
     video = torch.randn(1, 2048, 64, requires_grad=True)

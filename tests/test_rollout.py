@@ -31,7 +31,7 @@ def roll(
     config = settings(sampling__guidance_scale=guidance)
     model = tiny_model(config, dtype)
     table = transition_table(sigma_schedule(steps, 3.0), sampler, 0.7)
-    coefs = table.coefficients(1280)
+    coefs = table.coefficients(2560)
     conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS))
     steps = table.stochastic_steps
     trajectories = Trajectories(

@@ -192,10 +192,10 @@ class NanReward(BrightnessReward):
 
 
 class RaisingReward(BrightnessReward):
-    """Fails for one prompt's direction."""
+    """Fails for about half of the videos."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        if len(prompts) > 1 or float(videos.mean()) > 0.5:
+        if len(prompts) > 1 or int(1e6 * float(videos.mean())) % 2:
             raise OSError("scoring server went away")
         return super().__call__(videos, prompts)
 
@@ -226,7 +226,7 @@ def test_failed_rewards_can_be_dropped_and_are_counted() -> None:
     assert math.isfinite(row["reward/mean"])
     assert row["grad_norm"] > 0
     row = tiny_trainer(settings(reward__on_failure="drop"), RaisingReward()).iteration(0)
-    assert row["reward/dropped"] < 6
+    assert 0 < row["reward/dropped"] < 6
 
 
 def test_missing_reward_part() -> None:

@@ -28,9 +28,9 @@ class TextToVideoBlock(nn.Module):
     def __init__(self, block: Any) -> None:
         super().__init__()
         self.attn: Any = block.attn
-        self.video_qkv = Projection(self.attn.to_q, self.attn.to_k, self.attn.to_v)
-        self.text_qkv = Projection(self.attn.add_q_proj, self.attn.add_k_proj, self.attn.add_v_proj)
-        self.video_out, self.text_out = Projection(self.attn.to_out[0]), Projection(self.attn.to_add_out)
+        self.video_qkv = Projection(self.attn, "to_q", "to_k", "to_v")
+        self.text_qkv = Projection(self.attn, "add_q_proj", "add_k_proj", "add_v_proj")
+        self.video_out, self.text_out = Projection(self.attn.to_out, "0"), Projection(self.attn, "to_add_out")
         self.video_ff, self.text_ff = FeedForward(block.ff), FeedForward(block.ff_context)
         self.function: Callable[..., tuple[Tensor, Tensor]] = block_forward
 
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, ff: Any) -> None:
         super().__init__()
-        self.up, self.down = Projection(ff.net[0].proj), Projection(ff.net[2])
+        self.up, self.down = Projection(ff.net[0], "proj"), Projection(ff.net, "2")
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., d + up.room]` -> `[..., d]`."""

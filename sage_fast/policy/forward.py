@@ -41,7 +41,7 @@ class TextToVideoForward(nn.Module):
         self.attention: Attention = ATTENTION["sdpa"]
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
         self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
-        self.out = Projection(transformer.proj_out)
+        self.out = Projection(transformer, "proj_out")
         self.projections = [module for module in self.modules() if isinstance(module, Projection)]
 
     def refresh(self) -> None:

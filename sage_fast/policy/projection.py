@@ -37,73 +37,85 @@ class Projection(nn.Module):
     """Linear layers that read the same rows.
 
     Args:
-        layers: `nn.Linear`, or peft's LoRA around one. Adapters of another kind (DoRA, dropout, several at once), of
-            layers that are trained, and none at all, are left to the layers' own forward.
+        parent: module that holds them, also after an adapter has taken their place.
+        names: of the layers in it: `nn.Linear`, or peft's LoRA around one. Adapters of another kind (DoRA, dropout,
+            several at once), of layers that are trained, and none at all, are left to the layers' own forward.
 
     Attributes:
         room: columns that x must have on its right; 0 without adapters.
     """
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, parent: nn.Module, *names: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.parent, self.names = parent, names
         self.room = 0
         self._adapters: list[_Adapter | None] = []
         self._weight = self._bias = torch.empty(0)
-        self._seen: tuple[object, ...] = ()
+        self._seen: list[object] = []
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers as they are now."""
+        return [getattr(self.parent, name) for name in self.names]
 
     @torch.no_grad()
     def refresh(self, dtype: torch.dtype) -> None:
         """Follow the layers: adapters that came, went or changed. Call it before a forward, never during one.
 
+        A change is seen by autograd's version counters; who writes through `p.data` or a raw pointer increments them
+        (`torch.autograd.graph.increment_version`), as the engine does after every update.
+
         Args:
             dtype: of the activations; layers that are stored in another type run under autocast, on their own.
         """
-        adapters = [_adapter(layer) for layer in self.layers]
+        layers = self.layers
+        seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
+        if seen == self._seen:
+            return
+        self._seen = []  # until all is done
+        adapters = [_adapter(layer) for layer in layers]
         alone = any(
             (adapter is None and isinstance(layer, LoraLinear))
             or _base(layer).weight.dtype != dtype
             or any(p.requires_grad for p in _base(layer).parameters())
-            for layer, adapter in zip(self.layers, adapters)
+            for layer, adapter in zip(layers, adapters)
         )
         if alone or not any(adapters):
-            self.room, self._adapters = 0, []
+            self.room, self._adapters, self._seen = 0, [], seen
             return
-        seen = tuple((a.up.data_ptr(), a.up._version, a.scale) for a in adapters if a is not None)
-        if not self._is_joined(adapters):
-            self._join(adapters)
-        elif seen == self._seen:
-            return
+        bases = [_base(layer) for layer in layers]
+        if not self._is_joined(bases, adapters):
+            self._join(bases, adapters)
         row, column = 0, self._weight.shape[1] - self.room
-        for layer, adapter in zip(self.layers, adapters):
-            rows = len(_base(layer).weight)
+        for base, adapter in zip(bases, adapters):
+            rows = slice(row, row + base.out_features)
+            if base.bias is not None:
+                self._bias[rows].copy_(base.bias)
             if adapter is not None:
-                block = self._weight[row : row + rows, column : column + adapter.rank]
-                block.copy_(adapter.up * adapter.scale)
+                self._weight[rows, column : column + adapter.rank].copy_(adapter.up * adapter.scale)
                 column += adapter.rank
-            row += rows
-        self._adapters, self._seen = adapters, seen
+            row = rows.stop
+        self._adapters = adapters
+        self._seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
 
-    def _is_joined(self, adapters: list[_Adapter | None]) -> bool:
+    def _is_joined(self, bases: list[Any], adapters: list[_Adapter | None]) -> bool:
         """Whether `_weight` is laid out for these adapters and its left part is still the layers' own weight."""
         if [a and a.rank for a in adapters] != [a and a.rank for a in self._adapters]:
             return False
-        parts = self._weight.split([len(_base(layer).weight) for layer in self.layers])
+        parts = self._weight.split([base.out_features for base in bases])
         return all(
-            (part.data_ptr(), part.dtype) == (_base(layer).weight.data_ptr(), _base(layer).weight.dtype)
-            for part, layer in zip(parts, self.layers)
+            (part.data_ptr(), part.dtype) == (base.weight.data_ptr(), base.weight.dtype)
+            for part, base in zip(parts, bases)
         )
 
-    def _join(self, adapters: list[_Adapter | None]) -> None:
-        bases = [_base(layer) for layer in self.layers]
+    def _join(self, bases: list[Any], adapters: list[_Adapter | None]) -> None:
         like, width = bases[0].weight, bases[0].in_features
         self.room = sum(a.rank for a in adapters if a is not None)
-        self._weight = like.new_zeros(sum(len(base.weight) for base in bases), width + self.room)
-        for base, part in zip(bases, self._weight.split([len(base.weight) for base in bases])):
+        rows = [base.out_features for base in bases]
+        self._weight, self._bias = like.new_zeros(sum(rows), width + self.room), like.new_zeros(sum(rows))
+        for base, part in zip(bases, self._weight.split(rows)):
             part[:, :width].copy_(base.weight)
             base.weight.data = part[:, :width]
-        biases = [like.new_zeros(len(base.weight)) if base.bias is None else base.bias for base in bases]
-        self._bias = torch.cat(biases)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """`[..., d_in + room]` -> `[..., d_out]` of each layer; the columns of the room are written."""
@@ -111,19 +123,32 @@ class Projection(nn.Module):
             return tuple(layer(x) for layer in self.layers)
         adapters = [a for a in self._adapters if a is not None]
         down = torch.cat([a.down for a in adapters]).to(x.dtype)
-        y = _OneSum.apply(x, down, self._weight, self._bias, self._columns(), *(a.up for a in adapters))
+        rows = [_base(layer).out_features for layer in self.layers]
+        y = _OneSum.apply(x, down, self._weight, self._bias, self._columns(rows), *(a.up for a in adapters))
         # The backward of a split is a copy, of a single part too.
-        return y.split([_base(layer).out_features for layer in self.layers], dim=-1) if len(self.layers) > 1 else (y,)
+        return y.split(rows, dim=-1) if len(rows) > 1 else (y,)
 
-    def _columns(self) -> list[tuple[int, int, float]]:
+    def _columns(self, rows: list[int]) -> list[tuple[int, int, float]]:
         """(first, last + 1, scale) of each adapter's columns of y."""
         columns, first = [], 0
-        for layer, adapter in zip(self.layers, self._adapters):
-            last = first + _base(layer).out_features
+        for count, adapter in zip(rows, self._adapters):
             if adapter is not None:
-                columns.append((first, last, adapter.scale))
-            first = last
+                columns.append((first, first + count, adapter.scale))
+            first += count
         return columns
+
+
+def _signature(layer: Any) -> tuple[object, ...]:
+    """What changes when the layer or its adapter does; read for every layer before every forward, so in few steps."""
+    modules = layer._modules
+    base = modules.get("base_layer", layer)
+    weight, bias = base._parameters["weight"], base._parameters["bias"]
+    own = (layer, weight.data_ptr(), weight.dtype, weight.requires_grad, None if bias is None else bias._version)
+    if base is layer:
+        return own
+    ups = [(up, up.data_ptr(), up._version) for up in (m._parameters["weight"] for m in modules["lora_B"].children())]
+    switches = (layer._disable_adapters, list(layer._active_adapter), list(layer.merged_adapters))
+    return (*own, *switches, list(layer.scaling.values()), ups)
 
 
 def _base(layer: nn.Module) -> Any:

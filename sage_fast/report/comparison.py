@@ -79,9 +79,11 @@ def shown_pairs(
         count: videos to choose.
 
     Returns:
-        Number -> why, from the largest gain to the largest loss; the first `count`, without why, if no gain is known.
+        Number -> why, from the largest gain to the largest loss; only the gain if some videos are not there any more
+        (of a run that was finished before), and the first `count`, without why, if no gain is known.
     """
     rewards = _composite(before, after.get("weights")), after.get("reward", ())
+    available = set(available)
     gains = {i: _float(y) - _float(x) for i, (x, y) in enumerate(zip(*rewards))}
     ordered = sorted((i for i in available if math.isfinite(gains.get(i, math.nan))), key=lambda i: (-gains[i], i))
     if not ordered:
@@ -92,7 +94,8 @@ def shown_pairs(
     shown = {i: "largest gain" if gains[i] > 0 else "smallest loss" for i in ordered[:ends]}
     shown |= dict.fromkeys(ordered[first : first + count - 2 * ends], "median")
     shown |= {i: "largest loss" if gains[i] < 0 else "smallest gain" for i in ordered[len(ordered) - ends :]}
-    return {i: f"{why} {gains[i]:+.2f}" for i, why in shown.items()}
+    of_all = available >= gains.keys()
+    return {i: f"{why} {gains[i]:+.2f}" if of_all else f"{gains[i]:+.2f}" for i, why in shown.items()}
 
 
 def _composite(scores: Mapping[str, Any], weights: Mapping[str, float] | None) -> Sequence[float]:

@@ -26,7 +26,8 @@ KEPT_ON_RESUME = {
     "model": ("path", "tuning", "lora_rank", "lora_alpha", "lora_targets"),
     "data": ("eval_prompts",),
     "sampling": ("num_frames", "height", "width", "shift", "guidance_scale"),
-    "eval": ("steps", "num_prompts", "seeds_per_prompt"),
+    "reward": ("name",),
+    "eval": ("steps", "num_prompts", "seeds_per_prompt", "judge"),
 }
 """Settings without which a checkpoint is that of another policy, or the evaluation before training is not a pair of the
 one after it; `seed` too."""
@@ -62,8 +63,9 @@ def _check_resumed(config: Config, run: Path) -> None:
     }
     for name, (old, new) in pairs.items():
         if old != new:
+            way = "null" if old is None else old
             raise UserError(
-                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; --{name} {old}, or "
+                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; --{name} {way}, or "
                 "another run by another --output and no --resume; nothing was changed"
             )
     done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.testbed.text import TEXT_EMBED_DIM
 
-LATENT_CHANNELS = 16
+LATENT_CHANNELS = 32  # as the real model's
 LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent frame
 LATENT_HEIGHT = 4
 LATENT_WIDTH = 4
@@ -80,7 +80,7 @@ def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
     """A stock video autoencoder with random weights: video [B, 3, 17, 32, 32] in [-1, 1] <-> [B, *LATENT_SHAPE]."""
     return AutoencoderKLHunyuanVideo15(
         latent_channels=LATENT_CHANNELS,
-        block_out_channels=(8, 16, 16, 32),
+        block_out_channels=(8, 16, 32, 64),
         layers_per_block=1,
         spatial_compression_ratio=8,
         temporal_compression_ratio=4,
@@ -108,11 +108,15 @@ def _causal_mask(
     return frame[:, None] >= frame[None, :]
 
 
-def load_base(folder: Path = BASE) -> tuple[TestbedTransformer, AutoencoderKLHunyuanVideo15]:
-    """The pre-trained transformer and autoencoder, float32 (stored as float16), in evaluation mode.
+def load_vae(folder: Path = BASE) -> AutoencoderKLHunyuanVideo15:
+    """The pre-trained autoencoder, float32 (stored as float16), in evaluation mode.
 
     Decoding: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32, 32] in [-1, 1].
     """
+    return allow_batches(AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)).eval()
+
+
+def load_base(folder: Path = BASE) -> tuple[TestbedTransformer, AutoencoderKLHunyuanVideo15]:
+    """The pre-trained transformer and autoencoder, float32 (stored as float16), in evaluation mode."""
     transformer = TestbedTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
-    vae = AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)
-    return transformer.eval(), allow_batches(vae).eval()
+    return transformer.eval(), load_vae(folder)

@@ -23,7 +23,7 @@ SHAPES = {
     "odd": (3, 7, 11),
     "prime": (2, 1021),
     "across chunks": (2, 33_001),
-    "testbed latents": (4, 16, 5, 4, 4),
+    "testbed latents": (4, 32, 5, 4, 4),
     "no samples": (0, 4, 3),
     "empty samples": (2, 0),
 }

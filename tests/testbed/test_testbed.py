@@ -100,7 +100,7 @@ def test_empty_videos_score_low(value: float) -> None:
 
 
 def test_shipped_base() -> None:
-    assert sum(file.stat().st_size for file in Path(BASE).rglob("*") if file.is_file()) <= 3e6
+    assert sum(file.stat().st_size for file in Path(BASE).rglob("*") if file.is_file()) <= 8e6
     transformer, vae = load_base()
     assert 3e5 < sum(p.numel() for p in transformer.parameters()) < 7e5
     assert vae.config.scaling_factor != 1
@@ -115,11 +115,24 @@ def test_transformer_round_trip(tmp_path: Path) -> None:
 
 def test_pretraining_is_deterministic(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        pretrain(tmp_path / name, seed=3, vae_steps=2, steps=2, vae_batch=2, batch=4, videos_per_prompt=1,
-                 judge_steps=2, judge_batch=4, quiet=True)  # fmt: skip
+        pretrain(tmp_path / name, seed=3, vae_steps=2, decoder_steps=1, steps=2, vae_batch=2, batch=4,
+                 videos_per_prompt=1, judge_steps=2, judge_batch=4, quiet=True)  # fmt: skip
     for part in ("transformer", "vae", "judge"):
         files = [tmp_path / name / part / "diffusion_pytorch_model.safetensors" for name in ("a", "b")]
         assert files[0].read_bytes() == files[1].read_bytes(), part
+
+
+@torch.no_grad()
+def test_the_autoencoder_is_not_the_ceiling() -> None:
+    """Rendered clips score 2.87; what it makes of them at least 2.7, so that a policy's faults are its own."""
+    _, vae = load_base()
+    prompts = heldout_prompts()
+    videos = torch.stack([truth(parse(prompt), seed) for seed, prompt in enumerate(prompts)])
+    decoded = vae.decode(vae.encode(2 * videos.transpose(1, 2) - 1).latent_dist.mode()).sample
+    scores = REWARD(((decoded.transpose(1, 2) + 1) / 2).clamp(0, 1), prompts)
+    means = {part: float(values.mean()) for part, values in scores.items()}
+    assert sum(means.values()) > 2.7, means
+    assert min(means.values()) > 0.88, means
 
 
 def test_the_base_follows_prompts_but_not_perfectly() -> None:
