@@ -31,10 +31,11 @@ SEEDS = (0, 1, 2)
 LEARNING_RATES = (3e-4, 1e-3)
 KLS: dict[str, dict[str, Any]] = {
     "none": {"kl.strategy": "none"},
-    "share 0.02": {"kl.strategy": "dual", "kl.feedback": "share", "kl.target_share": 0.02},
-    "share 0.1": {"kl.strategy": "dual", "kl.feedback": "share", "kl.target_share": 0.1},
+    "0.2": {"kl.lambda_min": 0.2, "kl.lambda_max": 0.2},
+    "1": {"kl.lambda_min": 1.0, "kl.lambda_max": 1.0},
 }
-EMAS = (0.0, 0.95)
+"""By lambda; the rest of the KL as in the demo."""
+EMAS = (0.0, 0.9)
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's t by number of seeds."""
 
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()
     points = {
-        (rate, kl, ema, seed): options.folder / f"lr{rate:g}-kl-{kl.replace(' ', '')}-ema{ema:g}-seed{seed}"
+        (rate, kl, ema, seed): options.folder / f"lr{rate:g}-kl-{kl}-ema{ema:g}-seed{seed}"
         for seed, rate, kl, ema in itertools.product(SEEDS, LEARNING_RATES, KLS, EMAS)
     }
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def main() -> None:
         rows.append({"learning_rate": rate, "kl": kl, "ema": ema, "course": course})
         mean, half = course[ITERATIONS]["composite"]
         middle = "  ".join(f"{iteration}: {value['composite'][0]:.3f}" for iteration, value in course.items())
-        print(f"lr {rate:g}  kl {kl:9s}  ema {ema:g}  {mean:.3f} +- {half:.3f}   {middle}")
+        print(f"lr {rate:g}  kl {kl:4s}  ema {ema:g}  {mean:.3f} +- {half:.3f}   {middle}")
     about = {"environment": environment(torch.device("cpu")), "iterations": ITERATIONS, "seeds": SEEDS}
     write_json(options.folder / "search.json", about | {"rows": rows})
 
