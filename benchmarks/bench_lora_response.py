@@ -79,7 +79,7 @@ def main() -> None:
             rows.append({"size": size, "path": path, "share": share, "standard_error": error})
             print(f"size {size:.0e}  {path:5s} {share:6.3f} +- {error:.3f}", flush=True)
     file = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/lora_response.json")
-    write_json(file, {**environment(torch.device("cpu")), "rows": rows})
+    write_json({"environment": environment(torch.device("cpu")), "rows": rows}, file)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ an iteration see the same rollouts, so only the second can be clipped.
 """
 
 import dataclasses
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from sage_fast.config import Config, DType, Ratio
 from sage_fast.environment import environment
 from sage_fast.errors import ParityError
+from sage_fast.files import write_json
 from sage_fast.run.setup import load_setup
 from sage_fast.settings import load
 from sage_fast.trainer import Trainer
@@ -67,7 +67,7 @@ def main(file: Path) -> None:
                     f"KL {row['kl/anchor']:.1e}  share of the KL {row['kl/gradient_share']:.1e}",
                     flush=True,
                 )
-    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_json(about | {"rows": rows}, file)
 
 
 if __name__ == "__main__":

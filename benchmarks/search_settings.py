@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from sage_fast.environment import environment
-from sage_fast.files import write_json
+from sage_fast.files import read_json, write_json
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 ITERATIONS = 150
@@ -63,7 +62,7 @@ def scores(folder: Path) -> dict[int, dict[str, float]]:
     """iteration -> held-out means of the composite and of the judge's parts."""
     found = {}
     for file in (folder / "eval").glob("*.json"):
-        row = json.loads(file.read_text())
+        row = read_json(file)
         parts = {part: values for part, values in row["parts"].items() if part.startswith("judge/")}
         found[row["iteration"]] = {
             name: statistics.mean(values) for name, values in {"composite": row["reward"], **parts}.items()
@@ -106,7 +105,7 @@ def main() -> None:
         middle = "  ".join(f"{iteration}: {value['composite'][0]:.3f}" for iteration, value in course.items())
         print(f"lr {rate:g}  kl {kl:4s}  ema {ema:g}  {mean:.3f} +- {half:.3f}   {middle}")
     about = {"environment": environment(torch.device("cpu")), "iterations": ITERATIONS, "seeds": SEEDS}
-    write_json(options.folder / "search.json", about | {"rows": rows})
+    write_json(about | {"rows": rows}, options.folder / "search.json")
 
 
 if __name__ == "__main__":

@@ -11,27 +11,17 @@ from pathlib import Path
 import pytest
 
 from sage_fast import console
+from tests.tiny import FEW_STEPS, arguments
 
 SLOW = (
     "import time\nfrom sage_fast import console\nconsole.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
     "for _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
     "console.say('done')\n"
 )
-TINY_RUN = [
-    *("--train.iterations", "1", "--train.prompts_per_iteration", "1", "--train.group_size", "2"),
-    *(
-        "--sampling.steps",
-        "3",
-        "--train.optimizer_steps",
-        "2",
-        "--eval.steps",
-        "2",
-        "--eval.num_prompts",
-        "1",
-        "--eval.seeds_per_prompt",
-        "1",
-    ),
-]
+TINY_RUN = FEW_STEPS + arguments(
+    train__iterations=1, train__prompts_per_iteration=1, train__group_size=2, eval__num_prompts=1,
+    eval__seeds_per_prompt=1,
+)  # fmt: skip
 
 
 def test_a_log_holds_lines_that_become_rarer_and_no_carriage_return() -> None:

@@ -12,27 +12,16 @@ import pytest
 from sage_fast.cli import main
 from sage_fast.files import read_metrics
 from sage_fast.run.init import init
+from tests.tiny import FEW_STEPS, arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHIPPED = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 FILES = ["config.yaml", "heldout.txt", "my_rewards.py", "prompts.txt"]
 HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")  # the last one makes every start slow
-SMALL = [
-    *("--train.prompts_per_iteration", "2", "--train.group_size", "3", "--train.batch_size", "16"),
-    *(
-        "--train.timestep_fraction",
-        "1.0",
-        "--sampling.steps",
-        "3",
-        "--train.optimizer_steps",
-        "2",
-        "--eval.steps",
-        "2",
-        "--eval.num_prompts",
-        "2",
-    ),
-    *("--eval.seeds_per_prompt", "1", "--eval.num_videos", "1", "--eval.interval", "0"),
-]
+SMALL = FEW_STEPS + arguments(
+    train__prompts_per_iteration=2, train__group_size=3, train__batch_size=16, train__timestep_fraction=1.0,
+    eval__num_prompts=2, eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0,
+)  # fmt: skip
 OWN_REWARD = """
 class Bright:
     def __call__(self, videos, prompts):

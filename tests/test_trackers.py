@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_metrics
+from sage_fast.report.videos import contact_sheet
 from sage_fast.run import trackers
 from sage_fast.run.folder import save_videos
 from sage_fast.run.trackers import MetricsWriter, check_trackers
@@ -29,8 +30,9 @@ def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
     run.mkdir(exist_ok=True)
     config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
     writer = MetricsWriter(config, run, "0a1b2c3d", start)
-    sheet = run / f"{start}.png"
-    videos = save_videos([torch.rand(3, 3, 32, 32)] * 2, ["a", "b"], run / f"videos-{start}", 8, sheet)
+    clips, sheet = [torch.rand(3, 3, 32, 32)] * 2, run / f"{start}.png"
+    videos = save_videos(clips, ["a", "b"], run / f"videos-{start}", 8)
+    contact_sheet(clips, ["a", "b"]).save(sheet)
     for iteration in (start, start + 2):
         scores = {
             "iteration": iteration,

@@ -147,7 +147,7 @@ def write_evaluation(run, name, iteration, videos):
     (run / "eval").mkdir(exist_ok=True)
     prompts = [f"prompt {i}" for i in range(len(videos))]
     (run / "eval" / f"{name}.json").write_text(json.dumps({"iteration": iteration, "prompts": prompts}))
-    save_videos(videos, prompts, run / "videos" / name, 8, run / "videos" / f"{name}.png")
+    save_videos(videos, prompts, run / "videos" / name, 8)
 
 
 def test_comparison_of_a_run_shows_base_first_and_last(tmp_path):

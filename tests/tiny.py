@@ -50,6 +50,15 @@ def settings(**overrides: Any) -> Config:
     return build(BASE_SETTINGS | {key.replace("__", "."): value for key, value in overrides.items()})
 
 
+def arguments(**overrides: Any) -> list[str]:
+    """Settings as a user types them; keys as for `settings`."""
+    return [text for key, value in overrides.items() for text in (f"--{key.replace('__', '.')}", str(value))]
+
+
+FEW_STEPS = arguments(sampling__steps=3, train__optimizer_steps=2, eval__steps=2)
+"""For a run of the command from `configs/demo.yaml` that takes seconds."""
+
+
 class BrightnessReward:
     """Smooth in the pixels, so that every rollout of a random model gets a reward of its own."""
 

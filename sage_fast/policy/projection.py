@@ -50,6 +50,8 @@ class Projection(nn.Module):
         self.parent, self.names = parent, names
         self.room = 0
         self._adapters: list[_Adapter | None] = []
+        self._rows: list[int] = []
+        self._columns: list[tuple[int, int, float]] = []  # of y for each adapter: first, last + 1, scale
         self._weight = self._bias = torch.empty(0)
         self._seen: list[object] = []
 
@@ -73,26 +75,27 @@ class Projection(nn.Module):
         if seen == self._seen:
             return
         self._seen = []  # until all is done
-        adapters = [_adapter(layer) for layer in layers]
+        adapters, bases = [_adapter(layer) for layer in layers], [_base(layer) for layer in layers]
         alone = any(
-            (adapter is None and isinstance(layer, LoraLinear))
-            or _base(layer).weight.dtype != dtype
-            or any(p.requires_grad for p in _base(layer).parameters())
-            for layer, adapter in zip(layers, adapters)
+            (adapter is None and base is not layer)
+            or base.weight.dtype != dtype
+            or any(p.requires_grad for p in base.parameters())
+            for layer, base, adapter in zip(layers, bases, adapters)
         )
         if alone or not any(adapters):
             self.room, self._adapters, self._seen = 0, [], seen
             return
-        bases = [_base(layer) for layer in layers]
         if not self._is_joined(bases, adapters):
             self._join(bases, adapters)
         row, column = 0, self._weight.shape[1] - self.room
+        self._rows, self._columns = [base.out_features for base in bases], []
         for base, adapter in zip(bases, adapters):
             rows = slice(row, row + base.out_features)
             if base.bias is not None:
                 self._bias[rows].copy_(base.bias)
             if adapter is not None:
                 self._weight[rows, column : column + adapter.rank].copy_(adapter.up * adapter.scale)
+                self._columns.append((rows.start, rows.stop, adapter.scale))
                 column += adapter.rank
             row = rows.stop
         self._adapters = adapters
@@ -123,19 +126,9 @@ class Projection(nn.Module):
             return tuple(layer(x) for layer in self.layers)
         adapters = [a for a in self._adapters if a is not None]
         down = torch.cat([a.down for a in adapters]).to(x.dtype)
-        rows = [_base(layer).out_features for layer in self.layers]
-        y = _OneSum.apply(x, down, self._weight, self._bias, self._columns(rows), *(a.up for a in adapters))
+        y = _OneSum.apply(x, down, self._weight, self._bias, self._columns, *(a.up for a in adapters))
         # The backward of a split is a copy, of a single part too.
-        return y.split(rows, dim=-1) if len(rows) > 1 else (y,)
-
-    def _columns(self, rows: list[int]) -> list[tuple[int, int, float]]:
-        """(first, last + 1, scale) of each adapter's columns of y."""
-        columns, first = [], 0
-        for count, adapter in zip(rows, self._adapters):
-            if adapter is not None:
-                columns.append((first, first + count, adapter.scale))
-            first += count
-        return columns
+        return y.split(self._rows, dim=-1) if len(self._rows) > 1 else (y,)
 
 
 def _signature(layer: Any) -> tuple[object, ...]:

@@ -122,7 +122,7 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
         look("Clipped ratios", f"{_percent(clipped)} (warns above 30%): a high share wastes updates", clipped > 0.3)
     acting = late("kl/gradient_share")
     if acting:
-        text = f"{_percent(acting)}" if acting >= 0.01 else f"{acting:.0e}"
+        text = _percent(acting) if acting >= 0.01 else f"{acting:.0e}"
         look("The KL's share of the gradient", f"{text} (below 1e-3 the KL does nothing)", False)
     first, last = early("reward/std"), late("reward/std")
     if long_enough and first and last is not None:
@@ -140,8 +140,9 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
         look("One part bought with another (held-out)", text, bool(risen and fallen))
     judged = [f"{name.removeprefix(JUDGE_PART)} {by:+.1f}" for name, by in known.items() if name not in parts]
     if judged:
-        text = hacking(table) or f"judge by {', '.join(judged)} standard errors"
-        look("Held-out reward against the judge", text, hacking(table) is not None)
+        verdict = hacking(table)
+        text = verdict or f"judge by {', '.join(judged)} standard errors"
+        look("Held-out reward against the judge", text, verdict is not None)
     composite = table[0].standard_errors if table else None
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and composite is not None and start is not None and end is not None:

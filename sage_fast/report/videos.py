@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import math
 import re
 import textwrap
@@ -19,6 +18,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from sage_fast.files import read_json
 from sage_fast.report.comparison import scores_of, shown_pairs
 
 MIN_SIDE = 128
@@ -156,7 +156,7 @@ def _shown(run: Path, count: int) -> tuple[dict[str, Any], dict[int, str]]:
     """The columns of the comparison, name -> scores, and the videos that it shows, number -> why."""
     on_the_way = sorted(path.stem for path in (run / "eval").glob("iteration-*.json"))
     names = [name for name in ("before", *on_the_way[:1], "after") if (run / "eval" / f"{name}.json").is_file()]
-    evaluations = {name: json.loads((run / "eval" / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    evaluations = {name: read_json(run / "eval" / f"{name}.json") for name in names}
     if not evaluations:
         return {}, {}
     common = set.intersection(*(set(numbered(run / "videos" / name)) for name in names))

@@ -106,10 +106,8 @@ def replace_settings(config: Config) -> None:
     barrier()
 
 
-def save_videos(
-    videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float, sheet: Path | None = None
-) -> list[Path]:
-    """One MP4 a video, and a contact sheet of all of them.
+def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:
+    """One MP4 a video, and a contact sheet of all of them, named by the number of its first video.
 
     Nothing is overwritten: the numbers go on from the highest one in `folder`.
 
@@ -118,7 +116,6 @@ def save_videos(
         prompts: one for each video; further ones are ignored.
         folder: made if it does not exist.
         fps: frames per second.
-        sheet: where the contact sheet goes; by default into `folder`, named by the number of its first video.
 
     Returns:
         The MP4 files.
@@ -129,7 +126,7 @@ def save_videos(
     for number, (video, prompt) in enumerate(zip(videos, prompts), start=first):
         paths.append(save_video(video, prompt, folder, number, fps))
     if videos:
-        contact_sheet(videos, prompts[: len(videos)]).save(sheet or folder / f"contact-sheet-{first:02d}.png")
+        contact_sheet(videos, prompts[: len(videos)]).save(folder / f"contact-sheet-{first:02d}.png")
     return paths
 
 

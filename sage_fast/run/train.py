@@ -128,7 +128,7 @@ def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | N
     if rank() == 0:
         write_comparison(run, trainer.config.eval.num_videos)
         keep_shown(run, trainer.config.eval.num_videos)
-        before, after = (json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
+        before, after = (read_json(run / "eval" / f"{name}.json") for name in ("before", "after"))
         tell(format_paired_table(paired_table(before, after)))
         tell(f"report: {write_report(run)}")
 
