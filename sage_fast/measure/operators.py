@@ -59,6 +59,7 @@ class Case:
     v: Tensor
     v_anchor: Tensor
     coefs: Tensor
+    sigmas: Tensor
     step: Tensor
     seed: Tensor
 
@@ -75,6 +76,7 @@ class Case:
             v=v,
             v_anchor=(v.float() + 0.01 * drift).bfloat16(),
             coefs=coefs,
+            sigmas=sigma_schedule(STEPS, 5.0).float().to(device),  # here: a captured function must not copy it
             step=torch.tensor(STEP, device=device),
             seed=torch.arange(shape[0], device=device),
         )
@@ -119,8 +121,7 @@ def eager_score(
 
 
 def _sigmas(case: Case) -> tuple[Tensor, Tensor]:
-    sigmas = sigma_schedule(STEPS, 5.0).float().to(case.x.device)
-    return sigmas[STEP].expand(len(case.x)), sigmas[STEP + 1].expand(len(case.x))
+    return case.sigmas[STEP].expand(len(case.x)), case.sigmas[STEP + 1].expand(len(case.x))
 
 
 # -- what is compared -------------------------------------------------------------------------------------------------

@@ -190,8 +190,10 @@ class CudaRecorder:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        # As the capture is about to: given back there, the warm-up's memory would hide what the graph keeps.
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = run()
         return graph.replay, outputs, torch.cuda.memory_reserved() - before

@@ -1,0 +1,494 @@
+"""A CUDA device for machines without one: its tensors say `cuda:0` and compute on the CPU.
+
+    with PretendCuda() as device:
+        x = torch.ones(3, device="cuda")
+
+Within the block, code for a GPU runs as it is, and what would go wrong there goes wrong here: an operator whose tensors
+are on both devices raises, and so does a copy between host and device, or a wait for the device, while a graph is
+captured. Outside a capture both are written down in `device.events`, with the ranges and the line of sage_fast that
+they happened in. A captured graph is the list of its operators: a replay runs these again over the same memory, and no
+Python. Numbers are those of the CPU's operators, so they can be compared to the bit.
+
+What it cannot see: races between streams, memory that is freed too early, kernels (Triton's run in tests/ops).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sage_fast
+from sage_fast import profiling
+
+CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
+PACKAGE = str(Path(sage_fast.__file__).parent)
+aten = torch.ops.aten
+
+WAITS = {
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.unique_dim, aten._unique2,
+    aten.unique_consecutive, aten.bincount,
+}  # fmt: skip
+"""Operators whose result, or its shape, the host has to read."""
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """The host copies, or waits for the device.
+
+    Attributes:
+        kind: `copy to device`, `copy to host` or `wait`; after `asynchronous` the host does not wait for the copy.
+        what: the operator or function.
+        ranges: names of `sage_fast.profiling` around it, the outermost first.
+        place: innermost line of sage_fast, such as `trainer.py:120`.
+    """
+
+    kind: str
+    what: str
+    ranges: tuple[str, ...]
+    place: str
+
+
+class CudaTensor(Tensor):
+    """Says `cuda:0`; its numbers are in `host`, a CPU tensor.
+
+    C++ is told that it is on the CPU: without CUDA, autograd has no queue for another device. What asks C++ for the
+    device before there is an operator to dispatch is therefore answered here.
+    """
+
+    host: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> CudaTensor:
+        layout = {"strides": host.stride(), "storage_offset": host.storage_offset(), "dtype": host.dtype}
+        tensor = Tensor._make_wrapper_subclass(cls, host.shape, **layout)
+        tensor.host = host
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func}: a tensor of PretendCuda is used outside its block")
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: CudaTensor) -> None:
+        Tensor.data.__set__(self, value)
+        self.host = value.host
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def record_stream(self, stream: Stream) -> None:
+        pass
+
+    def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == "cpu":
+            assert not (self.requires_grad and torch.is_grad_enabled()), "a copy to the host that keeps its gradient"
+            _active().note("copy to host", "to")  # of new memory, which is not pinned
+            return self.host.to(dtype or self.dtype, copy=True)
+        unchanged = dtype in (None, self.dtype) and (layout is None or self.is_contiguous(memory_format=layout))
+        return self if unchanged and not copy else aten._to_copy(self, dtype=dtype, memory_format=layout)
+
+    def cpu(self, **kwargs: Any) -> Tensor:
+        return self.to(HOST)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor(data, **{"dtype": self.dtype, "device": CUDA, **kwargs})
+
+    def __repr__(self) -> str:
+        return f"{self.host!r} on {CUDA}"
+
+
+class Generator(torch.Generator):
+    """Of random numbers on a device; draws the CPU's on both. An operator is given it by C++, without its class."""
+
+    on_device: ClassVar[set[int]] = set()
+
+    def __new__(cls, device: torch.device | str = HOST) -> Generator:
+        generator = super().__new__(cls)
+        if torch.device(device).type == "cuda":
+            cls.on_device.add(generator._cdata)
+            weakref.finalize(generator, cls.on_device.discard, generator._cdata)
+        return generator
+
+    device = property(lambda self: CUDA if self._cdata in Generator.on_device else HOST)
+
+
+class Stream:
+    """A stream, or an event in one: everything is done when its call returns, so there is nothing to order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _nothing(self, *args: Any) -> None:
+        pass
+
+    wait_stream = wait_event = record = _nothing
+
+    def record_event(self) -> Stream:
+        return Stream()
+
+    def synchronize(self) -> None:
+        _active().note("wait", "synchronize")
+
+    def elapsed_time(self, end: Stream) -> float:
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An operator and what it is given, on the host."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    @property
+    def makes_memory(self) -> bool:
+        """Whether the results are neither views of arguments nor arguments that were written to."""
+        return all(result.alias_info is None for result in self.func._schema.returns)
+
+
+class Graph:
+    """A captured graph: its calls, and the memory that they left their results in."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Call, Any]] = []
+        self.bytes = 0
+
+    def replay(self) -> None:
+        for call, results in self.calls:
+            again = call()
+            if call.makes_memory:
+                for result, value in zip(_tensors([results]), _tensors([again]), strict=True):
+                    result.copy_(value)
+
+
+class PretendCuda(TorchDispatchMode):
+    """The device, for a `with` block; everything that it patches is as before afterwards.
+
+    Memory is modelled for one purpose, what a graph keeps: whatever is made stays in the allocator's cache until
+    `empty_cache`, and what a capture makes stays until its graph is gone.
+
+    Args:
+        memory: bytes of the device.
+
+    Attributes:
+        events: what the host copied and waited for.
+        captures: graphs that were captured.
+    """
+
+    def __init__(self, memory: int = 80 * 2**30) -> None:
+        super().__init__()
+        self.memory = memory
+        self.events: list[Event] = []
+        self.captures = 0
+        self._ranges: list[str] = []
+        self._capture: Graph | None = None
+        self._cached = self._kept = 0
+        self._pinned: list[Tensor] = []
+        self._patches = contextlib.ExitStack()
+
+    # -- the block ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> PretendCuda:
+        _ensure_guard()
+        with contextlib.ExitStack() as stack:
+            for name, value in self._runtime().items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(mock.patch.object(torch, "Generator", Generator))
+            stack.enter_context(mock.patch.object(torch, "autocast", _autocast))
+            # Ranges are how an event knows the phase of an iteration that it belongs to.
+            stack.enter_context(mock.patch.dict(profiling._OPENERS, pretend=lambda: self._range))
+            stack.enter_context(profiling.ranges("pretend"))
+            # `torch.tensor(..., device="cuda")` fills host memory, and its copy to the device is dispatched.
+            stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+            torch._C._set_only_lift_cpu_tensors(True)
+            # A module takes new parameters rather than new memory under the old ones, whose class would be the CPU's.
+            stack.callback(
+                torch.__future__.set_overwrite_module_params_on_conversion,
+                torch.__future__.get_overwrite_module_params_on_conversion(),
+            )
+            torch.__future__.set_overwrite_module_params_on_conversion(True)
+            stack.callback(_stack.remove, self)
+            _stack.append(self)
+            super().__enter__()
+            self._patches = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _runtime(self) -> dict[str, Any]:
+        """What is called of `torch.cuda`, by name."""
+        current = Stream()
+        return {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "set_device": lambda device: None,
+            "get_device_name": lambda device=None: "pretend CUDA",
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                total_memory=self.memory, L2_cache_size=50 * 2**20, major=9, minor=0, multi_processor_count=132
+            ),
+            "mem_get_info": lambda device=None: (self.memory, self.memory),
+            "memory_reserved": lambda device=None: self._cached + self._kept,
+            "memory_allocated": lambda device=None: self._kept,
+            "max_memory_allocated": lambda device=None: self._cached + self._kept,
+            "reset_peak_memory_stats": lambda device=None: None,
+            "empty_cache": self._empty_cache,
+            "synchronize": lambda device=None: self.note("wait", "synchronize"),
+            "Stream": Stream,
+            "Event": Stream,
+            "current_stream": lambda device=None: current,
+            "stream": contextlib.nullcontext,
+            "graph_pool_handle": lambda: (0, 0),
+            "CUDAGraph": Graph,
+            "graph": self._graph,
+        }
+
+    # -- what is written down -----------------------------------------------------------------------------------------
+
+    def note(self, kind: str, what: str) -> None:
+        """Write down an event.
+
+        Raises:
+            RuntimeError: a graph is being captured.
+        """
+        event = Event(kind, what, tuple(self._ranges), _place())
+        if self._capture is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {kind} ({what}) at {event.place}")
+        self.events.append(event)
+
+    def within(self, name: str) -> list[Event]:
+        """Events in ranges whose name begins with `name`."""
+        return [event for event in self.events if any(range_.startswith(name) for range_ in event.ranges)]
+
+    @contextlib.contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        self._ranges.append(name)
+        try:
+            yield
+        finally:
+            self._ranges.pop()
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        on_device = any(isinstance(tensor, CudaTensor) for tensor in tensors) or _is_made_on_device(kwargs, tensors)
+        pinned = kwargs.pop("pin_memory", False)
+        if func.overloadpacket is aten._pin_memory:
+            func, pinned, args, kwargs = aten.clone.default, True, args[:1], {}
+        if not on_device:
+            out = func(*args, **kwargs)
+            if pinned:
+                self._pinned.append(out)
+            return out
+
+        self._check(func, args, kwargs, tensors)
+        if "device" in kwargs:
+            kwargs["device"] = HOST
+        call = Call(func, _each(_host_of, args), {name: _each(_host_of, value) for name, value in kwargs.items()})
+        out = call()
+        if self._capture is not None:
+            self._capture.calls.append((call, out))
+        if call.makes_memory:
+            self._count(sum(tensor.nbytes for tensor in _tensors([out])))
+            return _each(CudaTensor, out)
+        written = _written(func, args, kwargs)
+        return _each(CudaTensor, out) if written is None else written
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
+        """What a GPU would refuse, and what its host would wait for."""
+        name, packet = str(func), func.overloadpacket
+        others = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
+        generator = kwargs.get("generator")
+        if generator is not None and generator._cdata not in Generator.on_device:
+            raise RuntimeError(f"{name}: expected a 'cuda' device type for generator but found 'cpu' at {_place()}")
+        if packet in (aten.copy_, aten._to_copy):
+            if others:
+                kind = (
+                    "copy to device" if isinstance(args[0], CudaTensor) or packet is aten._to_copy else "copy to host"
+                )
+                non_blocking = kwargs.get("non_blocking") or args[2:] == (True,)
+                self.note("asynchronous " * (non_blocking and self._is_pinned(others[0])) + kind, name)
+            return
+        if "device" in kwargs and packet._qualified_op_name.endswith("_like"):
+            return  # takes only the shape
+        if packet in INDEXING:
+            indices = [index for index in args[1] if index is not None]
+            if not isinstance(args[0], CudaTensor):
+                raise RuntimeError(f"{name}: a host tensor is indexed on the device at {_place()}")
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                self.note("wait", f"{name} with a mask")
+            if any(not isinstance(index, CudaTensor) for index in indices):
+                self.note("copy to device", f"{name} with indices of the host")
+            others = [other for other in others if all(other is not index for index in indices)]
+        elif packet in WAITS:
+            self.note("wait", name)
+        # A host scalar is a kernel's argument; nothing else of the host can be read by one.
+        allowed = torch.Tag.pointwise in func.tags or packet in INDEXING
+        if others and not (allowed and all(other.ndim == 0 for other in others)):
+            where = [f"{tensor.device.type} {list(tensor.shape)}" for tensor in tensors]
+            raise RuntimeError(f"{name}: tensors on two devices at {_place()}: {', '.join(where)}")
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        at = tensor.untyped_storage().data_ptr()
+        return any(pinned.untyped_storage().data_ptr() == at for pinned in self._pinned)
+
+    # -- memory and graphs --------------------------------------------------------------------------------------------
+
+    def _count(self, size: int) -> None:
+        if self._capture is None:
+            self._cached += size
+        else:
+            self._capture.bytes += size
+            self._kept += size
+
+    def _empty_cache(self) -> None:
+        self._cached = 0
+
+    def _release(self, size: int) -> None:
+        self._kept -= size  # a graph is gone
+
+    @contextlib.contextmanager
+    def _graph(self, graph: Graph, pool: object = None, stream: Stream | None = None) -> Iterator[None]:
+        """As `torch.cuda.graph`, which waits for the device and empties the cache before it captures."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self._capture = graph
+        try:
+            yield
+        finally:
+            self._capture = None
+            weakref.finalize(graph, self._release, graph.bytes)
+        self.captures += 1
+
+
+@functools.cache
+def _ensure_guard() -> None:
+    """Give C++ a guard for a device that is not there; it cannot be taken back, and without PretendCuda nobody asks."""
+    if torch.version.cuda is not None:
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    file = Path(__file__).with_name("pretend_cuda_guard.cpp")
+    cpp_extension.load("sage_fast_pretend_cuda_guard", [str(file)], is_python_module=False)
+
+
+_stack: list[PretendCuda] = []
+
+
+def _active() -> PretendCuda:
+    """The device of the innermost block."""
+    return _stack[-1]
+
+
+class _autocast(torch.autocast):
+    """C++ takes our tensors for the CPU's."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Those among the arguments or results of an operator, in their lists too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with every tensor in it replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return type(value)([_each(function, item) for item in value]) if isinstance(value, list | tuple) else value
+
+
+def _host_of(tensor: Tensor) -> Tensor:
+    return tensor.host if isinstance(tensor, CudaTensor) else tensor
+
+
+def _is_made_on_device(kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
+    """Whether a result of host tensors, or of none, belongs on the device.
+
+    Beside what is asked for, that is what a C++ formula of autograd makes, such as the zeros of a gradient that nothing
+    has reached: it takes the device from a tensor's C++ side.
+    """
+    device = kwargs.get("device")
+    if device is None:
+        return False
+    return torch.device(device).type == "cuda" or (not tensors and _called_by_autograd())
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator in place returns: the arguments that it writes to; None for others."""
+    arguments = itertools.zip_longest(func._schema.arguments, args)
+    written = tuple(
+        kwargs.get(argument.name, value)
+        for argument, value in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    assert not (written and torch.Tag.inplace_view in func.tags), f"{func} changes the shape of a tensor in place"
+    return written[0] if len(written) == 1 else written or None
+
+
+def _called_by_autograd() -> bool:
+    """Whether the operator in dispatch comes from the engine's C++, with no function of Python between."""
+    frame = sys._getframe(1)
+    while frame.f_globals["__name__"] in _DISPATCH:
+        frame = frame.f_back
+    return frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+_DISPATCH = (__name__, "torch._compile", "torch._dynamo.eval_frame")
+"""Modules whose functions stand between an operator's caller and `PretendCuda.__torch_dispatch__`."""
+
+
+def _place() -> str:
+    """The innermost line of sage_fast."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "outside sage_fast"

@@ -1,0 +1,282 @@
+"""The CUDA path on the CPU: the same numbers, nothing on two devices, and no copy and no wait in the step loop.
+
+`tests/pretend_cuda.py` is the device. What comes first is that it refuses and notes what CUDA would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.cli import main
+from sage_fast.config import Config
+from sage_fast.measure import rollout as rollout_bench
+from sage_fast.policy import decode
+from sage_fast.policy.load import load_model
+from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, denoise, step_graphs
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.run.evaluation import Evaluation, evaluate
+from sage_fast.run.setup import load_setup
+from sage_fast.seeding import sample_seeds
+from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.trainer import Trainer
+from sage_fast.transitions import sigma_schedule, transition_table
+from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda
+from tests.tiny import embeddings, settings
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
+PROMPT = "a red circle moves left quickly"
+FEW = {"sampling__steps": 3, "sampling__batch_size": 2, "train__group_size": 2, "train__batch_size": 4}
+
+
+# -- the device itself ------------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_the_cpus_and_the_device_is_cuda() -> None:
+    with PretendCuda():
+        x = torch.arange(6.0, device="cuda").view(2, 3).requires_grad_()
+        y = torch.stack([x.sin(), x[:1].expand(2, 3)]).unbind(0)[0].square().sum()  # no gradient reaches the second
+        y.backward()
+        assert y.device == x.grad.device == CUDA
+        gradient = x.grad.cpu()
+    expected = torch.arange(6.0).view(2, 3)
+    assert torch.equal(gradient, 2 * expected.sin() * expected.cos())
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, y: x + y,
+        lambda x, y: y * x.sum(),  # of the two, only a host's scalar can be read by the other
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: x @ y.outer(y),
+        lambda x, y: x.mul_(y),
+        lambda x, y: y[x.long()],
+        lambda x, y: torch.nn.functional.linear(x[None], y[None]),
+        lambda x, y: torch.empty_like(x).normal_(generator=torch.Generator().manual_seed(0)),
+    ],
+)
+def test_two_devices_are_refused(mix: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with PretendCuda(), pytest.raises(RuntimeError, match=r"tensors on two devices|host tensor is indexed|generator"):
+        mix(torch.ones(3, device="cuda"), torch.ones(3))
+
+
+PINNED = "asynchronous copy to device"
+
+
+@pytest.mark.parametrize(
+    ("act", "kinds"),
+    [
+        (lambda x: x * torch.tensor(2.0) + 1, []),
+        (lambda x: x[torch.arange(2, device="cuda")], []),
+        (lambda x: x.masked_fill(x > 0, 0), []),
+        (lambda x: x.to(CUDA, torch.bfloat16), []),
+        (lambda x: torch.tensor([1, 2], device=CUDA), ["copy to device"]),
+        (lambda x: torch.ones(3).to(CUDA, non_blocking=True), ["copy to device"]),  # nothing is pinned: it waits
+        (lambda x: torch.ones(3).pin_memory().to(CUDA, non_blocking=True), [PINNED]),
+        (lambda x: torch.ones(3, pin_memory=True)[1:].to(CUDA, non_blocking=True), [PINNED]),
+        (lambda x: x[[0, 1]], ["copy to device"]),
+        (lambda x: x[x > 0], ["wait"]),
+        (lambda x: x.nonzero(), ["wait"]),
+        (lambda x: x.sum().item(), ["wait"]),
+        (lambda x: float(x[0]), ["wait"]),
+        (lambda x: bool(x.any()), ["wait"]),
+        (lambda x: x.cpu(), ["copy to host"]),
+        (lambda x: x.tolist(), ["copy to host"]),
+        (lambda x: torch.empty(3).copy_(x), ["copy to host"]),
+        (lambda x: torch.cuda.synchronize(), ["wait"]),
+    ],
+)
+def test_copies_and_waits_are_noted_and_refused_in_a_capture(act: Callable[[Tensor], Any], kinds: list[str]) -> None:
+    with PretendCuda() as device:
+        x = torch.ones(3, device="cuda")
+        act(x)
+        assert [event.kind for event in device.events] == kinds
+        graph = torch.cuda.CUDAGraph()
+        if kinds:
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), torch.cuda.graph(graph):
+                act(x)
+        else:
+            with torch.cuda.graph(graph):
+                act(x)
+
+
+def test_a_replay_runs_the_operators_over_the_same_memory_and_no_python() -> None:
+    with PretendCuda():
+        x, calls = torch.ones(2, 3, device="cuda"), []
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls.append("python")
+            y = x.t().exp()
+            z = y.add(len(calls)).mul_(2)[1:]
+        x.fill_(2)
+        graph.replay()
+        assert calls == ["python"]
+        assert torch.equal(z.cpu(), 2 * (torch.full((2, 2), 2.0).exp() + 1))
+
+
+def test_nothing_is_left_behind() -> None:
+    names = (torch.Generator, torch.autocast, torch.cuda.synchronize, torch.cuda.graph, torch.cuda.Stream)
+    with contextlib.suppress(RuntimeError), PretendCuda():
+        assert torch.cuda.is_available()
+        x = torch.ones(1, device="cuda")
+        raise RuntimeError("as a defect would")
+    assert not torch.cuda.is_available()
+    assert names == (torch.Generator, torch.autocast, torch.cuda.synchronize, torch.cuda.graph, torch.cuda.Stream)
+    assert not torch.__future__.get_overwrite_module_params_on_conversion()
+    with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
+        torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError, match="outside its block"):
+        x + 1
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], Evaluation, list[str]]:
+    """Load, train two iterations and evaluate; the last is what the graphs said."""
+    setup = load_setup(config)
+    setup.encode(folder, quiet=True)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    said: list[str] = []
+    if trainer.graphs is not None:
+        trainer.graphs.say = said.append
+    rows = [trainer.iteration(index) for index in range(2)]
+    return trainer, rows, evaluate(setup, iteration=2), said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({"model__gradient_checkpointing": True}, id="lora"),
+        pytest.param({"model__tuning": "full", "train__optimizer": "muon"}, id="full"),
+        pytest.param({"model__tuning": "full", "model__dtype": "bfloat16", "objective__clip_range": 1}, id="bfloat16"),
+        pytest.param({"sampling__guidance_scale": 3, "reward__on_failure": "drop"}, id="guidance"),
+        pytest.param(
+            {"kl__velocity_term": "closed_form", "train__optimizer_steps": 2, "train__ema_decay": 0.9},
+            id="closed form",
+        ),
+        pytest.param({"sampling__offload_trajectories": True, "kl__anchor_interval": 1}, id="offload"),
+        pytest.param({"sampling__cuda_graphs": False, "sampling__sde_window": 2}, id="no graphs"),
+    ],
+)
+def test_training_gives_the_metrics_of_the_cpu(
+    overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(**FEW | overrides)
+    with monkeypatch.context() as as_on_a_gpu:  # how much is decoded at a time, and in which layout, changes rounding
+        as_on_a_gpu.setattr(torch, "channels_last_3d", torch.contiguous_format)
+        as_on_a_gpu.setitem(decode.ENOUGH, "cpu", decode.ENOUGH["cuda"])
+        _, expected, expected_evaluation, _ = train(config, tmp_path)
+    with PretendCuda() as device:
+        trainer, rows, evaluation, said = train(config, tmp_path)
+        assert isinstance(next(trainer.policy.transformer.parameters()), CudaTensor)
+
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert row.keys() == expected_row.keys()
+        assert {k: v for k, v in row.items() if not k.startswith("time/")} == {
+            k: v for k, v in expected_row.items() if not k.startswith("time/")
+        }
+    assert evaluation.to_json() == expected_evaluation.to_json()
+
+    assert said == []
+    assert device.captures == (1 if config.sampling.cuda_graphs else 0)
+    in_steps = device.within("step ")
+    if config.sampling.offload_trajectories:  # to pinned memory, which the host does not wait for
+        assert {event.kind for event in in_steps} == {"asynchronous copy to host"}
+    else:
+        assert in_steps == []
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def recorded(count: int) -> tuple[StepGraphs, list[str]]:
+    """The graphs after several rollouts of one shape, and what they said."""
+    config = settings()
+    policy = load_model(config.model, config.sampling, CUDA, seed=0).policy
+    said: list[str] = []
+    graphs = step_graphs(policy, said.append)
+    assert graphs is not None
+    table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
+    coefs = table.coefficients(2560).to(CUDA)
+    conditioning = policy.conditioning_table(table.sigmas[:-1], embeddings([PROMPT]))
+    for index in range(count):
+        seeds = sample_seeds(0, index, 0, range(2))
+        latents = initial_latents(seeds, LATENT_SHAPE, CUDA)
+        rollout(policy, table, coefs, conditioning, [PROMPT] * 2, seeds, latents, graphs=graphs)
+    return graphs, said
+
+
+def test_graphs_keep_within_their_share_of_memory() -> None:
+    """What the warm-up leaves in the allocator's cache is not to be set against what the capture adds."""
+    with PretendCuda():
+        graphs, said = recorded(3)
+        kept = torch.cuda.memory_allocated()
+        assert said == []
+        assert len(graphs) == 1
+    assert kept > 0
+    with PretendCuda(memory=int((kept - 1) / MAX_MEMORY_SHARE)) as device:
+        graphs, said = recorded(3)
+        assert device.captures == 1
+        assert len(graphs) == 0
+        assert len(said) == 1
+        assert "it would keep" in said[0]
+        assert torch.cuda.memory_allocated() == 0
+
+
+@torch.no_grad()
+def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample() -> None:
+    """diffusers' forward finds the valid text tokens of B samples with 12 B + 1 synchronisations."""
+    batch = 3
+    with PretendCuda() as device:
+        transformer = rollout_bench.random_transformer(True, CUDA, torch.float32)
+        size = rollout_bench.Size(batch, (2, 2, 3), 3, testbed=True)
+        rung = rollout_bench.Rung(transformer, size, compiled=False)
+        counts = {}
+        for name, policy in rung.policies.items():
+            schedule = rung.schedule(policy)
+            for _ in range(2):  # the first makes the rotary table
+                device.events.clear()
+                denoise(policy, rung.coefs, schedule, rung.seeds, rung.x, rung.step)
+            counts[name] = len(device.events)
+    assert counts == {"stock": 12 * batch + 1, "eager": 0}
+
+
+# -- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor makes code for the device that is there."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def bench(file: Path, *arguments: str) -> dict[str, Any]:
+    assert main(["bench", *arguments, "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_operator_benchmark(tmp_path: Path) -> None:
+    with PretendCuda() as device:
+        rows = bench(tmp_path / "operators.json")["rows"]
+    assert {row["operator"] for row in rows} == {"transition_step", "transition_score"}
+    assert device.captures >= sum(len(row["seconds"]) for row in rows)  # every contender is timed by a graph
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_rollout_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_bench, "STEPS", 2)
+    monkeypatch.setattr(rollout_bench, "matmul_ceiling", lambda device, dtype: 1e12)  # of products for a GPU
+    with PretendCuda() as device:
+        rows = bench(tmp_path / "rollout.json", "rollout")["rows"]
+    assert {row["part"] for row in rows if "graphed" in row["seconds"]} == {"step", "rollout"}
+    assert device.captures > 0
