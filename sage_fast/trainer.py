@@ -45,7 +45,7 @@ from sage_fast.rollout.schedule import (
     update_schedule,
 )
 from sage_fast.rollout.scoring import VideoScorer
-from sage_fast.rollout.trajectories import Trajectories
+from sage_fast.rollout.trajectories import Trajectories, on_device
 from sage_fast.transitions import TransitionTable
 
 
@@ -109,7 +109,9 @@ class Trainer:
         groups.sort(key=lambda group: self.embeddings[group.prompt].tokens)  # equal lengths side by side
         prompts = self._prompts_of(groups)
         with watch("rollout"):
-            conditioning = self.policy.conditioning_table(table.sigmas[:-1], self.embeddings)
+            sigmas = table.sigmas[:-1].to(self.device, torch.float32)
+            embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in {"", *prompts}}
+            conditioning = self.policy.conditioning_table(sigmas, embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch)
         trajectories = self._rollout(groups, table, coefs, steps, conditioning, scorer, watch)
         rewards, parts = scorer.finish()
@@ -122,10 +124,11 @@ class Trainer:
 
         kept = valid & ~(equal[:, None] & self.config.objective.drop_equal_groups)
         batch = _Batch(
-            table=table,
+            sigmas=sigmas,
             coefs=coefs,
             trajectories=trajectories,
             conditioning=conditioning,
+            embeddings=embeddings,
             prompts=prompts,
             advantages=advantages.flatten().float().to(self.device),
             anchor_velocities={},
@@ -240,22 +243,22 @@ class Trainer:
 
     def _loss(self, batch: _Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
         """The loss, and the norms of the gradients of its two parts on the velocity, the KL's without lambda."""
-        samples, steps = zip(*micro)
+        samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         scores, old = self._score(batch, micro), batch.log_prob_old(micro)
-        config, at = self.config, Row(*batch.coefs[list(steps)].unbind(1))
+        config, at = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
             *scores,
             log_prob_old=old,
-            advantage=batch.advantages[list(samples)],
-            equalizer=self.equalizer[list(steps)],
-            bias=self.log_ratio_bias[list(steps)],
+            advantage=batch.advantages[samples],
+            equalizer=self.equalizer[steps],
+            bias=self.log_ratio_bias[steps],
             kl_weight=self.kl.value,
             objective=config.objective,
             kl=config.kl,
         )
         numel = math.prod(self.latent_shape)
         policy, kl = gradient_norms(loss, scores[0], old, at, numel, objective=config.objective, kl=config.kl)
-        metrics.add_by_step(steps, policy)  # what the equalizer levels (Eq. 38)
+        metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
         return loss, policy, kl
 
     def _score(
@@ -269,7 +272,7 @@ class Trainer:
             rows.gather(rows.states, micro, after=1),
             self._velocity(batch, micro, x),
             batch.coefs,
-            torch.tensor([t for _, t in micro], device=self.device),
+            on_device([t for _, t in micro], self.device),
             rows.gather(batch.anchor_velocities, micro) if self.anchor is not None else None,
             rows.gather(rows.velocities, micro) if v_old is None and stores_rollout_velocities(self.config) else v_old,
         )
@@ -282,12 +285,12 @@ class Trainer:
         prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
         if self.policy.conditioning_is_frozen:
             same = len(set(steps)) == 1
-            return batch.conditioning.of(prompts).at(torch.tensor(steps[:1] if same else steps, device=self.device))
+            return batch.conditioning.of(prompts).at(on_device(steps[:1] if same else steps, self.device))
         text, negative = (
-            collate([self.embeddings[prompt] for prompt in of], self.device, self.policy.dtype)
+            collate([batch.embeddings[prompt] for prompt in of], self.device, self.policy.dtype)
             for of in (prompts, [""] * len(prompts))
         )
-        sigma = batch.table.sigmas[steps].to(self.device, torch.float32)
+        sigma = batch.sigmas[on_device(steps, self.device)]
         return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)
 
     @torch.no_grad()
@@ -337,13 +340,14 @@ class Trainer:
 
         def log_ratio(micro: Sequence[Transition], v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
             log_prob, _, kl = self._score(batch, micro, v_old)
-            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[[t for _, t in micro]] * kl
+            steps = on_device([t for _, t in micro], self.device)
+            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[steps] * kl
 
         delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
         check_replay(delta, self.config.objective.clip_range)
         metrics.set("log_prob/parity", delta)
         if self.config.train.optimizer_steps > 1 and self.config.objective.surrogate == "clip":
-            moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.table), velocity, log_ratio)
+            moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.coefs), velocity, log_ratio)
             tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
             metrics.set("log_prob/rounding", check_rounding(*moments, self.equalizer, self.config, tell))
 
@@ -379,10 +383,11 @@ class Trainer:
 class _Batch:
     """What the updates of one iteration share."""
 
-    table: TransitionTable
+    sigmas: Tensor
     coefs: Tensor
     trajectories: Trajectories
     conditioning: ConditioningTable
+    embeddings: dict[str, TextEmbedding]
     prompts: Sequence[str]
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]

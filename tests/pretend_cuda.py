@@ -62,6 +62,11 @@ class Event:
     ranges: tuple[str, ...]
     place: str
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host does nothing until the device has done all that came before."""
+        return not self.kind.startswith("asynchronous")
+
 
 class CudaTensor(Tensor):
     """Says `cuda:0`; its numbers are in `host`, a CPU tensor.

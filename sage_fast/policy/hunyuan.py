@@ -121,9 +121,9 @@ class HunyuanVideo15Policy:
         timesteps = 1000 * sigmas.to(self.device, torch.float32)
 
         def contextualize(embeddings: Sequence[TextEmbedding]) -> Tensor:
-            rows = [embedding for _ in timesteps for embedding in embeddings]
+            once, times = collate(embeddings, self.device, self.dtype), (len(timesteps), 1, 1)  # of one length: no mask
+            text = dataclasses.replace(once, text=once.text.repeat(times), glyphs=once.glyphs.repeat(times))
             with self._autocast():
-                text = collate(rows, self.device, self.dtype)
                 context, _ = self.forward.context(timesteps.repeat_interleave(len(embeddings)), text)
             return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings)))
 

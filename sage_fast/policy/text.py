@@ -33,6 +33,9 @@ class TextEmbedding:
     def tokens(self) -> int:
         return len(self.text) + len(self.glyphs)
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> TextEmbedding:
+        return TextEmbedding(text=self.text.to(device, dtype), glyphs=self.glyphs.to(device, dtype))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextBatch:

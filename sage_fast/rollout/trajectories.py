@@ -72,6 +72,12 @@ class Trajectories:
         return torch.stack([rows[t + after][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
+def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
+    """int64; copied from pinned memory, for which the host does not wait while the device has other work."""
+    host = torch.tensor(indices)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
     """Of `samples` rollouts with latents of `numel` elements: their stored states, and the velocities beside them."""
     trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
