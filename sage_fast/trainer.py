@@ -109,9 +109,8 @@ class Trainer:
         groups.sort(key=lambda group: self.embeddings[group.prompt].tokens)  # equal lengths side by side
         prompts = self._prompts_of(groups)
         with watch("rollout"):
-            sigmas = table.sigmas[:-1].to(self.device, torch.float32)
             embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in {"", *prompts}}
-            conditioning = self.policy.conditioning_table(sigmas, embeddings)
+            conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch)
         trajectories = self._rollout(groups, table, coefs, steps, conditioning, scorer, watch)
         rewards, parts = scorer.finish()
@@ -124,11 +123,10 @@ class Trainer:
 
         kept = valid & ~(equal[:, None] & self.config.objective.drop_equal_groups)
         batch = _Batch(
-            sigmas=sigmas,
+            table=table,
             coefs=coefs,
             trajectories=trajectories,
             conditioning=conditioning,
-            embeddings=embeddings,
             prompts=prompts,
             advantages=advantages.flatten().float().to(self.device),
             anchor_velocities={},
@@ -287,10 +285,10 @@ class Trainer:
             same = len(set(steps)) == 1
             return batch.conditioning.of(prompts).at(on_device(steps[:1] if same else steps, self.device))
         text, negative = (
-            collate([batch.embeddings[prompt] for prompt in of], self.device, self.policy.dtype)
+            collate([batch.conditioning.embeddings[prompt] for prompt in of], self.device, self.policy.dtype)
             for of in (prompts, [""] * len(prompts))
         )
-        sigma = batch.sigmas[on_device(steps, self.device)]
+        sigma = on_device(batch.table.sigmas[steps].float(), self.device)
         return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)
 
     @torch.no_grad()
@@ -347,7 +345,7 @@ class Trainer:
         check_replay(delta, self.config.objective.clip_range)
         metrics.set("log_prob/parity", delta)
         if self.config.train.optimizer_steps > 1 and self.config.objective.surrogate == "clip":
-            moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.coefs), velocity, log_ratio)
+            moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.table), velocity, log_ratio)
             tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
             metrics.set("log_prob/rounding", check_rounding(*moments, self.equalizer, self.config, tell))
 
@@ -383,11 +381,10 @@ class Trainer:
 class _Batch:
     """What the updates of one iteration share."""
 
-    sigmas: Tensor
+    table: TransitionTable
     coefs: Tensor
     trajectories: Trajectories
     conditioning: ConditioningTable
-    embeddings: dict[str, TextEmbedding]
     prompts: Sequence[str]
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]

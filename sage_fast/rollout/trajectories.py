@@ -72,9 +72,9 @@ class Trajectories:
         return torch.stack([rows[t + after][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
-def on_device(indices: Sequence[int], device: torch.device) -> Tensor:
-    """int64; copied from pinned memory, for which the host does not wait while the device has other work."""
-    host = torch.tensor(indices)
+def on_device(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """Indices (int64) or host values, copied from pinned memory: the host does not wait for the device's other work."""
+    host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
