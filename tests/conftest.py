@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,24 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is not marked `gpu` sees none, nor do its fixtures and the processes that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("gpu") is None:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return (yield)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`gpu` skips a test where there is none, `gpu(2)` where there are fewer than two."""
+    marker = item.get_closest_marker("gpu")
+    count = 1 if marker is None or not marker.args else marker.args[0]
+    if marker is not None and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs" if count > 1 else "needs a GPU")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ captured. Outside a capture both are written down in `device.events`, with the r
 they happened in. A captured graph is the list of its operators: a replay runs these again over the same memory, and no
 Python. Numbers are those of the CPU's operators, so they can be compared to the bit.
 
-What it cannot see: races between streams, memory that is freed too early, kernels (Triton's run in tests/ops).
+What it cannot see: races between streams, memory that is freed too early, kernels (Triton's run in tests/ops). Within
+the block, a backward pass is one of the device.
 """
 
 from __future__ import annotations

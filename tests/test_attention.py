@@ -14,6 +14,7 @@ from sage_fast.policy.attention import ATTENTION, check_attention, measure_atten
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

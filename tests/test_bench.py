@@ -22,7 +22,7 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert "transition_step" in out
     assert "transition_score" in out
-    assert torch.cuda.is_available() or "There is no GPU row yet" in out
+    assert "There is no GPU row yet" in out
     result = json.loads((tmp_path / "out" / "b.json").read_text())
     assert {"commit", "date", "device", "threads", "operators", "torch"} <= result["environment"].keys()
     for row in result["rows"]:

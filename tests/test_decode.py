@@ -230,7 +230,7 @@ def test_submit_on_the_cpu() -> None:
     assert torch.equal(model.decoder.submit(latents).result(), model.decoder(latents))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_submit_runs_beside_the_current_stream() -> None:
     vae = load_base()[1].cuda()
     decoder = VideoDecoder(vae)

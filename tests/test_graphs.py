@@ -22,7 +22,6 @@ from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
 STEPS = 5
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def rerun(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
@@ -138,8 +137,7 @@ def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cpu_has_none() -> None:
-    if not torch.cuda.is_available():
-        assert step_graphs(tiny_model(settings()).policy, print) is None
+    assert step_graphs(tiny_model(settings()).policy, print) is None
 
 
 def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
@@ -154,7 +152,7 @@ def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
     assert len(recorded.graphs) > 0
 
 
-@NEEDS_CUDA
+@pytest.mark.gpu
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replay_gives_the_same_bits_on_a_gpu(guidance: float, dtype: torch.dtype) -> None:
@@ -168,7 +166,7 @@ def test_replay_gives_the_same_bits_on_a_gpu(guidance: float, dtype: torch.dtype
     assert len(graphs) == 1
 
 
-@NEEDS_CUDA
+@pytest.mark.gpu
 def test_a_step_never_synchronises_on_a_gpu() -> None:
     policy = tiny_model(settings()).policy
     policy.transformer.cuda()

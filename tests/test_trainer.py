@@ -312,8 +312,8 @@ import json, sys, torch
 torch.set_num_threads(1)
 from sage_fast.distributed import initialize, rank, shutdown
 from tests.tiny import settings, tiny_trainer
-initialize()
-trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))
+device = initialize()
+trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4), device=device)
 rows = [trainer.iteration(i) for i in range(2)]
 if rank() == 0:
     open(sys.argv[1], "w").write(json.dumps(rows))
@@ -322,7 +322,7 @@ shutdown()
 
 
 def on_two_ranks(code: str, folder: Path) -> Any:
-    """Run `code` on two gloo ranks; what it writes as JSON into the file `sys.argv[1]`."""
+    """Run `code` on two ranks; what it writes as JSON into the file `sys.argv[1]`."""
     script, result = folder / "ranks.py", folder / "rows.json"
     script.write_text(code)
     with socket.socket() as free:
@@ -341,8 +341,9 @@ def on_two_ranks(code: str, folder: Path) -> Any:
     return json.loads(result.read_text())
 
 
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    """Seeds follow the group, not the rank: two gloo ranks make the rollouts and the update of a single process."""
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu(2))])
+def test_two_ranks_train_as_one(backend: str, tmp_path: Path) -> None:
+    """Seeds follow the group, not the rank: two ranks make the rollouts and the update of a single process."""
     rows = on_two_ranks(TWO_RANKS, tmp_path)
     trainer: Trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))
     for index, row in enumerate(rows):
@@ -353,6 +354,27 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
             assert row[key] == pytest.approx(alone[key], rel=2e-3), (index, key)
         for ours, theirs in zip(alone["velocity_grad_norm"], row["velocity_grad_norm"]):
             assert theirs == pytest.approx(ours, rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same seeds, rewards and updates; other kernels, so to rounding. tests/test_pretend_cuda.py has more cases."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    config = settings(
+        model__tuning="full", train__optimizer_steps=2, train__ema_decay=0.9, sampling__guidance_scale=guidance
+    )
+    here, there = tiny_trainer(config), tiny_trainer(config, device=torch.device("cuda"))
+    for index in range(2):
+        expected, row = here.iteration(index), there.iteration(index)
+        assert row.keys() == expected.keys()
+        for key in ("reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "update/relative", "kl/anchor"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-2, abs=1e-7), (index, key)
+        for key in ("ratio/min", "ratio/max"):
+            assert row[key] == pytest.approx(expected[key], abs=1e-4), (index, key)
+        assert row["velocity_grad_norm"] == pytest.approx(expected["velocity_grad_norm"], rel=1e-2)
+    assert there.graphs is not None
+    assert len(there.graphs) > 0
 
 
 PARTS_OF_TWO_RANKS = """

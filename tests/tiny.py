@@ -21,6 +21,7 @@ from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text import embed
 from sage_fast.trainer import Trainer
 
+CPU = torch.device("cpu")
 BASE_SETTINGS: dict[str, Any] = {
     "model.path": "testbed",
     "model.dtype": "float32",
@@ -70,7 +71,7 @@ class BrightnessReward:
         }
 
 
-def tiny_model(config: Config, dtype: torch.dtype = torch.float32) -> Model:
+def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Model:
     torch.manual_seed(1)
     transformer = TestbedTransformer().eval()
     if config.model.tuning == "lora":
@@ -79,19 +80,21 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32) -> Model:
     if config.model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     policy = HunyuanVideo15Policy(
-        torch.nn.Module.to(transformer, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
+        torch.nn.Module.to(transformer, device, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
     )
-    return Model(path="tiny", policy=policy, vae=allow_batches(tiny_vae().eval()), fps=8)
+    return Model(path="tiny", policy=policy, vae=allow_batches(tiny_vae().eval().to(device)), fps=8)
 
 
 def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> dict[str, TextEmbedding]:
     return {p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype)) for p in ["", *prompts]}
 
 
-def tiny_trainer(config: Config, reward: Reward | None = None, dtype: torch.dtype = torch.float32) -> Trainer:
+def tiny_trainer(
+    config: Config, reward: Reward | None = None, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> Trainer:
     prompts = read_prompts("testbed:train")
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
-    return Trainer(config, tiny_model(config, dtype), composite, prompts, embeddings(prompts, dtype))
+    return Trainer(config, tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype))
 
 
 def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sage_fast.ops import implementation
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if GPU.type == "cuda" else []
 CALLS = ("step", "step with guidance", "score", "score backward")
 Call = Callable[[], tuple[Tensor, ...] | Tensor]
 

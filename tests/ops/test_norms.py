@@ -22,6 +22,7 @@ from tests.ops.accuracy import assert_accurate, double
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if GPU.type == "cuda" else []
 
 
 def _kernels(name: str) -> tuple[Any, torch.device]:

@@ -39,7 +39,7 @@ if DEVICE.type == "cpu" and isinstance(_noise, triton.runtime.JITFunction):
         f"(now {os.environ.get('TRITON_INTERPRET')!r}); tests/conftest.py must set it first"
     )
 
-pytestmark = pytest.mark.usefixtures("guarded_empty")
+pytestmark = [pytest.mark.usefixtures("guarded_empty"), *([pytest.mark.gpu] if DEVICE.type == "cuda" else [])]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
