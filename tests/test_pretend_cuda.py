@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from sage_fast.cli import main
 from sage_fast.config import Config
 from sage_fast.measure import rollout as rollout_bench
+from sage_fast.measure.stock import StockPolicy
 from sage_fast.policy import decode
 from sage_fast.policy.load import load_model
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, denoise, step_graphs
@@ -29,7 +31,7 @@ from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.trainer import Trainer
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda
-from tests.tiny import embeddings, settings
+from tests.tiny import embeddings, settings, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPT = "a red circle moves left quickly"
@@ -239,19 +241,19 @@ def test_graphs_keep_within_their_share_of_memory() -> None:
 @torch.no_grad()
 def test_a_step_never_waits_where_the_stock_forward_waits_for_every_sample() -> None:
     """diffusers' forward finds the valid text tokens of B samples with 12 B + 1 synchronisations."""
-    batch = 3
     with PretendCuda() as device:
-        transformer = rollout_bench.random_transformer(True, CUDA, torch.float32)
-        size = rollout_bench.Size(batch, (2, 2, 3), 3, testbed=True)
-        rung = rollout_bench.Rung(transformer, size, compiled=False)
-        counts = {}
-        for name, policy in rung.policies.items():
-            schedule = rung.schedule(policy)
+        ours = tiny_model(settings(), device=CUDA).policy
+        table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
+        coefs, seeds = table.coefficients(2560).to(CUDA), torch.arange(3, device=CUDA)
+        latents, step = initial_latents(seeds, LATENT_SHAPE, CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
+        counts = []
+        for policy in (StockPolicy(ours.transformer, dtype=torch.float32), ours):
+            schedule = policy.conditioning_table(table.sigmas[:-1], embeddings([PROMPT])).of([PROMPT] * 3)
             for _ in range(2):  # the first makes the rotary table
                 device.events.clear()
-                denoise(policy, rung.coefs, schedule, rung.seeds, rung.x, rung.step)
-            counts[name] = len(device.events)
-    assert counts == {"stock": 12 * batch + 1, "eager": 0}
+                denoise(policy, coefs, schedule, seeds, latents, step)
+            counts.append(len(device.events))
+    assert counts == [12 * 3 + 1, 0]
 
 
 # -- benchmarks -------------------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ def test_operator_benchmark(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_rollout_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_bench, "STEPS", 2)
+    monkeypatch.setattr(sys.modules[rollout_bench.Rung.__module__], "STEPS", 2)
     monkeypatch.setattr(rollout_bench, "matmul_ceiling", lambda device, dtype: 1e12)  # of products for a GPU
     with PretendCuda() as device:
         rows = bench(tmp_path / "rollout.json", "rollout")["rows"]
