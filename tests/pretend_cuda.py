@@ -130,6 +130,10 @@ class CudaTensor(Tensor):
     def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:
         return torch.tensor(data, **{"dtype": self.dtype, "device": CUDA, **kwargs})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = self.detach().clone()
+        return torch.nn.Parameter(copied, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copied
+
     def __repr__(self) -> str:
         return f"{self.host!r} on {CUDA}"
 
