@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,16 +256,29 @@ def test_estimate_by_hand() -> None:
     assert rollout_bench.estimate(rows, "b", "decode", 60, ["stock", "contiguous"], 3) == pytest.approx(3 * 4 * 1.2 + 4)
 
 
-def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named() -> None:
+def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+
+    def half_a_second(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+        def call() -> float:
+            function()
+            clock.now += 0.5
+            return 0.5
+
+        return call
+
     def too_large() -> None:
         raise torch.OutOfMemoryError
 
-    product = functools.partial(torch.matmul, torch.ones(300, 300), torch.ones(300, 300))
-    measured = rollout_bench.measure({"small": product, "large": too_large}, CPU, 10**6, left=0.2)
-    assert list(measured["seconds"]) == ["small"]
+    monkeypatch.setattr(rollout_bench, "host_timer", half_a_second)
+    monkeypatch.setattr(rollout_bench, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    contenders = {"one": int, "large": too_large, "two": int}
+    measured = rollout_bench.measure(contenders, CPU, 100, left=10)
+    assert measured["seconds"] == {"one": 0.5, "two": 0.5}
     assert measured["out_of_memory"] == ["large"]
-    assert 1 < measured["rounds"] < 10**5
-    assert rollout_bench.measure({"small": product}, CPU, 5, left=-1)["rounds"] == 1
+    assert measured["rounds"] == 8  # of a second each, after two seconds of warm-up
+    assert rollout_bench.measure(contenders, CPU, 5, left=10)["rounds"] == 5
+    assert rollout_bench.measure(contenders, CPU, 5, left=1)["rounds"] == 1
 
 
 def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
