@@ -47,7 +47,7 @@ def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: S
             continue
         if index == 0:
             first = {name: row[0]["reward/mean"] for name, row in rows.items()}
-            assert math.isclose(*first.values(), rel_tol=1e-3) or len(first) == 1, f"the first rollouts differ: {first}"
+            assert len(first) == 1 or math.isclose(*first.values(), rel_tol=1e-3), f"the first rollouts differ: {first}"
         else:
             result = _result(config, trainers[name].device, rows)
             save(result)
