@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks.conftest import DEVICE, time
-from sage_fast.measure.rollout import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, random_transformer
+from sage_fast.measure.harness import fresh_compilation
+from sage_fast.measure.rung import CPU_SIZES, GPU_SIZES, PARTS, PATHS, SIZES, Rung, random_decoders, random_transformer
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
@@ -15,15 +16,17 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 def rung(request: pytest.FixtureRequest) -> Rung:
     """A size of the ladder, its velocities checked before anything is timed."""
     size = SIZES[request.param]
-    made = Rung(random_transformer(size.testbed, DEVICE, DTYPE), size, compiled=True)
+    models = [make(size.testbed, DEVICE, DTYPE) for make in (random_transformer, random_decoders)]
+    made = Rung(models[0], size, models[1])
     made.check()
     return made
 
 
-@pytest.mark.parametrize("path", ["stock", "eager", "compiled", "graphed"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("part", PARTS)
 def test_rollout(benchmark: Any, rung: Rung, part: str, path: str) -> None:
-    contenders = rung.contenders(part)
+    contenders = rung.contenders(part, [path])
     if path not in contenders:
         pytest.skip(f"no {path} {part} here")
-    time(benchmark, contenders[path])
+    with fresh_compilation():
+        time(benchmark, contenders[path])

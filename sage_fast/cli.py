@@ -7,7 +7,7 @@ import argparse
 import os
 import select
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,10 +92,13 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", help="run folder")
 
     bench = add("bench", "time the operators, the rollout or whole iterations against what stock code does")
-    bench.add_argument("part", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
+    bench.add_argument("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
     bench.add_argument("--config", metavar="FILE", help="YAML file, for `bench iteration`")
-    bench.add_argument("--json", metavar="FILE", help="write every number there")
+    bench.add_argument("--json", metavar="FILE", help="write every number there, after every row")
     bench.add_argument("--size", action="append", help="a size such as '480p batch 4' (several times for several)")
+    bench.add_argument("--part", action="append", help="of `bench rollout`: forward, step, rollout, train, decode")
+    bench.add_argument("--path", action="append", help="of `bench rollout` or `iteration`: stock, eager, compiled, ...")
+    bench.add_argument("--budget", type=float, metavar="SECONDS", help="`bench rollout`: skip rows that do not fit")
     bench.add_argument("--repetitions", type=int, default=15)
     bench.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
 
@@ -202,13 +205,14 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
     if options.dry_run:
         from sage_fast.measure.plan import format_plan, plan
-        from sage_fast.policy.load import check_path, transformer_config
+        from sage_fast.policy.load import check_path, transformer_config, vae_config
         from sage_fast.rollout.schedule import check_trainable
 
         check_path(config.model.path)
         ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
         check_trainable(config, ranks)
-        print(format_plan(plan(config, transformer_config(config.model.path), ranks=ranks)))
+        path = config.model.path
+        print(format_plan(plan(config, transformer_config(path), vae_config(path), ranks=ranks)))
         return 0
     from sage_fast.run.train import train
 
@@ -237,6 +241,8 @@ def _load(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Confi
     if iteration is not None:
         _tell(options, f"weights of iteration {iteration}: {config.model.weights}")
     _tell_loading(options)
+    for note in config.model.notes:
+        _tell(options, f"note: {note}")
     return config, iteration or 0
 
 
@@ -303,44 +309,10 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
     _make_folder_of(options.json)
-    if options.compile:
-        from sage_fast.measure.compile_report import compile_report, format_table
+    from sage_fast.measure.command import bench
 
-        print(format_table(compile_report()))
-        return 0
-
-    if options.repetitions < 1:
-        raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
-    if (options.part == "iteration") != bool(options.config):
-        raise UserError("`bench iteration` and --config FILE go together")
-    if options.part == "iteration":
-        from sage_fast.measure import iteration
-        from sage_fast.settings import load
-
-        result = iteration.run(load(options.config), options.repetitions)
-        print(iteration.format_iterations(result))
-    elif options.part == "rollout":
-        from sage_fast.measure import rollout
-
-        result = rollout.run(_known(options.size, rollout.SIZES), options.repetitions)
-        print(rollout.format_rollout(result))
-    else:
-        from sage_fast.measure import operators
-
-        result = operators.run(_known(options.size, operators.SIZES), options.repetitions)
-        print(operators.format_result(result))
-    if options.json:
-        write_json(result, Path(options.json))
+    bench(options)
     return 0
-
-
-def _known(names: list[str] | None, sizes: Mapping[str, object]) -> list[str] | None:
-    from sage_fast.errors import nearest
-
-    for name in names or []:
-        if name not in sizes:
-            raise UserError(f"--size {name!r}: {nearest(name, sizes)}")
-    return names
 
 
 def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -28,6 +28,9 @@ OnFailure = Literal["stop", "drop"]
 Optimizer = Literal["adamw", "muon", "adamw8bit"]
 Schedule = Literal["constant", "cosine", "linear"]
 
+RANDOM = "random:"
+"""What `model.path` begins with for a model with random weights."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig(Section):
@@ -35,7 +38,8 @@ class ModelConfig(Section):
 
     path: str = "testbed"
     """`testbed`, a local folder in diffusers format, or a hub id such as
-    hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v."""
+    hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p` and `random:testbed` have
+    random weights, to time and to weigh an iteration without a checkpoint."""
     dtype: DType = "bfloat16"
     """Storage type of the frozen weights and of activations; latents are float32 always."""
     tuning: Tuning = "lora"
@@ -63,6 +67,12 @@ class ModelConfig(Section):
             re.compile(self.lora_targets)
         except re.error as error:
             raise UserError(f"model.lora_targets = {self.lora_targets!r}: not a regular expression: {error}") from error
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should be told of the model."""
+        random = f"model.path = {self.path}: the weights are random; times and memory count, videos and rewards do not"
+        return [random] if self.path.startswith(RANDOM) else []
 
 
 @dataclasses.dataclass(kw_only=True)

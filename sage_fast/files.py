@@ -56,10 +56,19 @@ def _share(path: Path) -> None:
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
-    """A result file, readable by a person."""
+    """A result file, readable by a person; it appears whole, or stays as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path):
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with writing(path):
+            partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -130,23 +130,46 @@ def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
 
 
 class Stopwatch:
-    """Seconds by phase, each a named range for profilers too; waits for the device when a phase ends."""
+    """Seconds by phase, and on a GPU the peak of allocated memory; each phase is a named range for profilers too.
+
+    Waits for the device when a phase ends. What one phase left running on another stream counts in the next.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.start = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
+        self._peaks: dict[str, int] = {}
+        self._open: list[str] = []
 
     @contextlib.contextmanager
     def __call__(self, phase: str, *, wait: bool = True) -> Iterator[None]:
         """Add the seconds of the block to `phase`; without `wait`, those that it takes to give the device its work."""
         start = time.perf_counter()
-        with annotate(phase):
-            yield
-            # Inside the range, so that every kernel of a phase starts and ends within it.
-            if wait and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+        self._note_peak()
+        self._open.append(phase)
+        try:
+            with annotate(phase):
+                yield
+                # Inside the range, so that every kernel of a phase starts and ends within it.
+                if wait and self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+        finally:
+            self._note_peak()
+            self._open.pop()
         self._seconds[phase] += time.perf_counter() - start
+
+    def _note_peak(self) -> None:
+        """The peak since the last call belongs to all phases that are open."""
+        if self.device.type != "cuda":
+            return
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._peaks |= {phase: max(peak, self._peaks.get(phase, 0)) for phase in self._open}
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peaks(self) -> dict[str, int]:
+        """`memory/<phase>`, bytes; nothing on the CPU."""
+        return {f"memory/{phase}": peak for phase, peak in self._peaks.items()}
 
     def seconds(self) -> dict[str, float]:
         """`time/<phase>`, and `time/total` since this watch was made; `train` excludes `optimizer`, which it holds."""

@@ -146,7 +146,7 @@ class Trainer:
         row["kl/lambda"] = self.kl.value
         row["learning_rate"] = self.engine.learning_rate
         row["velocity_grad_norm"] = metrics.by_step(len(table))
-        return row | watch.seconds()
+        return row | watch.seconds() | watch.peaks()
 
     # -- rollout ------------------------------------------------------------------------------------------------------
 

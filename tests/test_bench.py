@@ -1,20 +1,33 @@
 """The benchmark runs end to end at a tiny size, refuses to time wrong results, and says what it has no rows for."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
 from sage_fast.measure import operators as bench
 from sage_fast.measure import rollout as rollout_bench
+from sage_fast.measure.harness import fresh_compilation
+from sage_fast.measure.rung import PARTS, Rung, random_decoders, random_transformer
+from sage_fast.measure.rung import SIZES as RUNGS
+from sage_fast.policy.projection import Projection
 from sage_fast.settings import dump
 from tests.tiny import settings
+
+CPU = torch.device("cpu")
 
 
 def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +69,108 @@ def test_unknown_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean '480p batch 4'" in capsys.readouterr().err
 
 
+class OneDevice(TorchDispatchMode):
+    """What a capture asks for: no operator sees two devices, and nothing is copied from one to another."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        devices = {leaf.device for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)}
+        assert len(devices) <= 1, f"{func} on {sorted(map(str, devices))}"
+        return out
+
+
+@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+def test_nothing_is_copied_to_the_device_while_a_contender_runs(operator: str) -> None:
+    """The meta device stands for a GPU: it too is another device than the host's."""
+    case = bench.Case.make(bench.SIZES["tiny"], torch.device("meta"))
+    for name, contender in bench.contenders(operator, compiled=False).items():
+        with OneDevice():
+            assert contender(case) is not None, name
+
+
+@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+def test_each_contender_reads_inputs_of_its_own(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotations: list[list[bench.Case]] = []
+    timer = bench._timer
+    monkeypatch.setattr(bench, "_timer", lambda *arguments: rotations.append(arguments[2]) or timer(*arguments))
+    bench.measure(operator, bench.SIZES["tiny"], CPU, 1)
+    addresses = [case.x.data_ptr() for rotation in rotations for case in rotation]
+    assert len(rotations) == 4
+    assert len(set(addresses)) == len(addresses)
+
+
+@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+@pytest.mark.parametrize("size", ["480p batch 1", "480p batch 16", "large"])
+def test_a_rotation_is_larger_than_the_cache(operator: str, size: str) -> None:
+    rotation = bench.Case.make(bench.SIZES[size], torch.device("meta")).rotation(operator)
+    read = ("x", "v") if operator == "transition_step" else ("x", "x_next", "v", "v_anchor")
+    tensors = [getattr(case, name) for case in rotation for name in read]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) >= bench.ROTATION_BYTES >= 2 * 126 * 2**20
+
+
+@pytest.fixture
+def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile without Inductor, which takes seconds a graph; what is compiled and how often is the same."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+@pytest.mark.usefixtures("dynamo_only")
+def test_a_compiled_operator_never_falls_back_to_eager() -> None:
+    """Every size gets the whole of Dynamo's cache; where that is too small, an error."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for shape in ((2, 4, 3, 6, 5), (3, 4, 3, 6, 5)):
+            bench.measure("transition_step", shape, CPU, 1)
+        compiled = bench.contenders("transition_step", compiled=True)["compiled"]
+        with fresh_compilation():
+            compiled(bench.Case.make((2, 4, 3, 6, 5), CPU))
+            with pytest.raises(FailOnRecompileLimitHit):
+                compiled(bench.Case.make((3, 4, 3, 6, 5), CPU))
+
+
+@pytest.mark.usefixtures("dynamo_only")
+def test_compiled_blocks_never_fall_back_to_eager() -> None:
+    """Of a training step the first block, those between and the last compile apart: three entries a row."""
+    transformer = random_transformer(True, CPU, torch.float32)
+    rungs = [Rung(transformer, RUNGS[name]) for name in ("tiny", "testbed batch 1")]
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for rung in rungs:
+            for part in ("forward", "train"):
+                rollout_bench.measure(rung.contenders(part, ["compiled"]), CPU, 1)
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):
+        rollout_bench.measure(rungs[0].contenders("train", ["compiled"]), CPU, 1)
+
+
+@pytest.mark.usefixtures("dynamo_only")
+def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager and compiled in turn lay out no weight again: that is a copy of all of them."""
+    rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
+    joined: list[Projection] = []
+    join = Projection._join
+    monkeypatch.setattr(Projection, "_join", lambda self, *a: joined.append(self) or join(self, *a))
+    rung.check()
+    first = len(joined)
+    assert 0 < first == len(set(map(id, joined)))
+    for part in ("forward", "train"):
+        rollout_bench.measure(rung.contenders(part), CPU, 2)
+    assert len(joined) == first
+
+
+def test_results_are_written_after_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "operators.json"
+    measure = bench.measure
+
+    def stopped_in_the_second_row(operator: str, *arguments: Any) -> Any:
+        if operator == "transition_score":
+            assert len(json.loads(file.read_text())["rows"]) == 1
+            raise KeyboardInterrupt
+        return measure(operator, *arguments)
+
+    monkeypatch.setattr(bench, "measure", stopped_in_the_second_row)
+    assert main(["bench", "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 130
+    assert [row["operator"] for row in json.loads(file.read_text())["rows"]] == ["transition_step"]
+    assert [path.name for path in tmp_path.iterdir()] == ["operators.json"]
+
+
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
 def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
     case = bench.Case.make(bench.SIZES["tiny"], torch.device("cpu"))
@@ -69,18 +184,18 @@ def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["bench", "rollout", "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
-    assert [row["part"] for row in rows] == ["forward", "step", "rollout", "train"]
+    assert [row["part"] for row in rows] == ["forward", "step", "rollout", "train", "decode"]
     for row in rows:
-        assert {"stock", "eager", "compiled"} <= set(row["seconds"])
+        paths = {"contiguous", "channels last"} if row["part"] == "decode" else {"eager", "compiled"}
+        assert {"stock", *paths} <= set(row["seconds"])
         assert all(seconds > 0 for seconds in row["seconds"].values())
         assert row["flops"] > 0
         assert row["part"] in out
 
 
 def test_wrong_velocities_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = rollout_bench.SIZES["tiny"]
-    device = torch.device("cpu")
-    rung = rollout_bench.Rung(rollout_bench.random_transformer(True, device, torch.float32), size, compiled=False)
+    size = RUNGS["tiny"]
+    rung = Rung(random_transformer(True, CPU, torch.float32), size)
     rung.check()
     monkeypatch.setattr(rung.ours.forward, "blocks", rung.ours.forward.blocks[:-1])
     with pytest.raises(AssertionError, match="eager is off by"):
@@ -89,11 +204,113 @@ def test_wrong_velocities_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_padding_changes_the_stock_time_alone() -> None:
     """The published pipeline's 1985 text tokens, masked, give the velocity of the valid ones."""
-    device = torch.device("cpu")
-    size = dataclasses.replace(rollout_bench.SIZES["tiny"], testbed=True)
-    rung = rollout_bench.Rung(rollout_bench.random_transformer(True, device, torch.float32), size, compiled=False)
-    rung.policies["stock padded"] = rung.stock_padded
-    rung.check()
+    size = dataclasses.replace(RUNGS["tiny"], testbed=False)  # at which the padded path takes part
+    rung = Rung(random_transformer(True, CPU, torch.float32), size)
+    assert "stock padded" in rung.contenders("forward")
+    rung.check(["stock", "stock padded"])
+
+
+def test_parts_paths_and_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is asked for, in order, as far as it fits by what was measured; the rest is named."""
+    file = tmp_path / "rollout.json"
+    command = ["bench", "rollout", "--size", "tiny", "--json", str(file), "--repetitions", "1"]
+    chosen = [*command, "--part", "decode", "--part", "forward", "--path", "eager", "--path", "contiguous"]
+    assert main(chosen) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["part"], list(row["seconds"])) for row in rows] == [("decode", ["contiguous"]), ("forward", ["eager"])]
+
+    left = iter(
+        [60.0, 60.0, 1.0, 60.0, 60.0]
+    )  # before and in the first row, before the second, before and in the third
+    monkeypatch.setattr(rollout_bench, "Budget", lambda seconds: SimpleNamespace(left=lambda: next(left)))
+    timed = {"seconds": {"eager": 2.0}, "peak_bytes": {}, "rounds": 1, "out_of_memory": []}
+    monkeypatch.setattr(rollout_bench, "measure", lambda *arguments: timed)
+    parts = ["--part", "forward", "--part", "rollout", "--part", "step", "--path", "eager"]
+    assert main([*command, *parts, "--budget", "60"]) == 0
+    result = json.loads(file.read_text())
+    assert [row["part"] for row in result["rows"]] == ["forward", "step"]
+    (skipped,) = result["not_run"]
+    assert (skipped["size"], skipped["part"]) == ("tiny", "rollout")
+    assert skipped["expected_seconds"] == pytest.approx(3 * 10 * 2.0)  # two warm-ups and one round of ten steps
+    assert "not run: tiny, rollout: about 60 s, and 1 s of 60 s are left" in capsys.readouterr().out
+
+
+def test_paths_that_are_not_here_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here are graphs")
+    assert main(["bench", "rollout", "--size", "tiny", "--part", "step", "--path", "graphed"]) == 0
+    assert "not run: tiny, step: no graphed here" in capsys.readouterr().out
+
+
+def test_estimate_by_hand() -> None:
+    def row(size: str, part: str, flops: float, wall: float, **seconds: float) -> dict[str, Any]:
+        return {"size": size, "part": part, "flops": flops, "rounds": 3, "wall_seconds": wall, "seconds": seconds}
+
+    rows = [row("a", "forward", 10, 9.0, stock=1.0, eager=0.5), row("a", "train", 30, 10.0, stock=1.2)]
+    assert rollout_bench.estimate([], "a", "step", 20, ["stock"], 3) == 0
+    # (2 + 3) calls of 1.5 s took 7.5 of 9 s, 5 of 1.2 s 6 of 10 s: at most 4 s beside the calls
+    assert rollout_bench.estimate(rows, "b", "forward", 20, ["stock", "eager"], 3) == pytest.approx(3 * 2 * 1.5 + 4)
+    assert rollout_bench.estimate(rows, "a", "step", 60, ["stock"], 4) == pytest.approx(4 * 2 * 1.2 + 4)
+    assert rollout_bench.estimate(rows, "b", "decode", 60, ["stock", "contiguous"], 3) == pytest.approx(3 * 4 * 1.2 + 4)
+
+
+def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+
+    def half_a_second(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+        def call() -> float:
+            function()
+            clock.now += 0.5
+            return 0.5
+
+        return call
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(rollout_bench, "host_timer", half_a_second)
+    monkeypatch.setattr(rollout_bench, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    contenders = {"one": int, "large": too_large, "two": int}
+    measured = rollout_bench.measure(contenders, CPU, 100, left=10)
+    assert measured["seconds"] == {"one": 0.5, "two": 0.5}
+    assert measured["out_of_memory"] == ["large"]
+    assert measured["rounds"] == 8  # of a second each, after two seconds of warm-up
+    assert rollout_bench.measure(contenders, CPU, 5, left=10)["rounds"] == 5
+    assert rollout_bench.measure(contenders, CPU, 5, left=1)["rounds"] == 1
+
+
+def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
+    decoders = random_decoders(True, CPU, torch.float32)
+    layouts = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
+    for name, layout in layouts.items():
+        weights = [p for p in decoders[name].vae.decoder.parameters() if p.ndim == 5 and p.shape[2] > 1]
+        assert all(p.is_contiguous(memory_format=layout) for p in weights)
+    rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["testbed batch 1"], decoders)
+    assert list(rung.contenders("decode")) == list(PARTS["decode"])
+    rung.check(["stock", *layouts])
+    with torch.no_grad():
+        decoders["channels last"].vae.decoder.conv_out.conv.weight.mul_(1.1)
+    with pytest.raises(AssertionError, match="decode channels last is off"):
+        rung.check(["stock", *layouts])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--part", "forward"], "--part goes with `bench rollout`"),
+        (["--budget", "9"], "--budget goes with `bench rollout`"),
+        (["rollout", "--budget", "0"], "--budget 0: expected seconds above 0"),
+        (["rollout", "--part", "froward"], "did you mean 'forward'"),
+        (["rollout", "--path", "compield"], "did you mean 'compiled'"),
+        (["rollout", "--part", "decode", "--path", "eager"], "its paths are stock, contiguous, channels last"),
+        (["iteration", "--config", "configs/demo.yaml", "--path", "compiled"], "expected one of stock, eager"),
+    ],
+)
+def test_messages(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_iteration_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,5 +321,9 @@ def test_iteration_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "decode" in capsys.readouterr().out
     phases = json.loads(file.read_text())["phases"]
     assert {"rollout", "decode", "anchor", "train", "total"} <= phases.keys()
+    assert set(phases["total"]) == {"stock", "eager"}
+    ours = ["bench", "iteration", "--config", str(config), "--repetitions", "1", "--path", "eager", "--json", str(file)]
+    assert main(ours) == 0
+    assert set(json.loads(file.read_text())["phases"]["total"]) == {"eager"}
     assert main(["bench", "iteration"]) == 2
     assert "--config FILE go together" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def forced(vae: AutoencoderKLHunyuanVideo15, latents: Tensor, **changes: int) ->
     """A decoder with another plan than the one it would choose."""
     decoder = VideoDecoder(copy.deepcopy(vae))
     shape: Any = tuple(latents.shape[1:])
-    decoder._plans[shape] = dataclasses.replace(decoder.plan(shape), **changes)
+    decoder.plans[shape] = dataclasses.replace(decoder.plan(shape), **changes)
     return decoder
 
 

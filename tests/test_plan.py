@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config import ModelConfig
 from sage_fast.measure.plan import (
+    activation_bytes,
     attention_flops,
-    block_activation_bytes,
-    checkpointed_activation_bytes,
+    decode_flops,
     format_plan,
     forward_flops,
     plan,
@@ -18,8 +18,11 @@ from sage_fast.measure.plan import (
 )
 from sage_fast.policy.attention import ATTENTION
 from sage_fast.policy.forward import TextToVideoForward
-from sage_fast.policy.hunyuan import add_lora
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends
+from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.policy.vae import decode_frames
 from sage_fast.settings import build
+from tests.test_decode import Live
 from tests.tiny import settings, tiny_model
 
 PUBLISHED = build({"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832, "kl.strategy": "dual"})
@@ -60,6 +63,8 @@ def test_published_model() -> None:
     published = {"num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2}
     assert attention_flops(published, 32_760, 200) / result.flops["forward"] == pytest.approx(0.73, abs=0.005)
     assert result.flops["training"] / result.forwards["training"] == pytest.approx(2.7e15, rel=0.01)
+    assert result.flops["decode"] / result.samples / result.flops["forward"] == pytest.approx(1.2, abs=0.05)
+    assert result.memory["autoencoder"] == 2 * 1_260_634_115
     text = format_plan(result)
     assert "8,326,608,160" in text
     assert "32,760" in text
@@ -85,45 +90,11 @@ def test_trained_parameters_are_those_of_peft() -> None:
     assert plan(full, dict(policy.transformer.config)).trainable > 0.8 * result.parameters
 
 
-class Saved:
-    """What autograd keeps for the backward, except weights and other tensors of `aside`."""
-
-    def __init__(self, *aside: torch.Tensor) -> None:
-        self.aside = {tensor.untyped_storage().data_ptr() for tensor in aside}
-        self.storages: dict[int, tuple[torch.UntypedStorage, torch.Size]] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.aside:
-            self.storages[storage.data_ptr()] = (storage, tensor.shape)  # held, so that no address is used twice
-        return tensor
-
-    def bytes(self, without: set[torch.Size] = frozenset()) -> int:
-        return sum(storage.nbytes() for storage, shape in self.storages.values() if shape not in without)
-
-
 def layers(count: int, heads: int = 4, width: int = 16) -> HunyuanVideo15Transformer3DModel:
     return HunyuanVideo15Transformer3DModel(
         num_attention_heads=heads, attention_head_dim=width, num_layers=count, num_refiner_layers=1, text_embed_dim=32,
         rope_axes_dim=(width // 2, width // 4, width // 4), text_embed_2_dim=8, image_embed_dim=8,
     )  # fmt: skip
-
-
-def test_checkpointed_activations() -> None:
-    """Bytes kept for the backward, block by block, as autograd saves them."""
-
-    def saved(count: int) -> int:
-        transformer = layers(count)
-        add_lora(transformer, rank=4, alpha=4, targets=ModelConfig().lora_targets, seed=0)
-        transformer.enable_gradient_checkpointing()
-        kept = Saved(*transformer.parameters())
-        with kept.hooks:
-            forward(transformer, (3, 8, 8), 16, "cpu")
-        return kept.bytes()
-
-    architecture = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2}
-    assert saved(5) - saved(3) == checkpointed_activation_bytes(architecture, 3 * 64 + 16, 4)
 
 
 BLOCK = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 1, "num_refiner_layers": 0, "mlp_ratio": 4.0,
@@ -160,17 +131,71 @@ def test_training_flops(tuning: str) -> None:
     assert formula - 0.5 * attention == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_of_a_block(tuning: str, dtype: torch.dtype) -> None:
-    """Within 5 %: the formula does not count the norms' statistics and the adapters' inner activations."""
-    block, inputs = block_and_inputs(tuning, dtype)
-    kept = Saved(*block.parameters(), *inputs[:3], inputs[4])
-    with kept.hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=tuning == "full" and dtype == torch.bfloat16):
-        block(*inputs)
-    casts = {p.shape for p in block.parameters()} | {p.T.shape for p in block.parameters() if p.ndim == 2}
-    formula = block_activation_bytes(BLOCK, 160, dtype.itemsize, tuning)
-    assert kept.bytes(without=casts) == pytest.approx(formula, rel=0.05)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("tuning", "rank", "dtype"),
+    [
+        ("lora", 2, torch.bfloat16),
+        ("lora", 16, torch.bfloat16),
+        ("lora", 16, torch.float32),
+        ("full", 0, torch.float32),
+    ],
+)
+def test_activations(tuning: str, rank: int, dtype: torch.dtype, checkpointing: bool) -> None:
+    """The peak of live tensors from the forward to the end of the backward, through three blocks as they are trained.
+
+    What a further 1,024 video tokens add to it, so that nothing else counts: weights and their gradients, text.
+    """
+    peaks = {}
+    for frames in (4, 8):
+        transformer = layers(3, heads=4, width=32)
+        if tuning == "lora":
+            torch.nn.Module.to(transformer, dtype)
+            add_lora(transformer, rank=rank, alpha=1, targets=ModelConfig().lora_targets, seed=0)
+        else:
+            freeze_dead_ends(transformer)
+        if checkpointing:
+            transformer.enable_gradient_checkpointing()
+        policy = HunyuanVideo15Policy(transformer, dtype=dtype)
+        embeddings = {"": TextEmbedding(text=torch.randn(4, 32), glyphs=torch.zeros(0, 8))}
+        sigma = torch.tensor([0.5])
+        at = policy.conditioning_table(sigma, embeddings).of([""]).at(torch.tensor([0]))
+        x = torch.randn(1, 32, frames, 16, 16)
+        policy.forward.refresh()
+        for p in policy.parameters().values():
+            p.grad = torch.zeros_like(p)  # as in every micro-batch but the first
+        weights = [p._weight for p in policy.forward.projections]
+        gradients = [p.grad for p in policy.parameters().values()]
+        with Live(x, *transformer.parameters(), *weights, *gradients, policy.forward._rotary_of(x)) as live:
+            if tuning == "full":
+                at = policy.condition(sigma, collate([embeddings[""]], x.device, dtype))
+            policy.velocity(x, at).float().square().mean().backward()
+        peaks[frames] = live.peak
+    architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}
+    formula = activation_bytes(architecture, 1024, dtype.itemsize, rank=rank, checkpointing=checkpointing)
+    # With all weights trained and checkpointing the peak is that of the block before the last: one input less.
+    less = 1024 * 128 * dtype.itemsize if tuning == "full" and checkpointing else 0
+    assert peaks[8] - peaks[4] == pytest.approx(formula - less, rel=0.02)
+
+
+def test_guidance_keeps_two_passes_and_runs_one_backward_at_a_time() -> None:
+    architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}
+    one, two = (activation_bytes(architecture, 100, 2, rank=0, checkpointing=True, passes=passes) for passes in (1, 2))
+    assert two - one == 3 * 100 * 128 * 2  # the inputs of the blocks
+
+
+@pytest.mark.parametrize(("frames", "height"), [(1, 6), (5, 4)])
+def test_decode_flops(frames: int, height: int) -> None:
+    vae = AutoencoderKLHunyuanVideo15(
+        latent_channels=32, block_out_channels=(8, 16, 16, 32, 64), layers_per_block=1, spatial_compression_ratio=16,
+        temporal_compression_ratio=4,
+    ).requires_grad_(False)  # fmt: skip
+    latents = torch.randn(1, 32, frames, height, 5)
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        for piece in decode_frames(vae.decoder, latents, frames):
+            del piece
+    assert decode_flops(vae.decoder, tuple(latents.shape[1:])) == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 def test_counts_of_an_iteration() -> None:

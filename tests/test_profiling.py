@@ -126,6 +126,36 @@ def test_ranges_close_on_an_error_and_stay_on_their_thread(domain: RecordingDoma
     assert not any(domain.stacks.values())
 
 
+def test_peak_memory_belongs_to_all_open_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the counters that CUDA keeps: what is allocated now, and the most since the last reset."""
+    counters = SimpleNamespace(now=1, peak=1)
+
+    def allocate(size: int) -> None:
+        counters.now += size
+        counters.peak = max(counters.peak, counters.now)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counters.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(counters, "peak", counters.now))
+    watch = Stopwatch(torch.device("cuda"))
+    allocate(90)
+    allocate(-90)
+    with watch("rollout"):
+        allocate(10)
+        allocate(-10)
+    with watch("train"):
+        allocate(20)
+        with watch("optimizer"):
+            allocate(5)
+            allocate(-5)
+        allocate(30)
+        allocate(-50)
+    with watch("rollout"):
+        allocate(2)
+    assert watch.peaks() == {"memory/rollout": 11, "memory/train": 51, "memory/optimizer": 26}
+    assert Stopwatch(torch.device("cpu")).peaks() == {}
+
+
 def test_switches_nest_without_doubling(domain: RecordingDomain) -> None:
     with ranges("nvtx"), torch.profiler.profile() as profiler:
         with ranges("nvtx", "torch"), annotate("both"):
@@ -186,7 +216,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     assert sum(row["share"] for row in phases.values()) == pytest.approx(1)
     assert phases["other"]["seconds"] >= 0
     assert sum(row["flops"] or 0 for row in phases.values()) == pytest.approx(total["flops"])
-    assert [phase for phase, row in phases.items() if row["mfu"]] == ["rollout", "anchor", "train"]
+    assert [phase for phase, row in phases.items() if row["mfu"]] == ["rollout", "decode", "anchor", "train"]
     for row in (phases["rollout"], phases["train"], total):
         assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / result["ceiling_flops_per_second"])
         assert 0 < row["mfu"] < 1

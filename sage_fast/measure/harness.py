@@ -1,9 +1,11 @@
-"""What every measurement shares: ceilings, interleaved timing, and the head line of a table."""
+"""What every measurement shares: ceilings, interleaved timing, honest compilation, and the head line of a table."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +14,29 @@ H200_BF16_FLOPS = 790e12
 """FLOP/s of a large bf16 matrix product on one H200, measured, though not by a run of this code."""
 H200_BYTES_PER_SECOND = 4.3e12
 """Bandwidth of a copy on one H200, measured likewise."""
+
+Save = Callable[[Mapping[str, Any]], object]
+"""Told the result of a benchmark after every row, since the next one may never end."""
+
+
+def save_nothing(result: Mapping[str, Any]) -> None:
+    """`Save` of a benchmark that keeps its result to itself."""
+    del result
+
+
+class Budget:
+    """Wall-clock time that a benchmark may take, from now on.
+
+    Args:
+        seconds: None for no end.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds; below 0 after the end."""
+        return self._end - time.monotonic()
 
 
 def synchronize(device: torch.device) -> None:
@@ -40,6 +65,18 @@ def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[
         for name, timer in timers.items():
             seconds[name].append(timer())
     return seconds
+
+
+@contextlib.contextmanager
+def fresh_compilation() -> Iterator[None]:
+    """torch.compile with an empty cache, and an error where it would go on in eager mode.
+
+    All shapes of one function share a cache of torch._dynamo.config.recompile_limit (8) entries; beyond that Dynamo
+    runs the function uncompiled, and a row called "compiled" would time eager code.
+    """
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Whole iterations of a configuration: diffusers' forward and decode against ours, under the same trainer.
 
-`sage-fast bench iteration --config FILE`.
+`sage-fast bench iteration --config FILE`. On a GPU the peak of allocated memory of each phase is shown too; with both
+paths it holds both models.
 """
 
 from __future__ import annotations
@@ -8,53 +9,81 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sage_fast.config import Config
 from sage_fast.console import progress, say
 from sage_fast.environment import environment
-from sage_fast.measure.harness import head_line
+from sage_fast.measure.harness import Save, head_line, save_nothing
 from sage_fast.measure.stock import StockDecoder, StockPolicy
 from sage_fast.run.setup import load_setup
 from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.trainer import Trainer
 
+PATHS = ("stock", "eager")
+"""diffusers' forward and decode, and ours."""
 
-def run(config: Config, rounds: int) -> dict[str, Any]:
-    """Whole iterations of one configuration through the stock forward and decode, and through ours, interleaved."""
-    trainers = {}
-    for name in ("stock", "eager"):
-        say(f"loading the model for {name}")
-        setup = load_setup(config)
-        if name == "stock":
-            policy = setup.model.policy
-            setup.model.policy = StockPolicy(
-                policy.transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale
-            )
-            batches = isinstance(policy.transformer, TestbedTransformer)
-            setup.model.decoder = StockDecoder(setup.model.vae, batches)
-        with tempfile.TemporaryDirectory() as folder:
-            setup.encode(Path(folder), quiet=True)
-        trainers[name] = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
-    trainers["stock"].graphs = None  # its forward synchronises with the host
+
+def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: Save = save_nothing) -> dict[str, Any]:
+    """Whole iterations of one configuration through the stock forward and decode, and through ours, interleaved.
+
+    Args:
+        config: validated settings.
+        rounds: iterations of each that are timed, after one that is not.
+        paths: of PATHS; both by default, which holds two models. One alone has no result to be compared with.
+        save: told the result after every round.
+    """
+    trainers = {name: _trainer(config, name) for name in paths or PATHS}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
+    result: dict[str, Any] = {}
     rounds_and_names = [(index, name) for index in range(rounds + 1) for name in trainers]
     for index, name in progress(rounds_and_names, "iterations", len(rounds_and_names), "iteration"):
         rows[name].append(trainers[name].iteration(index))
-    first = {name: row[0]["reward/mean"] for name, row in rows.items()}
-    assert math.isclose(*first.values(), rel_tol=1e-3), f"the first rollouts differ: {first}"
-    phases = [key for key in rows["eager"][0] if key.startswith("time/")]
-    device = trainers["eager"].device
+        if name != list(trainers)[-1]:
+            continue
+        if index == 0:
+            first = {name: row[0]["reward/mean"] for name, row in rows.items()}
+            assert len(first) == 1 or math.isclose(*first.values(), rel_tol=1e-3), f"the first rollouts differ: {first}"
+        else:
+            result = _result(config, trainers[name].device, rows)
+            save(result)
+    return result
+
+
+def _trainer(config: Config, name: str) -> Trainer:
+    say(f"loading the model for {name}")
+    setup = load_setup(config)
+    if name == "stock":
+        policy = setup.model.policy
+        setup.model.policy = StockPolicy(policy.transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale)
+        batches = isinstance(policy.transformer, TestbedTransformer)
+        setup.model.decoder = StockDecoder(setup.model.vae, batches)
+    with tempfile.TemporaryDirectory() as folder:
+        setup.encode(Path(folder), quiet=True)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
+    if name == "stock":
+        trainer.graphs = None  # its forward synchronises with the host
+    return trainer
+
+
+def _result(config: Config, device: torch.device, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Medians by phase of all rounds but the first."""
+
+    def medians(prefix: str) -> dict[str, dict[str, Any]]:
+        keys = [key for key in next(iter(rows.values()))[0] if key.startswith(prefix)]
+        return {
+            key.removeprefix(prefix): {name: statistics.median(row[key] for row in of[1:]) for name, of in rows.items()}
+            for key in keys
+        }
+
     return {
         "environment": environment(device) | {"dtype": config.model.dtype},
-        "phases": {
-            phase.removeprefix("time/"): {
-                name: statistics.median(row[phase] for row in of[1:]) for name, of in rows.items()
-            }
-            for phase in phases
-        },
+        "phases": medians("time/"),
+        "peak_bytes": medians("memory/"),
     }
 
 
@@ -62,7 +91,11 @@ def format_iterations(result: Mapping[str, Any]) -> str:
     """The table for a terminal."""
     lines = [head_line(result["environment"]), "", f"{'phase':<12}{'stock':>11}{'ours':>11}{'ratio':>8}"]
     for phase, row in result["phases"].items():
-        ratio = row["stock"] / row["eager"] if row["eager"] > 0 else math.nan
-        lines.append(f"{phase:<12}{1e3 * row['stock']:>8.1f} ms{1e3 * row['eager']:>8.1f} ms{ratio:>7.2f}x")
+        times = "".join(f"{1e3 * row[name]:>8.1f} ms" if name in row else " " * 11 for name in PATHS)
+        ratio = f"{row['stock'] / row['eager']:>7.2f}x" if set(PATHS) <= set(row) and row["eager"] > 0 else ""
+        lines.append(f"{phase:<12}{times}{ratio}".rstrip())
+    for phase, peaks in result["peak_bytes"].items():
+        sizes = "".join(f"{peaks[name] / 2**30:>7.2f} GiB" if name in peaks else " " * 11 for name in PATHS)
+        lines.append(f"{phase + ', peak':<12}{sizes}".rstrip())
     lines += ["", "medians of interleaved iterations; stock: diffusers' forward and decode under the same trainer"]
     return "\n".join(lines)

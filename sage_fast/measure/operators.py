@@ -1,8 +1,8 @@
 """Measure the transition operators: against what the field runs today, against torch.compile, against a copy.
 
-Everything is timed interleaved in one process, on inputs that rotate past the last-level cache; medians with p20 and
-p80. A correctness gate runs first: no time is reported for a result that is wrong. `sage-fast bench` prints the table
-and writes JSON; `pytest benchmarks/` times single operators.
+Everything is timed interleaved in one process, each contender on inputs of its own that rotate past the last-level
+cache; medians with p20 and p80. A correctness gate runs first: no time is reported for a result that is wrong.
+`sage-fast bench` prints the table and writes JSON; `pytest benchmarks/` times single operators.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from sage_fast.environment import environment
 from sage_fast.measure.harness import (
     H200_BF16_FLOPS,
     H200_BYTES_PER_SECOND,
+    Save,
+    fresh_compilation,
     head_line,
     host_timer,
     interleaved,
     quantiles,
+    save_nothing,
 )
 from sage_fast.ops import transition_score, transition_step
 from sage_fast.ops.transition_score import transition_score_reference
@@ -46,26 +49,33 @@ GUIDED_STEP_SECONDS = 2 * 6.6e14 / H200_BF16_FLOPS
 """Two forwards at 480p, 81 frames, at the matmul ceiling: what an operator is small beside."""
 
 STEP, STEPS, ETA = 7, 20, 0.7
-ROTATION_BYTES = 512 * 2**20
-"""Inputs rotate over at least this much memory, more than any last-level cache here."""
+ROTATION_BYTES = 256 * 2**20
+"""What a contender reads before it meets an input again: more than the L2 of any GPU (50 MiB on an H200)."""
+MAX_CASES = 64
+"""Of a rotation, for sizes too small to fill it."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Case:
-    """One set of inputs at a production step; x and x_next float32, velocities bfloat16."""
+    """One set of inputs at a production step; x and x_next float32, velocities bfloat16, the rest small.
+
+    All of it lies on one device before anything is timed: nothing can be copied there while a graph is captured.
+    """
 
     x: Tensor
     x_next: Tensor
     v: Tensor
     v_anchor: Tensor
     coefs: Tensor
-    sigmas: Tensor
     step: Tensor
     seed: Tensor
+    sigma: Tensor
+    sigma_next: Tensor
 
     @staticmethod
     def make(shape: Sequence[int], device: torch.device) -> Case:
-        table = transition_table(sigma_schedule(STEPS, 5.0), "flow", ETA)
+        sigmas = sigma_schedule(STEPS, 5.0)
+        table = transition_table(sigmas, "flow", ETA)
         coefs = table.coefficients(math.prod(shape[1:])).to(device)
         x, noise, v, drift = (torch.randn(shape, device=device) for _ in range(4))
         a, b, c = (float(value[STEP]) for value in (table.a, table.b, table.c))
@@ -76,10 +86,23 @@ class Case:
             v=v,
             v_anchor=(v.float() + 0.01 * drift).bfloat16(),
             coefs=coefs,
-            sigmas=sigma_schedule(STEPS, 5.0).float().to(device),  # here: a captured function must not copy it
             step=torch.tensor(STEP, device=device),
             seed=torch.arange(shape[0], device=device),
+            sigma=torch.full((shape[0],), float(sigmas[STEP]), device=device),
+            sigma_next=torch.full((shape[0],), float(sigmas[STEP + 1]), device=device),
         )
+
+    def rotation(self, operator: str) -> list[Case]:
+        """Copies of this case in memory of their own, which together read ROTATION_BYTES.
+
+        Each contender is given one: inputs that another has just read would lie in the cache.
+        """
+        read = self.x.numel() * (6 if operator == "transition_step" else 12)
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return [
+            Case(**{name: tensor.clone() for name, tensor in tensors.items()})
+            for _ in range(min(MAX_CASES, math.ceil(ROTATION_BYTES / read)))
+        ]
 
 
 # -- the field's eager code, written from the formulas ---------------------------------------------------------------
@@ -120,10 +143,6 @@ def eager_score(
     return eager_log_prob(x_next, mean, scale), kl.flatten()
 
 
-def _sigmas(case: Case) -> tuple[Tensor, Tensor]:
-    return case.sigmas[STEP].expand(len(case.x)), case.sigmas[STEP + 1].expand(len(case.x))
-
-
 # -- what is compared -------------------------------------------------------------------------------------------------
 
 
@@ -153,10 +172,10 @@ def contenders(operator: str, compiled: bool) -> dict[str, Callable[[Case], Any]
         return _forward_backward(score, case)
 
     def plain_step(function: Callable[..., Any], case: Case) -> Any:
-        return function(case.x, case.v, *_sigmas(case), ETA)
+        return function(case.x, case.v, case.sigma, case.sigma_next, ETA)
 
     def plain_score(function: Callable[..., Any], case: Case) -> Any:
-        return _forward_backward(function, case, case.v_anchor, *_sigmas(case), ETA)
+        return _forward_backward(function, case, case.v_anchor, case.sigma, case.sigma_next, ETA)
 
     step = operator == "transition_step"
     source: Callable[..., Any] = eager_step if step else eager_score
@@ -190,7 +209,7 @@ def check(case: Case) -> None:
     log_prob, kl, _ = transition_score(case.x, x_next, case.v, case.coefs, case.step, case.v_anchor)
     torch.testing.assert_close(log_prob.double(), scored[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(kl.double(), scored[1], rtol=1e-4, atol=1e-6)
-    eager = eager_score(case.x.double(), x_next.double(), case.v, case.v_anchor, *_sigmas(case), ETA)
+    eager = eager_score(case.x.double(), x_next.double(), case.v, case.v_anchor, case.sigma, case.sigma_next, ETA)
     torch.testing.assert_close(scored[0], eager[0].double(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(scored[1], eager[1].double(), rtol=1e-2, atol=1e-4)
 
@@ -229,22 +248,30 @@ def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequenc
 
 
 def measure(operator: str, shape: Sequence[int], device: torch.device, repetitions: int) -> dict[str, dict[str, float]]:
-    """name -> p20, p50, p80 in seconds, all contenders interleaved."""
-    per_case = math.prod(shape) * 12
-    cases = [Case.make(shape, device) for _ in range(max(1, min(8, ROTATION_BYTES // max(per_case, 1))))]
-    check(cases[0])
+    """name -> p20, p50, p80 in seconds, all contenders interleaved.
+
+    Raises:
+        AssertionError: a result is wrong.
+        FailOnRecompileLimitHit: torch.compile gave up, and its row would be eager.
+    """
+    case = Case.make(shape, device)
+    check(case)
     timers = {}
-    for name, function in contenders(operator, compiled=True).items():
-        function(cases[0])  # compilation and first allocations
-        timers[name] = _timer(device, function, cases)
-    return {name: quantiles(seconds) for name, seconds in interleaved(timers, repetitions).items()}
+    with fresh_compilation():
+        for name, function in contenders(operator, compiled=True).items():
+            function(case)  # compilation and first allocations
+            timers[name] = _timer(device, function, case.rotation(operator))
+        return {name: quantiles(seconds) for name, seconds in interleaved(timers, repetitions).items()}
 
 
-def run(sizes: Sequence[str] | None = None, repetitions: int = 15) -> dict[str, Any]:
-    """Measure every operator at `sizes`; the result is what `sage-fast bench` writes as JSON."""
+def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = save_nothing) -> dict[str, Any]:
+    """Measure every operator at `sizes`; the result, which `save` is told after every row, is what `sage-fast bench`
+    writes as JSON.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if name != "tiny"])
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {"environment": environment(device), "rows": rows}
     work = list(itertools.product(("transition_step", "transition_score"), names))
     for operator, name in progress(work, "operators", len(work), "row"):
         rows.append(
@@ -256,7 +283,8 @@ def run(sizes: Sequence[str] | None = None, repetitions: int = 15) -> dict[str, 
                 "seconds": measure(operator, SIZES[name], device, repetitions),
             }
         )
-    return {"environment": environment(device), "rows": rows}
+        save(result)
+    return result
 
 
 def format_result(result: dict[str, Any]) -> str:

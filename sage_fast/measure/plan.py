@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
 from sage_fast.config import Config
 from sage_fast.environment import format_bytes
@@ -24,7 +24,7 @@ from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.testbed.model import TestbedTransformer
+from sage_fast.testbed.model import TestbedTransformer, tiny_vae
 
 TESTBED_TEXT_TOKENS = 7
 """Length of every prompt of the testbed."""
@@ -72,21 +72,67 @@ def training_flops(forward: float, attention: float, *, checkpointing: bool, fro
     return linear * (1 + checkpointing + (1 if frozen_base else 2)) + attention * (1 + checkpointing + 2.5)
 
 
-def checkpointed_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int) -> int:
-    """Saved by block-wise checkpointing: the inputs of every block."""
+def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
+    """FLOPs of decoding one video: two per weight of a convolution and place where it is applied, and attention of each
+    frame to itself and all earlier ones, 2 T (T + 1) (H W)^2 C.
+
+    Args:
+        decoder: a `HunyuanVideo15Decoder3D`, on the meta device too.
+        latents: (C, T, H, W).
+    """
+    _, t, h, w = latents
+
+    def conv(module: Any) -> float:
+        return 2.0 * getattr(module, "conv", module).weight.numel() * t * h * w
+
+    def residual(block: Any) -> float:
+        shortcut = conv(block.conv_shortcut) if block.conv_shortcut is not None else 0.0
+        return conv(block.conv1) + conv(block.conv2) + shortcut
+
+    middle = decoder.mid_block
+    flops = conv(decoder.conv_in) + sum(residual(block) for block in middle.resnets)
+    for attention in middle.attentions:
+        flops += sum(conv(getattr(attention, name)) for name in ("to_q", "to_k", "to_v", "proj_out"))
+        flops += 2.0 * t * (t + 1) * (h * w) ** 2 * attention.to_q.out_channels
+    for block in decoder.up_blocks:
+        flops += sum(residual(resnet) for resnet in block.resnets)
+        for upsampler in block.upsamplers or ():
+            flops += conv(upsampler.conv)
+            t, h, w = 2 * t - 1 if upsampler.add_temporal_upsample else t, 2 * h, 2 * w
+    return flops + conv(decoder.conv_out)
+
+
+# What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
+# and of the adapter's rank a token. tests/test_plan.py counts each; whoever changes the block changes them here.
+INPUT_OF_BLOCK = 1
+KEPT_BY_BLOCK, KEPT_RANKS = 20, 6
+"""From the forward of a video token in one block to its backward, the block's input included: input, the normed rows of
+both matmuls, and video after attention (4), q, k, v before and after rotation (6), attention's output as it came and as
+a matmul's input (2), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
+room for the adapters: 3 r, r, r and r. Text tokens keep less, and are few."""
+GRADIENTS, GRADIENT_RANKS = 5, 1
+"""At work at the peak of the backward of one block, beside what is kept: the gradient of the stream (1) and that of the
+feed-forward's inner rows (4 d + r)."""
+
+
+def activation_bytes(
+    architecture: Architecture, tokens: int, bytes_per_value: int, *, rank: int, checkpointing: bool, passes: int = 1
+) -> float:
+    """Most bytes of one sample's activations and their gradients, which is at the start of the backward.
+
+    Args:
+        architecture: of the transformer.
+        tokens: of video and text.
+        bytes_per_value: of an activation.
+        rank: of the adapter; 0 for none.
+        checkpointing: keep the inputs of all blocks and recompute one block at a time, or keep everything.
+        passes: 2 with guidance, whose passes are kept both and go backward one after the other.
+    """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    return architecture["num_layers"] * joint_tokens * d * bytes_per_value
-
-
-SAVED_VALUES = {"lora": 18, "full": 17}
-"""tuning -> values that autograd keeps of one block, in units of d a token; counted for mlp ratio 4 and the default
-LoRA targets, in float32 and bfloat16 alike."""
-
-
-def block_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int, tuning: str) -> int:
-    """Saved by one block without checkpointing, and at work in one block with it: SAVED_VALUES S d values."""
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    return bytes_per_value * (SAVED_VALUES[tuning] * joint_tokens * d)
+    block = KEPT_BY_BLOCK * d + KEPT_RANKS * rank
+    at_work = GRADIENTS * d + GRADIENT_RANKS * rank + (block if checkpointing else 0)
+    kept = INPUT_OF_BLOCK * d if checkpointing else block
+    return float(bytes_per_value * tokens * (passes * architecture["num_layers"] * kept + at_work))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +148,8 @@ class Plan:
         ranks: GPUs the iteration is spread over.
         samples: of an iteration, all ranks together.
         trained_steps: transitions trained of each sample.
-        forwards: part -> forwards of one sample in an iteration, all ranks together; guidance counts twice.
+        forwards: part -> forwards of one sample in an iteration, all ranks together; guidance counts twice. None of the
+            decode.
         flops: part -> FLOPs in an iteration, all ranks together; `forward` is one forward of one sample.
         memory: part -> bytes on each GPU while it trains.
         other_memory: what is not held at that time, or would be with the other setting of checkpointing.
@@ -136,12 +183,26 @@ def build_meta(config: Config, architecture: Architecture | None) -> HunyuanVide
     return transformer
 
 
-def plan(config: Config, architecture: Architecture | None = None, *, ranks: int = 1) -> Plan:
+def build_meta_vae(autoencoder: Architecture | None, testbed: bool) -> AutoencoderKLHunyuanVideo15:
+    """The autoencoder on the meta device; by default the published one, or the testbed's."""
+    settings = {k: v for k, v in (autoencoder or {}).items() if not k.startswith("_")}
+    with torch.device("meta"):
+        return tiny_vae() if testbed and not settings else AutoencoderKLHunyuanVideo15(**settings)
+
+
+def plan(
+    config: Config,
+    architecture: Architecture | None = None,
+    autoencoder: Architecture | None = None,
+    *,
+    ranks: int = 1,
+) -> Plan:
     """Sizes, FLOPs and memory of one iteration.
 
     Args:
         config: validated settings.
         architecture: the transformer's config.json; None for the published architecture.
+        autoencoder: the autoencoder's config.json, likewise.
         ranks: GPUs; samples are spread over them, weights and optimizer are whole on each.
     """
     transformer = build_meta(config, architecture)
@@ -152,8 +213,10 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
 
     s, train = config.sampling, config.train
     testbed = isinstance(transformer, TestbedTransformer)
-    spatial, text_tokens = (8, TESTBED_TEXT_TOKENS) if testbed else (16, TEXT_TOKENS)
-    latent = (built.out_channels, (s.num_frames - 1) // 4 + 1, s.height // spatial, s.width // spatial)
+    vae = build_meta_vae(autoencoder, testbed)
+    text_tokens = TESTBED_TEXT_TOKENS if testbed else TEXT_TOKENS
+    spatial, temporal = vae.spatial_compression_ratio, vae.temporal_compression_ratio
+    latent = (built.out_channels, (s.num_frames - 1) // temporal + 1, s.height // spatial, s.width // spatial)
     tokens = math.prod(latent[1:]) // (built.patch_size_t * built.patch_size**2)
     joint = tokens + text_tokens
     samples = train.prompts_per_iteration * train.group_size
@@ -177,6 +240,7 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
         "rollout": forwards["rollout"] * forward,
         "training": forwards["training"] * per_training,
         "anchor": forwards["anchor"] * forward,
+        "decode": samples * decode_flops(vae.decoder, latent),
     }
 
     width = 2 if config.model.dtype == "bfloat16" else 4
@@ -192,6 +256,7 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
             state_bytes(name, p) * p.numel() for name, p in trained_weights.items()
         ),
         "anchor and EMA": 4.0 * trainable * snapshots,
+        "autoencoder": float(width * sum(p.numel() for p in vae.parameters())),
     }
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
     if s.offload_trajectories:
@@ -200,10 +265,11 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
         memory, host = memory | trajectories, {}
     if config.model.tuning == "full" and width == 2:
         memory["bf16 copies of the weights (autocast)"] = 2.0 * base
-    graphs = train.batch_size * passes
-    block = block_activation_bytes(built, joint, width, config.model.tuning)
-    with_checkpointing = float(graphs * checkpointed_activation_bytes(built, joint, width) + train.batch_size * block)
-    without_checkpointing = float(graphs * built.num_layers * block)
+    rank = config.model.lora_rank if config.model.tuning == "lora" else 0
+    with_checkpointing, without_checkpointing = (
+        train.batch_size * activation_bytes(built, joint, width, rank=rank, checkpointing=checkpointing, passes=passes)
+        for checkpointing in (True, False)
+    )
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     if config.model.gradient_checkpointing:
@@ -234,9 +300,9 @@ def format_plan(plan: Plan) -> str:
     def line(label: str, *cells: str) -> str:
         return f"  {label:<41}{''.join(f'{cell:>12}' for cell in cells)}"
 
-    def work(label: str, count: int | None, flops: float) -> str:
+    def work(label: str, count: int, flops: float) -> str:
         gpus = 1 if label == "one forward of one sample" else plan.ranks
-        return line(label, "" if count is None else f"{count:,}", f"{flops:.3g}", _duration(flops / gpus))
+        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", _duration(flops / gpus))
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
@@ -249,13 +315,13 @@ def format_plan(plan: Plan) -> str:
         "",
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
         line("", "forwards", "FLOPs", "at least"),
-        work("one forward of one sample", None, plan.flops["forward"]),
-        *(work(part, plan.forwards[part], flops) for part, flops in parts.items()),
+        work("one forward of one sample", 0, plan.flops["forward"]),
+        *(work(part, plan.forwards.get(part, 0), flops) for part, flops in parts.items()),
         work("together", sum(plan.forwards.values()), sum(parts.values())),
         textwrap.fill(
             f"The time is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
             f"H200), with {plan.text_tokens} text tokens a prompt. Training holds the backward, and the recomputation "
-            "with checkpointing. The anchor is free in the iteration after its refresh. Not counted: decode, rewards.",
+            "with checkpointing. The anchor is free in the iteration after its refresh. Not counted: rewards.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -264,7 +330,7 @@ def format_plan(plan: Plan) -> str:
         "memory on each GPU while it trains",
         *(line(part, format_bytes(count)) for part, count in plan.memory.items()),
         line("together", format_bytes(sum(plan.memory.values()))),
-        "  Not counted: autoencoder, text encoders, rewards, fragmentation.",
+        "  Not counted: text encoders, rewards, fragmentation.",
         "",
         "for comparison",
         *(line(part, format_bytes(count)) for part, count in plan.other_memory.items()),

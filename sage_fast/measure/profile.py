@@ -22,12 +22,12 @@ from torch.autograd import DeviceType
 from sage_fast.config import Config
 from sage_fast.console import progress, say
 from sage_fast.distributed import initialize, world_size
-from sage_fast.environment import environment
+from sage_fast.environment import environment, format_bytes
 from sage_fast.errors import UserError
 from sage_fast.files import write_json
 from sage_fast.measure.harness import head_line, matmul_ceiling
 from sage_fast.measure.plan import plan
-from sage_fast.policy.load import transformer_config
+from sage_fast.policy.load import transformer_config, vae_config
 from sage_fast.profiling import DOMAIN, PHASES, annotate, ranges
 from sage_fast.rollout.schedule import check_trainable
 from sage_fast.run.setup import load_setup
@@ -35,7 +35,7 @@ from sage_fast.trainer import Trainer
 
 COLUMNS = (*PHASES, "other")
 """The phases, and the rest of an iteration."""
-PART_OF_PLAN = {"rollout": "rollout", "anchor": "anchor", "train": "training"}
+PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
 """Phases whose FLOPs have a formula."""
 
 PYTHON = "Python between operators"
@@ -108,7 +108,7 @@ def profile_iteration(
             trainer.iteration(index)
         say("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
-        expected = plan(config, transformer_config(config.model.path))
+        expected = plan(config, transformer_config(config.model.path), vae_config(config.model.path))
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
         if trainer.anchor_is_current:
             flops["anchor"] = 0.0  # the rollout's own velocities serve
@@ -130,6 +130,8 @@ def profile_iteration(
         "text_tokens": expected.text_tokens,
         "ceiling_flops_per_second": ceiling,
         "phases": phase_table(row, flops, ceiling, busy_seconds(work, changes) if device.type == "cuda" else {}),
+        "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
+        "planned_bytes": sum(expected.memory.values()),
         "families": family_table(work, changes),
         "trace": None if window_only else str(folder / "trace.json.gz"),
         "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2),
@@ -274,6 +276,11 @@ def format_profile(result: Mapping[str, Any]) -> str:
         cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12), cell(row["mfu"], ".1%")]
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
     lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens a prompt")
+    if peaks := result["peak_bytes"]:
+        found = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
+        planned = result["planned_bytes"]
+        share = f"; train is {peaks['train'] / planned:.0%} of the planned {format_bytes(planned)}" * ("train" in peaks)
+        lines.append(f"peak of allocated memory: {found}{share}")
     if result["families"]:
         sums = {name: sum(row.values()) for name, row in result["families"].items()}
         kind = "kernels, GPU seconds" if gpu else "operators, self seconds"

@@ -89,9 +89,7 @@ class StockDecoder(VideoDecoder):
     """diffusers' own decode of the testbed's autoencoder, or of a published one, a video at a time."""
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, batches: bool) -> None:
-        super().__init__(vae)
-        for weight in vae.decoder.parameters():
-            weight.data = weight.data.contiguous()
+        super().__init__(vae, channels_last=False)
         if batches:
             allow_batches(vae)
         else:

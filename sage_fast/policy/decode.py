@@ -106,20 +106,24 @@ class PendingVideos:
 
 
 class VideoDecoder:
-    """The decode of a frozen autoencoder; on the CPU its weights are rearranged in memory, channels innermost.
+    """The decode of a frozen autoencoder.
 
     Args:
-        vae: the autoencoder, on its device.
+        vae: the autoencoder, on its device; its weights are rearranged in memory.
+        channels_last: have the channels innermost, in weights and activations; by default on the CPU, where it was
+            measured to be faster. On GPUs it has not been measured: `sage-fast bench rollout --part decode`.
     """
 
-    def __init__(self, vae: AutoencoderKLHunyuanVideo15) -> None:
+    def __init__(self, vae: AutoencoderKLHunyuanVideo15, channels_last: bool | None = None) -> None:
         self.vae = vae
-        self._plans: dict[tuple[int, ...], DecodePlan] = {}
+        self.layout = torch.contiguous_format
+        if vae.device.type == "cpu" if channels_last is None else channels_last:
+            self.layout = torch.channels_last_3d
+        self.plans: dict[tuple[int, ...], DecodePlan] = {}
         self._stream: torch.cuda.Stream | None = None
-        if vae.device.type == "cpu":  # faster there with input and weights alike; on GPUs not measured
-            for weight in vae.decoder.parameters():
-                if weight.ndim == 5:
-                    weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+        for weight in vae.decoder.parameters():
+            if weight.ndim == 5:
+                weight.data = weight.data.contiguous(memory_format=self.layout)
 
     def plan(self, latents: tuple[int, int, int, int]) -> DecodePlan:
         """How latents (C, T, H, W) are decoded; chosen once, so that a run does not change its rounding.
@@ -127,11 +131,11 @@ class VideoDecoder:
         Raises:
             UserError: too little memory for any way.
         """
-        if latents not in self._plans:
+        if latents not in self.plans:
             device = self.vae.device
             enough = ENOUGH.get(device.type, ENOUGH["cuda"])
-            self._plans[latents] = choose(self.vae, latents, self.vae.dtype.itemsize, free_bytes(device), enough)
-        return self._plans[latents]
+            self.plans[latents] = choose(self.vae, latents, self.vae.dtype.itemsize, free_bytes(device), enough)
+        return self.plans[latents]
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
@@ -143,8 +147,7 @@ class VideoDecoder:
         _, channels, frames, height, width = latents.shape
         plan = self.plan((channels, frames, height, width))
         latents = latents.to(self.vae.dtype) / self.vae.config.scaling_factor
-        if latents.device.type == "cpu":
-            latents = latents.contiguous(memory_format=torch.channels_last_3d)
+        latents = latents.contiguous(memory_format=self.layout)
         shape = video_shape(self.vae.decoder, latents.shape)
         videos = torch.empty(shape, dtype=torch.float32, device=latents.device)
         # Parts of equal size, as far as they can be: a last part of one video would be slow.

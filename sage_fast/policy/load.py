@@ -26,6 +26,7 @@ from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
+from sage_fast.policy.random_weights import check_random, is_random, random_encoder, random_layout, random_module
 from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
 from sage_fast.testbed.model import BASE, TestbedTransformer
 from sage_fast.testbed.text import embed
@@ -91,6 +92,8 @@ class Model:
             UserError: they are missing or incomplete.
         """
         config = self.policy.transformer.config
+        if is_random(self.path):
+            return random_encoder(config)
         if isinstance(self.policy.transformer, TestbedTransformer):
             no_glyphs = torch.zeros(0, config.text_embed_2_dim)
             return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
@@ -109,19 +112,32 @@ class Model:
 
 def transformer_config(path: str) -> dict[str, object] | None:
     """The transformer's config.json of a local checkpoint or of the testbed; None for a model on the hub."""
+    return _config_of(path, "transformer")
+
+
+def vae_config(path: str) -> dict[str, object] | None:
+    """The autoencoder's, likewise."""
+    return _config_of(path, "vae")
+
+
+def _config_of(path: str, part: str) -> dict[str, object] | None:
+    if is_random(path):
+        return random_layout(path, part)
     folder = BASE if path == "testbed" else Path(path)
-    file = folder / "transformer" / "config.json"
+    file = folder / part / "config.json"
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def check_path(path: str) -> str:
-    """The folder or hub id that `from_pretrained` is given.
+    """The folder or hub id that `from_pretrained` is given, or `random:NAME` as it is.
 
     Raises:
-        UserError: neither a checkpoint folder nor the form of a hub id.
+        UserError: neither a checkpoint folder nor the form of a hub id, or no such random model.
     """
     if path == "testbed":
         return str(BASE)
+    if is_random(path):
+        return check_random(path)
     folder = Path(path)
     if folder.is_dir():
         missing = [part for part in ("transformer", "vae") if not (folder / part / "config.json").is_file()]
@@ -147,7 +163,7 @@ def reachable(path: str) -> str:
     Raises:
         UserError: only on the hub, which cannot be reached, or has no such model.
     """
-    if Path(path).is_dir():
+    if is_random(path) or Path(path).is_dir():
         return path
     try:
         HfApi().model_info(path, timeout=HUB_SECONDS)
@@ -169,14 +185,18 @@ def reachable(path: str) -> str:
 
 
 def _layout(setting: str, source: str) -> dict[str, Any]:
+    if is_random(source):
+        return random_layout(source, "transformer")
     try:
         return HunyuanVideo15Transformer3DModel.load_config(source, subfolder="transformer")
     except OSError as error:
         raise UserError(f"{setting} = {source!r}: cannot read the transformer's config.json: {error}") from error
 
 
-def _load(cls: Any, setting: str, source: str, part: str, dtype: torch.dtype) -> Any:
-    """`from_pretrained` that never fills a gap with random weights."""
+def _load(cls: Any, setting: str, source: str, part: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """`from_pretrained` that never fills a gap with random weights, which only `random:NAME` asks for."""
+    if is_random(source):
+        return random_module(source, part, dtype, device)
     try:
         with _progress_bars_of(source):
             module, found = cls.from_pretrained(source, subfolder=part, dtype=dtype, output_loading_info=True)
@@ -227,8 +247,8 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
                     f"model.weights = {source!r} was made for another model: "
                     f"{key} is {value!r}, model.path has {layout[key]!r}"
                 )
-    transformer = _load(TRANSFORMERS[class_name], setting, source, "transformer", weights)
-    vae = _load(AutoencoderKLHunyuanVideo15, "model.path", loaded, "vae", dtype)
+    transformer = _load(TRANSFORMERS[class_name], setting, source, "transformer", weights, device)
+    vae = _load(AutoencoderKLHunyuanVideo15, "model.path", loaded, "vae", dtype, device)
     transformer.to(device).eval()
     vae.to(device).eval().requires_grad_(False)
     if config.tuning == "lora" and config.weights is not None:

@@ -1,0 +1,81 @@
+"""What `sage-fast bench` does with its options."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+from sage_fast.console import say
+from sage_fast.errors import UserError, nearest
+from sage_fast.files import write_json
+from sage_fast.measure.harness import Save, save_nothing
+
+ONLY = {
+    "size": ("operators", "rollout"),
+    "part": ("rollout",),
+    "path": ("rollout", "iteration"),
+    "budget": ("rollout",),
+}
+"""option -> the benchmarks that have it."""
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Measure, print the table, and write the JSON after every row of it.
+
+    Raises:
+        UserError: an option that this benchmark does not have, or a name that it does not know.
+    """
+    if options.compile:
+        from sage_fast.measure.compile_report import compile_report, format_table
+
+        print(format_table(compile_report()))
+        return
+    _check(options)
+    save: Save = save_nothing if options.json is None else functools.partial(write_json, path=Path(options.json))
+    if options.what == "iteration":
+        from sage_fast.measure import iteration
+        from sage_fast.settings import load
+
+        config = load(options.config)
+        paths = _known("path", options.path, iteration.PATHS)
+        for note in config.model.notes:
+            say(f"note: {note}")
+        print(iteration.format_iterations(iteration.run(config, options.repetitions, paths, save)))
+    elif options.what == "rollout":
+        from sage_fast.measure import rollout, rung
+
+        result = rollout.run(
+            _known("size", options.size, rung.SIZES),
+            options.repetitions,
+            parts=_known("part", options.part, rung.PARTS),
+            paths=_known("path", options.path, rung.PATHS),
+            budget=options.budget,
+            save=save,
+        )
+        print(rollout.format_rollout(result))
+    else:
+        from sage_fast.measure import operators
+
+        result = operators.run(_known("size", options.size, operators.SIZES), options.repetitions, save)
+        print(operators.format_result(result))
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.repetitions < 1:
+        raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
+    if (options.what == "iteration") != bool(options.config):
+        raise UserError("`bench iteration` and --config FILE go together")
+    for name, having in ONLY.items():
+        if getattr(options, name) is not None and options.what not in having:
+            raise UserError(f"--{name} goes with {' or '.join(f'`bench {what}`' for what in having)}")
+    if options.budget is not None and not options.budget > 0:
+        raise UserError(f"--budget {options.budget:g}: expected seconds above 0")
+
+
+def _known(option: str, names: list[str] | None, choices: Iterable[str]) -> list[str] | None:
+    for name in names or []:
+        if name not in choices:
+            raise UserError(f"--{option} {name!r}: {nearest(name, choices)}")
+    return names

@@ -1,0 +1,264 @@
+"""One size of `sage-fast bench rollout`: its inputs, and what is compared at it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from sage_fast.config import ModelConfig
+from sage_fast.measure.harness import fresh_compilation
+from sage_fast.measure.plan import attention_flops, decode_flops, forward_flops, training_flops
+from sage_fast.measure.stock import StockDecoder, StockPolicy
+from sage_fast.policy.block import TextToVideoBlock, block_forward
+from sage_fast.policy.decode import VideoDecoder
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
+from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.policy.random_weights import random_module
+from sage_fast.policy.text import TextEmbedding
+from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.testbed.model import LATENT_SHAPE
+from sage_fast.transitions import sigma_schedule, transition_table
+
+STEPS = 10
+FORWARDS = ("stock", "stock padded", "eager", "compiled")
+PARTS = {
+    "forward": FORWARDS,
+    "step": (*FORWARDS, "graphed"),
+    "rollout": (*FORWARDS, "graphed"),
+    "train": FORWARDS,
+    "decode": ("stock", "contiguous", "channels last"),
+}
+"""part -> the paths that can take it. The last two of decode are ours, by the layout of weights and activations in
+memory."""
+PATHS = tuple(dict.fromkeys(path for paths in PARTS.values() for path in paths))
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """One rung: latents `[batch, C, *space]` and the tokens of a prompt."""
+
+    batch: int
+    space: tuple[int, int, int]
+    text_tokens: int = TEXT_TOKENS
+    testbed: bool = False
+
+
+SIZES = {
+    "tiny": Size(2, (2, 2, 3), 3, testbed=True),
+    "testbed batch 1": Size(1, LATENT_SHAPE[1:], 7, testbed=True),
+    "testbed batch 32": Size(32, LATENT_SHAPE[1:], 7, testbed=True),
+    "5x16x16": Size(1, (5, 16, 16)),
+    "9x30x52": Size(1, (9, 30, 52)),
+    "480p 81 frames": Size(1, (21, 30, 52)),
+}
+GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
+CPU_SIZES = ("testbed batch 1", "testbed batch 32")
+GATE_SPACE = (3, 8, 8)
+"""Latents at most that the decoders' gate compares: a layout that is right there is right everywhere."""
+
+
+def model_name(testbed: bool) -> str:
+    """The `model.path` of a rung's random weights."""
+    return "random:testbed" if testbed else "random:hunyuanvideo15-480p"
+
+
+def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
+    """The architecture with random weights, made on the device, and a LoRA adapter that is not zero."""
+    transformer = random_module(model_name(testbed), "transformer", dtype, device)
+    add_lora(transformer, rank=16 if testbed else 64, alpha=16, targets=ModelConfig().lora_targets, seed=0)
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for name, p in transformer.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(std=0.02, generator=generator)
+    return transformer
+
+
+def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
+    """path of `decode` -> a decoder of the same random weights, in memory of its own, as the layouts differ."""
+    vae = random_module(model_name(testbed), "vae", dtype, device).requires_grad_(False)
+    contiguous, channels_last = (VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True))
+    channels_last.plans = contiguous.plans  # as much at a time, whatever is free by then
+    stock = StockDecoder(vae, batches=testbed)
+    return {"stock": stock, "contiguous": contiguous, "channels last": channels_last}
+
+
+class Rung:
+    """A size, its inputs, and the contenders as functions of nothing.
+
+    Args:
+        transformer: shared by all contenders.
+        size: of the inputs.
+        decoders: path -> decoder, if the decode takes part; from `decoders_of`.
+    """
+
+    def __init__(
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        size: Size,
+        decoders: Mapping[str, VideoDecoder] | None = None,
+    ) -> None:
+        device, dtype = next(transformer.parameters()).device, next(transformer.parameters()).dtype
+        config = transformer.config
+        self.transformer = transformer
+        self.ours = HunyuanVideo15Policy(transformer, dtype=dtype)
+        self.ours.forward.compile_blocks()
+        self.blocks = [block for block in self.ours.forward.blocks if isinstance(block, TextToVideoBlock)]
+        self.compiled_block = self.blocks[0].function
+        self._run_blocks_by(block_forward)
+        self.stock, padded = (StockPolicy(transformer, dtype=dtype) for _ in range(2))
+        padded.padded = True
+        # Eager, compiled and graphed are one policy: a second one would lay out the weights of all blocks again, and
+        # take them from the first, whenever its turn comes.
+        self.policies: dict[str, HunyuanVideo15Policy] = {"stock": self.stock, "stock padded": padded}
+        self.policies |= {"eager": self.ours, "compiled": self.ours}
+        self.size = size
+        self.device = device
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randn(size.text_tokens, config.text_embed_dim, generator=generator)
+        self.embeddings = {"prompt": TextEmbedding(text=text, glyphs=torch.zeros(0, config.text_embed_2_dim))}
+        self.prompts = ["prompt"] * size.batch
+        self.shape = (config.out_channels, *size.space)
+        self.table = transition_table(sigma_schedule(STEPS, 5.0), "sage", 0.5)
+        self.coefs = self.table.coefficients(math.prod(self.shape)).to(device)
+        self.seeds = torch.arange(size.batch, device=device)
+        self.x = initial_latents(self.seeds, self.shape, device)
+        self.step = torch.full((1,), STEPS // 2, device=device)
+        self.graphs = StepGraphs(self.ours, CudaRecorder(), 2**40) if device.type == "cuda" else None
+        self.decoders = decoders or {}
+
+    def schedule(self, policy: HunyuanVideo15Policy) -> Any:
+        return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)
+
+    def flops(self, part: str) -> float:
+        """Model FLOPs of a part at the unpadded prompt, by the formulas of measure/plan.py."""
+        config, size = self.transformer.config, self.size
+        if part == "decode":
+            return size.batch * decode_flops(self.decoders["stock"].vae.decoder, self.shape)
+        tokens = math.prod(size.space)
+        forward = size.batch * forward_flops(config, tokens, size.text_tokens)
+        if part == "train":
+            attention = size.batch * attention_flops(config, tokens, size.text_tokens)
+            checkpointing = not size.testbed
+            return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True)
+        return forward * (STEPS if part == "rollout" else 1)
+
+    # -- the gate -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def check(self, paths: Collection[str] = PATHS) -> None:
+        """The gate: the velocity of every contender among `paths` against the stock one, the videos likewise.
+
+        Raises:
+            AssertionError: they differ by more than rounding.
+        """
+        limit = 1e-4 if self.x.dtype == self.ours.dtype else 0.05
+        expected = self.stock.velocity(self.x, self.schedule(self.stock).at(self.step)).float()
+        for path in self._present(PARTS["forward"], paths):
+            with self._blocks_of(path), fresh_compilation():
+                policy = self.policies[path]
+                velocity = policy.velocity(self.x, self.schedule(policy).at(self.step)).float()
+            error = (velocity - expected).norm() / expected.norm()
+            assert error <= limit, f"{path} is off by {error:.1e}"
+        if not self.decoders:
+            return
+        latents = self.x[:, :, : GATE_SPACE[0], : GATE_SPACE[1], : GATE_SPACE[2]].contiguous()
+        videos = self.decoders["stock"](latents)
+        for path in self._present(PARTS["decode"], paths):
+            error = (self.decoders[path](latents) - videos).norm() / videos.norm()
+            assert error <= limit, f"decode {path} is off by {error:.1e}"
+
+    def _present(self, of_part: Collection[str], paths: Collection[str]) -> list[str]:
+        """Those of a part's paths that are asked for and can be taken here."""
+        absent = {"stock padded"} if self.size.testbed else set()  # pads by 1985 tokens: of interest at real sizes only
+        return [path for path in of_part if path in paths and path not in absent]
+
+    # -- contenders ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _blocks_of(self, path: str) -> Iterator[None]:
+        """Run the blocks compiled for the path of that name."""
+        if path == "compiled":
+            self._run_blocks_by(self.compiled_block)
+        try:
+            yield
+        finally:
+            self._run_blocks_by(block_forward)
+
+    def _run_blocks_by(self, function: Callable[..., Any]) -> None:
+        for block in self.blocks:
+            block.function = function
+
+    def contenders(self, part: str, paths: Collection[str] = PATHS) -> dict[str, Callable[[], Any]]:
+        """path -> a function that runs `forward`, `step`, `rollout`, `train` (forward and backward) or `decode` once.
+
+        Without a path that needs what is not here: CUDA for graphs, few enough tokens for them to pay.
+        """
+        present = self._present(PARTS[part], paths)
+        self.transformer.gradient_checkpointing = False
+        if part == "decode":
+            return {path: self._decode(self.decoders[path]) for path in present}
+        if part == "train" and not self.size.testbed:
+            self.transformer.enable_gradient_checkpointing()
+        made = {path: self._function(part, path) for path in present if path != "graphed"}
+        if "graphed" in present and self.graphs is not None:
+            made |= self._graphed(part, self.graphs)
+        return made
+
+    def _decode(self, decoder: VideoDecoder) -> Callable[[], Tensor]:
+        return lambda: decoder(self.x)
+
+    def _function(self, part: str, path: str) -> Callable[[], Any]:
+        policy = self.policies[path]
+        schedule = self.schedule(policy)
+
+        @torch.no_grad()
+        def forward() -> Any:
+            return policy.velocity(self.x, schedule.at(self.step))
+
+        @torch.no_grad()
+        def step() -> Any:
+            return denoise(policy, self.coefs, schedule, self.seeds, self.x, self.step)
+
+        def whole() -> Any:
+            conditioning = policy.conditioning_table(self.table.sigmas[:-1], self.embeddings)
+            return rollout(policy, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x)
+
+        def train() -> Any:
+            v = policy.velocity(self.x, schedule.at(self.step))
+            return torch.autograd.grad(v.float().square().mean(), list(policy.parameters().values()))
+
+        function = {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
+
+        def run() -> Any:
+            with self._blocks_of(path):
+                return function()
+
+        return run
+
+    def _graphed(self, part: str, graphs: StepGraphs) -> dict[str, Callable[[], Any]]:
+        schedule = self.schedule(self.ours)
+        with torch.no_grad():
+            for _ in range(2):  # a shape is recorded when it comes for the second time
+                graph = graphs.prepare(self.coefs, schedule, self.seeds, self.x)
+        if graph is None:
+            return {}
+        if part == "step":
+            return {"graphed": graph.step}
+
+        def whole() -> Any:
+            conditioning = self.ours.conditioning_table(self.table.sigmas[:-1], self.embeddings)
+            return rollout(
+                self.ours, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x, graphs=graphs
+            )
+
+        return {"graphed": whole}
