@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention
+from sage_fast.policy.attention import ATTENTION, Trial, check_attention, measure_attention, try_attention
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
@@ -49,6 +49,7 @@ class Model:
         fps: frames per second of its videos.
         attention: the backend that serves it.
         attention_milliseconds: what the choice was made by; empty without a choice.
+        notes: what a user should know of this checkpoint and machine, one sentence each.
         decoder: `vae`'s, for latents of any batch.
     """
 
@@ -58,17 +59,34 @@ class Model:
     fps: int
     attention: str = "sdpa"
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def choose_attention(self, asked: str, sampling: SamplingConfig) -> None:
-        """Serve attention by the backend `asked`, or by the fastest at the size of this run; the same on every rank."""
+        """Serve attention by the backend `asked`, or by the fastest that is right, at the size of this run.
+
+        Raises:
+            UserError: what was asked for is not there, does not run or computes something else, on any rank.
+        """
         config, device = self.policy.transformer.config, self.policy.device
         tokens = math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2)
         shape = (sampling.batch_size, tokens + TEXT_TOKENS, config.num_attention_heads, config.attention_head_dim)
         check_attention(asked, device, self.policy.dtype)
+        dtype = self.policy.dtype
         if asked == "auto":
-            measured = all_gather_object(measure_attention(shape, device, self.policy.dtype))[0]
-            self.attention_milliseconds = measured
-            asked = min(measured, key=measured.__getitem__) if measured else "sdpa"
+            trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
+            problems = {name: trial.problem for of in trials for name, trial in of.items() if trial.problem}
+            self.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
+            times = {name: trial.milliseconds for name, trial in trials[0].items() if name not in problems}
+            if problems and not times:
+                raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(self.notes))
+            self.attention_milliseconds = times
+            asked = min(times, key=times.__getitem__) if times else "sdpa"
+        elif asked != "sdpa":
+            found = [
+                trial.problem for trial in all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
+            ]
+            if problem := next(filter(None, found), None):
+                raise UserError(f"model.attention = {asked!r}: {problem}; the nearest choice is 'auto'")
         self.attention = asked
         self.policy.forward.attention = ATTENTION[asked]
 

@@ -178,7 +178,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         "trainable_parameters": trainable,
         "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
         "sampler": trainer.config.sampling.sampler,
-        "notes": list(trainer.full_table.notes),
+        "notes": [*trainer.full_table.notes, *trainer.model.notes],
         "sigmas": trainer.full_table.sigmas.tolist(),
         "transition_std": trainer.full_table.c.tolist(),
         "equalizer": trainer.equalizer.tolist() if trainer.config.objective.equalizer else None,
@@ -191,7 +191,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",
-        *(f"note: {note}" for note in trainer.full_table.notes),
+        *(f"note: {note}" for note in facts["notes"]),
     ]
     if measured := trainer.model.attention_milliseconds:
         times = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items())
