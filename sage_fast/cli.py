@@ -194,6 +194,11 @@ def _tell_loading(options: argparse.Namespace) -> None:
     _tell(options, f"sage-fast {options.command}: loading PyTorch and diffusers")
 
 
+def _tell_notes(options: argparse.Namespace, notes: Sequence[str]) -> None:
+    for note in notes:
+        _tell(options, f"note: {note}")
+
+
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.settings import load
 
@@ -256,6 +261,7 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {options.folder!r}: a file; expected a folder, which is made if it does not exist")
     setup = load_setup(config, prompts)
+    _tell_notes(options, setup.model.notes)
     with writing(folder):
         setup.encode(folder / "embeddings", quiet=options.quiet)
         seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
@@ -275,6 +281,7 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.run.setup import load_setup
 
     setup = load_setup(config)
+    _tell_notes(options, setup.model.notes)
     with tempfile.TemporaryDirectory() as scratch:
         setup.encode(Path(scratch), quiet=options.quiet)
     scores = evaluate(setup, iteration=iteration, quiet=options.quiet).to_json()

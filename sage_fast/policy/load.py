@@ -8,14 +8,20 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from diffusers.guiders import ClassifierFreeGuidance
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
@@ -26,13 +32,14 @@ from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, Trial, check_attention, measure_attention, try_attention
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
-from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
+from sage_fast.policy.text import Encoder, TextEmbedding, check_crop, encode_with_pipeline
 from sage_fast.testbed.model import BASE, TestbedTransformer
 from sage_fast.testbed.text import embed
 
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
 TEXT_TOKENS = 200
 """Length assumed of a prompt whenever a size is wanted before one is known; the published encoder pads to 1000."""
+PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 HUB_SECONDS = 5.0
 """Longest wait for the hub's first answer."""
 VIDEO_FPS = {"HunyuanVideo15Transformer3DModel": 24, "TestbedTransformer": 8}
@@ -106,7 +113,7 @@ class Model:
         """Load the text encoders; they are released with the function that is returned.
 
         Raises:
-            UserError: they are missing or incomplete.
+            UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
         """
         config = self.policy.transformer.config
         if isinstance(self.policy.transformer, TestbedTransformer):
@@ -119,6 +126,7 @@ class Model:
                 pipeline = HunyuanVideo15Pipeline.from_pretrained(source, **parts, dtype=self.policy.dtype)
         except (OSError, ValueError) as error:
             raise UserError(f"model.path = {self.path!r}: cannot read the text encoders: {error}") from error
+        check_crop(pipeline, self.path)
         device = self.policy.device
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
             encoder.to(device)
@@ -136,7 +144,7 @@ def check_path(path: str) -> str:
     """The folder or hub id that `from_pretrained` is given.
 
     Raises:
-        UserError: neither a checkpoint folder nor the form of a hub id.
+        UserError: neither a checkpoint folder nor the form of a hub id, or a folder with a model of another task.
     """
     if path == "testbed":
         return str(BASE)
@@ -148,12 +156,54 @@ def check_path(path: str) -> str:
                 f"model.path = {path!r}: not a HunyuanVideo 1.5 checkpoint in diffusers format; "
                 f"{missing[0]}/config.json is missing"
             )
+        _check_task(path, transformer_config(path) or {})
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         raise UserError(
             f"model.path = {path!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a hub "
-            "id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+            f"id such as {PUBLISHED}"
         )
     return path
+
+
+def _check_task(path: str, layout: Mapping[str, Any]) -> None:
+    """Refuse what would load and then be sampled wrongly: image conditions and a second time are never passed."""
+    task = layout.get("task_type", "t2v")
+    if task != "t2v":
+        raise UserError(
+            f"model.path = {path!r}: its transformer has task_type = {task!r}; expected a text-to-video checkpoint, "
+            f"'t2v', such as {PUBLISHED}"
+        )
+    if layout.get("use_meanflow", False):
+        raise UserError(
+            f"model.path = {path!r}: its transformer has use_meanflow = true, a step-distilled model that is told the "
+            f"end of each step too; expected one without, such as {PUBLISHED}"
+        )
+
+
+def _unlike_published(loaded: str, sampling: SamplingConfig) -> list[str]:
+    """Where the settings sample otherwise than the checkpoint's own pipeline, one sentence each.
+
+    Notes and not errors, since both may be wanted: a run without guidance takes half the forwards.
+    """
+    notes = []
+    try:
+        scheduler = FlowMatchEulerDiscreteScheduler.load_config(loaded, subfolder="scheduler")
+        guider = ClassifierFreeGuidance.load_config(loaded, subfolder="guider")
+    except OSError:
+        return [
+            "the checkpoint lacks scheduler/ or guider/: sampling.shift and sampling.guidance_scale are not compared"
+        ]
+    if scheduler.get("use_dynamic_shifting") or scheduler.get("shift", 1.0) != sampling.shift:
+        dynamic = scheduler.get("use_dynamic_shifting")
+        published = "a shift that depends on the size" if dynamic else f"shift {scheduler.get('shift', 1.0):g}"
+        notes.append(f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {published}")
+    scale = guider.get("guidance_scale", 1.0) if guider.get("enabled", True) else 1.0
+    if scale != sampling.guidance_scale:
+        notes.append(
+            f"sampling.guidance_scale = {sampling.guidance_scale:g}, and the checkpoint's guider has "
+            f"{scale:g}{' (off: a model distilled from guidance)' if scale == 1 else ''}"
+        )
+    return notes
 
 
 @functools.cache
@@ -221,7 +271,8 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     """Load a checkpoint and make it trainable.
 
     Raises:
-        UserError: checkpoint missing or incomplete, LoRA weights of another model, or attention that is not there.
+        UserError: checkpoint missing, incomplete or of another task, LoRA weights of another model, or attention that
+            is not there or not right.
     """
     check_attention(config.attention, device, getattr(torch, config.dtype))
     path = check_path(config.path)
@@ -231,6 +282,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     class_name = str(layout.get("_class_name"))
     if class_name not in TRANSFORMERS:
         raise UserError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
+    _check_task(config.path, layout)
     # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
     weights = torch.float32 if config.tuning == "full" else dtype
     setting, source = "model.path", loaded
@@ -259,6 +311,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=sampling.guidance_scale)
-    model = Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name])
+    notes = [] if class_name == TestbedTransformer.__name__ else _unlike_published(loaded, sampling)
+    model = Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name], notes=notes)
     model.choose_attention(config.attention, sampling)
     return model
