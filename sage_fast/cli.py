@@ -272,8 +272,6 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    import tempfile
-
     _make_folder_of(options.json)
     config, iteration = _load(options, overrides)
     from sage_fast.report.comparison import format_scores
@@ -282,8 +280,7 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     setup = load_setup(config)
     _tell_notes(options, setup.model.notes)
-    with tempfile.TemporaryDirectory() as scratch:
-        setup.encode(Path(scratch), quiet=options.quiet)
+    setup.encode(quiet=options.quiet)
     scores = evaluate(setup, iteration=iteration, quiet=options.quiet).to_json()
     print(format_scores(scores))
     if options.json:

@@ -36,7 +36,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     Returns:
         The run folder.
     """
-    initialize()
+    initialize(config.timeout_minutes)
     check_trainable(config)
     check_optimizer(config.train.optimizer)
     check_trackers(config.tracking.trackers)
