@@ -105,11 +105,11 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     profile.add_argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu")
 
-    testbed = add("testbed", "the moving-shapes world")
-    actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")
-    pretrain = actions.add_parser(
-        "pretrain", help="make the base model that ships with the package", allow_abbrev=False
-    )
+    doctor = add("doctor", "check what is installed, whether it works and agrees, and how fast it is here")
+    doctor.add_argument("--json", metavar="FILE", help="write every row there")
+
+    actions = add("testbed", "the moving-shapes world").add_subparsers(dest="action", required=True, metavar="ACTION")
+    pretrain = actions.add_parser("pretrain", help="make the base model that is shipped", allow_abbrev=False)
     pretrain.add_argument("folder", metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
     pretrain.add_argument("--seed", type=int, default=0)
     pretrain.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -183,20 +183,15 @@ def _overrides(command: str, rest: list[str]) -> dict[str, str]:
     return overrides
 
 
-def _tell(options: argparse.Namespace, line: str) -> None:
-    """Print a line at once, on the first rank, unless --quiet."""
+def _tell(options: argparse.Namespace, *lines: str) -> None:
+    """Print lines at once, on the first rank, unless --quiet."""
     if not getattr(options, "quiet", False) and os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
 
 
 def _tell_loading(options: argparse.Namespace) -> None:
     """Say why nothing happens for the seconds that the next imports take."""
     _tell(options, f"sage-fast {options.command}: loading PyTorch and diffusers")
-
-
-def _tell_notes(options: argparse.Namespace, notes: Sequence[str]) -> None:
-    for note in notes:
-        _tell(options, f"note: {note}")
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -261,7 +256,7 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {options.folder!r}: a file; expected a folder, which is made if it does not exist")
     setup = load_setup(config, prompts)
-    _tell_notes(options, setup.model.notes)
+    _tell(options, *(f"note: {note}" for note in setup.model.notes))
     with writing(folder):
         setup.encode(folder / "embeddings", quiet=options.quiet)
         seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
@@ -279,7 +274,7 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.run.setup import load_setup
 
     setup = load_setup(config)
-    _tell_notes(options, setup.model.notes)
+    _tell(options, *(f"note: {note}" for note in setup.model.notes))
     setup.encode(quiet=options.quiet)
     scores = evaluate(setup, iteration=iteration, quiet=options.quiet).to_json()
     print(format_scores(scores))
@@ -365,6 +360,14 @@ def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    _tell_loading(options)
+    _make_folder_of(options.json)
+    from sage_fast.measure.doctor import doctor
+
+    return doctor(options.json)
+
+
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
     from sage_fast.testbed.pretrain import pretrain
@@ -388,6 +391,7 @@ _COMMANDS = {
     "report": _report,
     "bench": _bench,
     "profile": _profile,
+    "doctor": _doctor,
     "testbed": _testbed,
 }
 

@@ -79,7 +79,7 @@ assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
     "an attention backend is named in config.AttentionBackend and has its kernel in ATTENTION"
 )
 _PACKAGE = {"flash": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers"}
-_INSTALL = {
+INSTALL = {
     "flash": "pip install 'sage-fast[flash-attn]' --no-build-isolation",
     "flash3": "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
     "xformers": "pip install 'sage-fast[xformers]'",
@@ -114,7 +114,7 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
     if device.type != "cuda":
         why = f"needs a CUDA device, and this is the {device.type}"
     elif asked in _PACKAGE and importlib.util.find_spec(_PACKAGE[asked]) is None:
-        why = f"is not installed: {_INSTALL[asked]}"
+        why = f"is not installed: {INSTALL[asked]}"
     elif dtype == torch.float32:
         why = "needs model.dtype = bfloat16"
     else:
