@@ -97,7 +97,8 @@ def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool 
     return [*streams, random(width), random(width), torch.stack([angles.cos(), angles.sin()], -1), 1e-6]
 
 
-def _fused(operator: str) -> Callable[..., Any]:
+def fused(operator: str) -> Callable[..., Any]:
+    """The operator itself, with the arguments of its reference."""
     return getattr(torch.ops.sage_fast, operator).default
 
 
@@ -105,17 +106,17 @@ def operators(device: torch.device) -> Iterator[Check]:
     """Each operator with values and gradients against its reference in float64, in the types of a run."""
     for operator in OPERATORS:
         for dtype in (torch.float32, torch.bfloat16):
-            yield operator_check(operator, _fused(operator), device, dtype)
+            yield operator_check(operator, fused(operator), device, dtype)
 
 
-def operator_check(operator: str, fused: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Check:
-    """ok if `fused` errs at most twice as much as plain PyTorch in the same types, value for value."""
+def operator_check(operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Check:
+    """ok if `function` errs at most twice as much as plain PyTorch in the same types, value for value."""
     name = f"{operator}, {device.type}, {str(dtype).removeprefix('torch.')}"
     arguments = inputs(operator, device, dtype)
     advice = "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
     upstream: list[Tensor] = []
     try:
-        ours = _values_and_gradients(fused, arguments, upstream)
+        ours = _values_and_gradients(function, arguments, upstream)
     except Exception as error:  # a kernel that cannot be compiled or launched is what is looked for
         found = f"it does not run: {type(error).__name__}: {first_line(error)}"
         return Check(name=name, verdict="wrong", found=found, advice=advice)
@@ -182,7 +183,7 @@ def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
         arguments = [
             a.detach() if isinstance(a, Tensor) else a for a in inputs(operator, device, usual_dtype(device), True)
         ]
-        function = _fused(operator)
+        function = fused(operator)
         out = function(*arguments)
         tensors = [*arguments, *([out] if isinstance(out, Tensor) else out)]
         moved = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
@@ -235,20 +236,26 @@ def prompt() -> TextEmbedding:
     return TextEmbedding(text=embed(PROMPT), glyphs=torch.zeros(0, 8))
 
 
-@torch.no_grad()
-def transformer(device: torch.device, ceiling: float) -> Check:
-    """A forward of two blocks: of the 8.3 B model's width at 8,000 tokens on a GPU, of the testbed on a CPU."""
+def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """A forward of two blocks, and its tokens: as wide as the 8.3 B model on a GPU, the testbed's on a CPU."""
     gpu = device.type == "cuda"
     policy = tiny_policy(device, wide=gpu)
     space = (5, 30, 52) if gpu else LATENT_SHAPE[1:]
     x = torch.randn(1 if gpu else 4, policy.latent_channels, *space, device=device)
     text = collate([prompt()] * len(x), device, policy.dtype)
-    conditioning = policy.condition(torch.full((len(x),), 0.7, device=device), text)
+    with torch.no_grad():
+        conditioning = policy.condition(torch.full((len(x),), 0.7, device=device), text)
+    return torch.no_grad()(lambda: policy.velocity(x, conditioning)), len(x) * (x[0, 0].numel() + prompt().tokens)
+
+
+def transformer(device: torch.device, ceiling: float) -> Check:
+    """The share of the ceiling that a forward has."""
+    run, tokens = transformer_forward(device)
     with FlopCounterMode(display=False) as counter:
-        policy.velocity(x, conditioning)
-    seconds = _seconds(lambda: policy.velocity(x, conditioning), device, 3 if gpu else 1)
+        run()
+    seconds = _seconds(run, device, 3 if device.type == "cuda" else 1)
     share = counter.get_total_flops() / seconds / ceiling
-    found = f"two blocks forward in {1e3 * seconds:.3g} ms, {share:.0%} of the ceiling"
+    found = f"two blocks forward in {1e3 * seconds:.3g} ms, {tokens:,} tokens, {share:.0%} of the ceiling"
     return _speed("transformer, speed", share, "transformer", found, device)
 
 
