@@ -13,7 +13,6 @@
 # PYTHON (python3) has torch; a virtual environment that sees its packages is made in GPU_VENV, so nothing is installed
 # into it. Each part has its time limit, and one that fails does not stop the next.
 set -u
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 PARTS=(install doctor tests demo operators rollout rollout-480p iteration ncu-step ncu-block)
 LIMITS=(150 90 300 120 150 300 480 480 150 200)
@@ -33,7 +32,8 @@ while [[ ${1-} == --* ]]; do
 done
 (($# >= 2)) || fail "expected WHEELS OUT [PART...]; the parts are ${PARTS[*]}"
 [[ -d $1 ]] || fail "WHEELS '$1': no such folder; an empty one will do where nothing is missing"
-wheels=$(realpath "$1") out=$(realpath -m "$2")
+wheels=$(realpath "$1") out=$(realpath -m "$2")  # of where the command is given
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 shift 2
 
 chosen=()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.measure.harness import host_timer
+from sage_fast.measure.harness import host_timer, matmul_ceiling
+from sage_fast.measure.verdict import Check, in_one_line, tried
 from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_reference
@@ -27,20 +27,9 @@ from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer
 from sage_fast.testbed.text import embed
 from sage_fast.transitions import sigma_schedule, transition_table
 
-Verdict = Literal["ok", "wrong", "missing", "slow"]
 PROMPT = "a red circle moves left quickly"
 LEAST_SHARE = {"operator": 0.8, "attention": 0.4, "transformer": 0.5}
 """Below it a row is slow, on a GPU: of the bandwidth of a copy, or of the ceiling of a matrix product."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
-    """A row of the table."""
-
-    name: str
-    verdict: Verdict
-    found: str
-    advice: str = ""
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:
@@ -48,8 +37,19 @@ def usual_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+def checks(device: torch.device) -> Iterator[Check]:
+    """All rows of this module, on `device` and, for the operators, on the CPU too."""
+    yield from tried("operators", lambda: operators(device))
+    if device.type != "cpu":
+        yield from tried("operators, cpu", lambda: operators(torch.device("cpu")))
+    ceiling = matmul_ceiling(device, usual_dtype(device))
+    yield Check(name="matrix product", verdict="ok", found=f"{ceiling / 1e12:.3g} TFLOP/s in {usual_dtype(device)}")
+    bandwidth = copy_bandwidth(device)
+    yield Check(name="copy", verdict="ok", found=f"{bandwidth / 1e9:,.0f} GB/s, read and written")
+    yield from tried("operators, speed", lambda: speeds(device, bandwidth))
+    yield from tried("attention", lambda: attention(device, ceiling))
+    yield from tried("transformer", lambda: [transformer(device, ceiling)])
+    yield from tried("CUDA graph", lambda: [graphs(device)])
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def operator_check(operator: str, function: Callable[..., Any], device: torch.de
     try:
         ours = _values_and_gradients(function, arguments, upstream)
     except Exception as error:  # a kernel that cannot be compiled or launched is what is looked for
-        found = f"it does not run: {type(error).__name__}: {first_line(error)}"
+        found = f"it does not run: {in_one_line(error)}"
         return Check(name=name, verdict="wrong", found=found, advice=advice)
     plain = _values_and_gradients(OPERATORS[operator], arguments, upstream)
     doubled = [a.detach().double().requires_grad_(a.requires_grad) if _floating(a) else a for a in arguments]
