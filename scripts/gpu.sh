@@ -126,7 +126,7 @@ command_of() {
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout.json"
             ;;
         rollout-480p)
-            size=(--size "480p 81 frames" --repetitions 1 --budget 430)
+            size=(--size "480p 81 frames" --repetitions 1 --part forward --part train --part decode --budget 430)
             $tiny && size=(--size tiny --repetitions 1)
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout-480p.json"
             ;;
