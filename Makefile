@@ -3,6 +3,7 @@
 # make test   install, then lint, type check and the whole test suite
 # make check  only lint and types, in seconds
 # make bench  operator benchmarks
+# make gpu    prove and measure everything on a GPU without network: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
-.PHONY: install demo test check bench clean
+WHEELS ?= wheels
+OUT ?= runs/gpu
+
+.PHONY: install demo test check bench gpu clean
 
 install: $(VENV)/installed
 
@@ -35,6 +39,9 @@ test: check
 
 bench: install
 	$(BIN)/python -m pytest benchmarks
+
+gpu:
+	PYTHON=$(PYTHON) scripts/gpu.sh $(WHEELS) $(OUT) $(PARTS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info sage_fast/*.so

@@ -108,11 +108,11 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     profile.add_argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu")
 
-    testbed = add("testbed", "the moving-shapes world")
-    actions = testbed.add_subparsers(dest="action", required=True, metavar="ACTION")
-    pretrain = actions.add_parser(
-        "pretrain", help="make the base model that ships with the package", allow_abbrev=False
-    )
+    doctor = add("doctor", "check what is installed, whether it works and agrees, and how fast it is here")
+    doctor.add_argument("--json", metavar="FILE", help="write every row there")
+
+    actions = add("testbed", "the moving-shapes world").add_subparsers(dest="action", required=True, metavar="ACTION")
+    pretrain = actions.add_parser("pretrain", help="make the base model that is shipped", allow_abbrev=False)
     pretrain.add_argument("folder", metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
     pretrain.add_argument("--seed", type=int, default=0)
     pretrain.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -186,10 +186,10 @@ def _overrides(command: str, rest: list[str]) -> dict[str, str]:
     return overrides
 
 
-def _tell(options: argparse.Namespace, line: str) -> None:
-    """Print a line at once, on the first rank, unless --quiet."""
+def _tell(options: argparse.Namespace, *lines: str) -> None:
+    """Print lines at once, on the first rank, unless --quiet."""
     if not getattr(options, "quiet", False) and os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
 
 
 def _tell_loading(options: argparse.Namespace) -> None:
@@ -241,8 +241,6 @@ def _load(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Confi
     if iteration is not None:
         _tell(options, f"weights of iteration {iteration}: {config.model.weights}")
     _tell_loading(options)
-    for note in config.model.notes:
-        _tell(options, f"note: {note}")
     return config, iteration or 0
 
 
@@ -262,6 +260,7 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {options.folder!r}: a file; expected a folder, which is made if it does not exist")
     setup = load_setup(config, prompts)
+    _tell(options, *(f"note: {note}" for note in setup.model.notes))
     with writing(folder):
         setup.encode(folder / "embeddings", quiet=options.quiet)
         seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
@@ -272,8 +271,6 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    import tempfile
-
     _make_folder_of(options.json)
     config, iteration = _load(options, overrides)
     from sage_fast.report.comparison import format_scores
@@ -281,8 +278,8 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.run.setup import load_setup
 
     setup = load_setup(config)
-    with tempfile.TemporaryDirectory() as scratch:
-        setup.encode(Path(scratch), quiet=options.quiet)
+    _tell(options, *(f"note: {note}" for note in setup.model.notes))
+    setup.encode(quiet=options.quiet)
     scores = evaluate(setup, iteration=iteration, quiet=options.quiet).to_json()
     print(format_scores(scores))
     if options.json:
@@ -333,6 +330,14 @@ def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    _tell_loading(options)
+    _make_folder_of(options.json)
+    from sage_fast.measure.doctor import doctor
+
+    return doctor(options.json)
+
+
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
     from sage_fast.testbed.pretrain import pretrain
@@ -356,6 +361,7 @@ _COMMANDS = {
     "report": _report,
     "bench": _bench,
     "profile": _profile,
+    "doctor": _doctor,
     "testbed": _testbed,
 }
 

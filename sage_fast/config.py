@@ -68,12 +68,6 @@ class ModelConfig(Section):
         except re.error as error:
             raise UserError(f"model.lora_targets = {self.lora_targets!r}: not a regular expression: {error}") from error
 
-    @property
-    def notes(self) -> list[str]:
-        """What a user should be told of the model."""
-        random = f"model.path = {self.path}: the weights are random; times and memory count, videos and rewards do not"
-        return [random] if self.path.startswith(RANDOM) else []
-
 
 @dataclasses.dataclass(kw_only=True)
 class DataConfig(Section):
@@ -319,6 +313,8 @@ class Config(Section):
     """Run folder; must not hold another run."""
     seed: int = within(0, least=0, below=2**63)
     """All random numbers of a run follow from it."""
+    timeout_minutes: int = within(60, least=1)
+    """Longest wait of a rank for the others, as while one of them downloads, scores or evaluates; then the run ends."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def initialize() -> torch.device:
-    """Join the process group that torchrun describes, if any, and return this rank's device."""
+def initialize(timeout_minutes: float = 10) -> torch.device:
+    """Join the process group that torchrun describes, if any, and return this rank's device.
+
+    Args:
+        timeout_minutes: longest wait for the other ranks in a collective, for a group that is not joined yet.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -19,7 +24,12 @@ def initialize() -> torch.device:
     else:
         device = torch.device("cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=timeout_minutes),
+            # NCCL connects at once, and never guesses the device of a barrier.
+            device_id=device if device.type == "cuda" else None,
+        )
     return device
 
 

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast import cli
-from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention, usable
+from sage_fast.errors import UserError
+from sage_fast.policy.attention import (
+    ATTENTION,
+    LARGEST_ERROR,
+    Attention,
+    check_attention,
+    measure_attention,
+    try_attention,
+    usable,
+)
+from tests.tiny import settings, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -71,7 +84,118 @@ def test_auto_measures_where_there_is_a_choice() -> None:
     measured = measure_attention((1, 64, 2, 64), DEVICE, DTYPE)
     names = usable(DEVICE, DTYPE)
     assert list(measured) == (names if len(names) > 1 else [])
-    assert all(milliseconds > 0 for milliseconds in measured.values())
+    assert all(trial.problem or trial.milliseconds > 0 for trial in measured.values())
+
+
+def forgetful(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """The last keys of a sequence that fills no whole tile are left out."""
+    whole = key.shape[1] // 64 * 64
+    return ATTENTION["sdpa"](query, key[:, :whole], value[:, :whole], mask)
+
+
+class HalfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.5
+
+
+def wrong_gradient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return ATTENTION["sdpa"](query, HalfGradient.apply(key), value, mask)
+
+
+def one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Right in the first head only."""
+    out = ATTENTION["sdpa"](query, key, value, mask)
+    return torch.cat([out[:, :, :1], out[:, :, :-1]], dim=2)
+
+
+def not_finite(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return ATTENTION["sdpa"](query, key, value, mask) * torch.nan
+
+
+def broken(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10\nmore lines")
+
+
+WRONG = {
+    "forgetful": (forgetful, r"it is wrong: relative error against SDPA in float32 of values \S+, dq"),
+    "wrong gradient": (wrong_gradient, r"it is wrong: relative error against SDPA in float32 of dk 5.0e-01, expected"),
+    "one head": (one_head, "it is wrong: .* values"),
+    "not finite": (not_finite, "it is wrong: .* values inf"),
+    "broken": (broken, "it does not run: ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c10$"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_or_broken_is_found_out(name: str, dtype: torch.dtype) -> None:
+    attention, problem = WRONG[name]
+    trial = try_attention(attention, (2, 1000, 2, 32), DEVICE, dtype)
+    assert re.search(problem, trial.problem)
+    assert math.isnan(trial.milliseconds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_right_passes_with_room(dtype: torch.dtype) -> None:
+    trial = try_attention(ATTENTION["sdpa"], (2, 1000, 2, 32), DEVICE, dtype)
+    assert trial.problem == ""
+    assert trial.error < LARGEST_ERROR[dtype] / 2
+    assert trial.milliseconds > 0
+
+
+def with_candidates(monkeypatch: pytest.MonkeyPatch, **candidates: Attention) -> None:
+    """What `auto` tries here, in place of the backends of a GPU."""
+    for name, attention in candidates.items():
+        monkeypatch.setitem(ATTENTION, name, attention)
+    monkeypatch.setattr("sage_fast.policy.attention.usable", lambda device, dtype: list(candidates))
+
+
+def test_auto_drops_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are faster than SDPA: one leaves keys out, the other does nothing."""
+    with_candidates(monkeypatch, sdpa=ATTENTION["sdpa"], flash=wrong_gradient, xformers=broken)
+    config = settings(model__dtype="float32")
+    model = tiny_model(config)
+    model.choose_attention("auto", config.sampling)
+    assert model.attention == "sdpa"
+    assert list(model.attention_milliseconds) == ["sdpa"]
+    flash, xformers = model.notes
+    assert flash.startswith("attention 'flash' is skipped: it is wrong: relative error")
+    assert xformers.startswith("attention 'xformers' is skipped: it does not run: ImportError")
+
+
+def test_a_backend_asked_for_by_name_must_be_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_candidates(monkeypatch, sdpa=ATTENTION["sdpa"], flash=broken)
+    config = settings(model__dtype="float32")
+    with pytest.raises(UserError, match=r"model.attention = 'flash': it does not run: ImportError.*'auto'"):
+        tiny_model(config).choose_attention("flash", config.sampling)
+    with_candidates(monkeypatch, sdpa=wrong_gradient, flash=broken)
+    with pytest.raises(UserError, match=r"no backend is right here; .*'sdpa' is skipped.*'flash' is skipped"):
+        tiny_model(config).choose_attention("auto", config.sampling)
+
+
+def test_cudnn_reads_our_layout_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA is called with that backend alone, on transposed views of what the blocks hold."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    def record(*tensors: Tensor, attn_mask: Tensor | None) -> Tensor:
+        allowed = torch.backends.cuda
+        assert allowed.cudnn_sdp_enabled()
+        others = (allowed.flash_sdp_enabled(), allowed.mem_efficient_sdp_enabled(), allowed.math_sdp_enabled())
+        assert not any(others)
+        seen.append(tensors)
+        return tensors[0]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    inputs = [torch.randn(2, 7, 3, 8) for _ in range(3)]
+    out = ATTENTION["cudnn"](*inputs, None)
+    assert out.data_ptr() == inputs[0].data_ptr()
+    for given, passed in zip(inputs, seen[0]):
+        assert passed.data_ptr() == given.data_ptr()
+        assert passed.stride() == given.transpose(1, 2).stride()
 
 
 def test_the_choice_is_asked_for_by_name_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
+from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION
 from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
-from sage_fast.policy.load import Model, load_model
+from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextBatch, TextEmbedding, collate
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.transitions import sigma_schedule, transition_table
@@ -124,6 +126,83 @@ def test_bfloat16_stays_near_float32(checkpoint: Path, model: Model, embeddings:
         policy = load(checkpoint, tuning=tuning, dtype="bfloat16").policy
         v = velocity(policy, x, sigma, text_of(embeddings, QUOTED, dtype=torch.bfloat16)).float()
         assert 0 < (v - exact).norm() / exact.norm() < 0.03
+
+
+def changed(checkpoint: Path, folder: Path, part: str, **values: object) -> Path:
+    """The checkpoint with other values in the configuration of a part."""
+    copy = shutil.copytree(checkpoint, folder / "copy", copy_function=os.link)
+    (file,) = (copy / part).glob("*config.json")
+    text = json.loads(file.read_text()) | values
+    file.unlink()  # a link
+    file.write_text(json.dumps(text))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"task_type": "i2v"}, "its transformer has task_type = 'i2v'; expected a text-to-video checkpoint"),
+        ({"use_meanflow": True}, "its transformer has use_meanflow = true, a step-distilled model"),
+    ],
+)
+def test_checkpoints_of_another_task_are_refused(
+    checkpoint: Path, tmp_path: Path, values: dict[str, object], message: str
+) -> None:
+    """By name, and in a dry run too."""
+    other = changed(checkpoint, tmp_path, "transformer", **values)
+    with pytest.raises(UserError, match=message):
+        check_path(str(other))
+    with pytest.raises(UserError, match=message):
+        load(other)
+
+
+def test_a_checkpoint_of_the_hub_is_refused_likewise(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task is known only when it is read."""
+    other = changed(checkpoint, tmp_path, "transformer", task_type="i2v")
+    monkeypatch.setattr("sage_fast.policy.load.reachable", lambda path: str(other))
+    with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'i2v'"):
+        load("owner/name")
+
+
+def test_another_shift_or_guidance_than_the_checkpoints_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    assert load(checkpoint, guidance_scale=GUIDANCE_SCALE).notes == []  # the published 480p pipeline
+    assert load(checkpoint).notes == ["sampling.guidance_scale = 1, and the checkpoint's guider has 6"]
+    other = changed(checkpoint, tmp_path, "scheduler", shift=9.0)
+    assert load(other, guidance_scale=GUIDANCE_SCALE).notes == [
+        "sampling.shift = 5, and the checkpoint's scheduler has shift 9"
+    ]
+    (other / "guider" / "guider_config.json").unlink()
+    assert load(other).notes == [
+        "the checkpoint lacks scheduler/ or guider/: sampling.shift and sampling.guidance_scale are not compared"
+    ]
+
+
+def test_a_distilled_checkpoint_is_not_guided_unknowingly(checkpoint: Path, tmp_path: Path) -> None:
+    other = changed(checkpoint, tmp_path, "guider", enabled=False)
+    assert load(other).notes == []
+    (note,) = load(other, guidance_scale=6.0).notes
+    assert note.endswith("and the checkpoint's guider has 1 (off: a model distilled from guidance)")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (107, "begins the prompt at token 107, .* words of the prompt would be lost"),
+        (110, "system message would be left"),
+    ],
+)
+def test_a_crop_that_does_not_end_at_the_prompt_is_refused(
+    checkpoint: Path, tmp_path: Path, tokens: int, message: str
+) -> None:
+    other = shutil.copytree(checkpoint, tmp_path / "copy", copy_function=os.link)
+    template = (other / "tokenizer" / "chat_template.jinja").read_text()
+    assert template.count(" * 108 ") == 1
+    (other / "tokenizer" / "chat_template.jinja").unlink()
+    (other / "tokenizer" / "chat_template.jinja").write_text(template.replace(" * 108 ", f" * {tokens} "))
+    with pytest.raises(UserError, match=message):
+        load(other).load_encoder()
 
 
 def test_loading_and_saving_say_nothing(
@@ -623,7 +702,7 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 
 
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
-    names = {"path", "policy", "vae", "fps", "attention", "attention_milliseconds"}
+    names = {"path", "policy", "vae", "fps", "attention", "attention_milliseconds", "notes"}
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
     assert model.path == str(checkpoint)

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from sage_fast.console import say
 from sage_fast.errors import UserError, nearest
 from sage_fast.files import write_json
 from sage_fast.measure.harness import Save, save_nothing
@@ -40,8 +39,6 @@ def bench(options: argparse.Namespace) -> None:
 
         config = load(options.config)
         paths = _known("path", options.path, iteration.PATHS)
-        for note in config.model.notes:
-            say(f"note: {note}")
         print(iteration.format_iterations(iteration.run(config, options.repetitions, paths, save)))
     elif options.what == "rollout":
         from sage_fast.measure import rollout, rung

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,13 +55,14 @@ def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: S
 def _trainer(config: Config, name: str) -> Trainer:
     say(f"loading the model for {name}")
     setup = load_setup(config)
+    for note in setup.model.notes:
+        say(f"note: {note}")
     if name == "stock":
         policy = setup.model.policy
         setup.model.policy = StockPolicy(policy.transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale)
         batches = isinstance(policy.transformer, TestbedTransformer)
         setup.model.decoder = StockDecoder(setup.model.vae, batches)
-    with tempfile.TemporaryDirectory() as folder:
-        setup.encode(Path(folder), quiet=True)
+    setup.encode(quiet=True)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
     if name == "stock":
         trainer.graphs = None  # its forward synchronises with the host

@@ -92,7 +92,7 @@ def profile_iteration(
     Raises:
         UserError: the folder holds a profile, there are several ranks, or a setting is impossible.
     """
-    device = initialize()
+    device = initialize(config.timeout_minutes)
     check_trainable(config)
     if world_size() > 1:
         raise UserError("a profile is of one rank: start it without torchrun")

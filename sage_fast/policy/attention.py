@@ -1,11 +1,11 @@
-"""Which kernel computes attention: one asked for by name, or the fastest that is installed, by a measurement.
+"""Which kernel computes attention: one asked for by name, or the fastest that works here, by a measurement.
 
 All are exact. Sparse, quantised or cached attention is not offered: the rollout policy must be the trained policy.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import importlib.util
 import statistics
 import time
@@ -14,8 +14,8 @@ from typing import get_args
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_fast.config import AttentionBackend
 from sage_fast.errors import UserError
@@ -39,30 +39,47 @@ def _without_mask(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attenti
     return attend
 
 
-def _dispatched(backend: AttentionBackendName) -> Attention:
-    return _without_mask(functools.partial(dispatch_attention_fn, backend=backend))
+def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """SDPA's own call, which reads our layout by its strides; diffusers' wrapper copies all four tensors."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _sdpa(query, key, value, None)
+
+
+# The packages are called directly: diffusers' dispatcher has no backward for flash-attn 3, and says of one that is
+# installed and does not import that it is missing.
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(query, key, value)
 
 
 def _flash3(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Called directly: diffusers' dispatcher has no backward for it."""
     from flash_attn_interface import flash_attn_func
 
     out = flash_attn_func(query, key, value)
     return out[0] if isinstance(out, tuple) else out
 
 
+def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from xformers.ops import memory_efficient_attention
+
+    return memory_efficient_attention(query, key, value)
+
+
 ATTENTION: dict[str, Attention] = {
     "sdpa": _sdpa,
-    "cudnn": _dispatched(AttentionBackendName._NATIVE_CUDNN),
-    "flash": _dispatched(AttentionBackendName.FLASH),
+    "cudnn": _without_mask(_cudnn),
+    "flash": _without_mask(_flash),
     "flash3": _without_mask(_flash3),
-    "xformers": _dispatched(AttentionBackendName.XFORMERS),
+    "xformers": _without_mask(_xformers),
 }
 assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
     "an attention backend is named in config.AttentionBackend and has its kernel in ATTENTION"
 )
 _PACKAGE = {"flash": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers"}
-_INSTALL = {
+INSTALL = {
     "flash": "pip install 'sage-fast[flash-attn]' --no-build-isolation",
     "flash3": "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
     "xformers": "pip install 'sage-fast[xformers]'",
@@ -97,7 +114,7 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
     if device.type != "cuda":
         why = f"needs a CUDA device, and this is the {device.type}"
     elif asked in _PACKAGE and importlib.util.find_spec(_PACKAGE[asked]) is None:
-        why = f"is not installed: {_INSTALL[asked]}"
+        why = f"is not installed: {INSTALL[asked]}"
     elif dtype == torch.float32:
         why = "needs model.dtype = bfloat16"
     else:
@@ -105,25 +122,97 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
     raise UserError(f"model.attention = {asked!r} {why}; expected one of auto, {', '.join(names)}")
 
 
-def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Usable backend -> milliseconds of a forward and a backward at `shape` (B, S, H, D); empty without a choice."""
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+"""Of values and of each gradient, in norm, against SDPA in float32 on the same inputs. Rounding to the type gives a
+quarter of it; one tile of keys left out at the end of 480p gives twice as much."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What came of trying a backend.
+
+    Attributes:
+        milliseconds: of a forward and a backward; NaN if it is not to be used.
+        error: largest relative error of values and gradients; NaN if it does not run.
+        problem: why it is not to be used, or empty.
+    """
+
+    milliseconds: float = float("nan")
+    error: float = float("nan")
+    problem: str = ""
+
+
+def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Trial]:
+    """Usable backend -> its trial at `shape` (B, S, H, D): first whether it is right, then how fast it is.
+
+    Empty without a choice.
+    """
     names = usable(device, dtype)
     if len(names) == 1:
         return {}
-    return {name: _milliseconds(ATTENTION[name], shape, device, dtype) for name in names}
+    return {name: try_attention(ATTENTION[name], shape, device, dtype) for name in names}
 
 
-def _milliseconds(
+def try_attention(
     attention: Attention, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
-) -> float:
-    """Forward and backward; the median of three after a warm-up."""
+) -> Trial:
+    """Its error, and its time unless that is too large; a kernel that cannot run is a problem to tell, not an error."""
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    inputs = [query, key, value]
     upstream = torch.randn(shape, device=device, dtype=dtype)
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        out = attention(query, key, value, None)
+        return out, *torch.autograd.grad(out, inputs, upstream)
+
+    try:
+        results = forward_and_backward()
+    except Exception as error:  # whatever a broken package raises, from ImportError to a compiler's own
+        return Trial(problem=f"it does not run: {type(error).__name__}: {_first_line(error)}")
+    errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
+    limit = LARGEST_ERROR[dtype]
+    wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]
+    largest = max(errors.values())
+    if wrong:
+        why = f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected at most {limit:.0e}"
+        return Trial(error=largest, problem=why)
     times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
+    for _ in range(3):
+        _synchronize(device)
         start = time.perf_counter()
-        torch.autograd.grad(attention(query, key, value, None), (query, key, value), upstream)
-        torch.cuda.synchronize()
+        forward_and_backward()
+        _synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[1:])
+    return Trial(milliseconds=statistics.median(times), error=largest)
+
+
+def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor) -> list[float]:
+    """Relative errors of `[out, dq, dk, dv]`, the larger of those of the first and of the last head.
+
+    Heads do not see each other, so that two of them, in float32, show the whole length and both ends of the layout at
+    a small part of the cost.
+    """
+    largest = [0.0] * len(results)
+    for batch, head in ((0, 0), (-1, -1)):
+        q, k, v, up = (t.detach()[batch, :, head].float()[None, :, None] for t in (*inputs, upstream))
+        out = _sdpa(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), None)
+        expected = (out, *torch.autograd.grad(out, (q, k, v), up))
+        for i, (result, reference) in enumerate(zip(results, expected)):
+            if result.shape != inputs[0].shape:
+                largest[i] = float("inf")
+                continue
+            difference = result.detach()[batch, :, head].float() - reference.detach()[0, :, 0]
+            error = float(difference.norm() / reference.detach().norm())
+            largest[i] = max(largest[i], error) if error == error else float("inf")
+    return largest
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -8,14 +8,20 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from diffusers.guiders import ClassifierFreeGuidance
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
@@ -23,17 +29,18 @@ from safetensors import SafetensorError
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention
+from sage_fast.policy.attention import ATTENTION, Trial, check_attention, measure_attention, try_attention
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.random_weights import check_random, is_random, random_encoder, random_layout, random_module
-from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
+from sage_fast.policy.text import Encoder, TextEmbedding, check_crop, encode_with_pipeline
 from sage_fast.testbed.model import BASE, TestbedTransformer
 from sage_fast.testbed.text import embed
 
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
 TEXT_TOKENS = 200
 """Length assumed of a prompt whenever a size is wanted before one is known; the published encoder pads to 1000."""
+PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 HUB_SECONDS = 5.0
 """Longest wait for the hub's first answer."""
 VIDEO_FPS = {"HunyuanVideo15Transformer3DModel": 24, "TestbedTransformer": 8}
@@ -50,6 +57,7 @@ class Model:
         fps: frames per second of its videos.
         attention: the backend that serves it.
         attention_milliseconds: what the choice was made by; empty without a choice.
+        notes: what a user should know of this checkpoint and machine, one sentence each.
         decoder: `vae`'s, for latents of any batch.
     """
 
@@ -59,17 +67,34 @@ class Model:
     fps: int
     attention: str = "sdpa"
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def choose_attention(self, asked: str, sampling: SamplingConfig) -> None:
-        """Serve attention by the backend `asked`, or by the fastest at the size of this run; the same on every rank."""
+        """Serve attention by the backend `asked`, or by the fastest that is right, at the size of this run.
+
+        Raises:
+            UserError: what was asked for is not there, does not run or computes something else, on any rank.
+        """
         config, device = self.policy.transformer.config, self.policy.device
         tokens = math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2)
         shape = (sampling.batch_size, tokens + TEXT_TOKENS, config.num_attention_heads, config.attention_head_dim)
         check_attention(asked, device, self.policy.dtype)
+        dtype = self.policy.dtype
         if asked == "auto":
-            measured = all_gather_object(measure_attention(shape, device, self.policy.dtype))[0]
-            self.attention_milliseconds = measured
-            asked = min(measured, key=measured.__getitem__) if measured else "sdpa"
+            trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
+            problems = {name: trial.problem for of in trials for name, trial in of.items() if trial.problem}
+            self.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
+            times = {name: trial.milliseconds for name, trial in trials[0].items() if name not in problems}
+            if problems and not times:
+                raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(self.notes))
+            self.attention_milliseconds = times
+            asked = min(times, key=times.__getitem__) if times else "sdpa"
+        elif asked != "sdpa":
+            found = [
+                trial.problem for trial in all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
+            ]
+            if problem := next(filter(None, found), None):
+                raise UserError(f"model.attention = {asked!r}: {problem}; the nearest choice is 'auto'")
         self.attention = asked
         self.policy.forward.attention = ATTENTION[asked]
 
@@ -89,7 +114,7 @@ class Model:
         """Load the text encoders; they are released with the function that is returned.
 
         Raises:
-            UserError: they are missing or incomplete.
+            UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
         """
         config = self.policy.transformer.config
         if is_random(self.path):
@@ -104,6 +129,7 @@ class Model:
                 pipeline = HunyuanVideo15Pipeline.from_pretrained(source, **parts, dtype=self.policy.dtype)
         except (OSError, ValueError) as error:
             raise UserError(f"model.path = {self.path!r}: cannot read the text encoders: {error}") from error
+        check_crop(pipeline, self.path)
         device = self.policy.device
         for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
             encoder.to(device)
@@ -132,7 +158,8 @@ def check_path(path: str) -> str:
     """The folder or hub id that `from_pretrained` is given, or `random:NAME` as it is.
 
     Raises:
-        UserError: neither a checkpoint folder nor the form of a hub id, or no such random model.
+        UserError: neither a checkpoint folder nor the form of a hub id, no such random model, or a folder with a
+            model of another task.
     """
     if path == "testbed":
         return str(BASE)
@@ -146,12 +173,54 @@ def check_path(path: str) -> str:
                 f"model.path = {path!r}: not a HunyuanVideo 1.5 checkpoint in diffusers format; "
                 f"{missing[0]}/config.json is missing"
             )
+        _check_task(path, transformer_config(path) or {})
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         raise UserError(
             f"model.path = {path!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a hub "
-            "id such as hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+            f"id such as {PUBLISHED}"
         )
     return path
+
+
+def _check_task(path: str, layout: Mapping[str, Any]) -> None:
+    """Refuse what would load and then be sampled wrongly: image conditions and a second time are never passed."""
+    task = layout.get("task_type", "t2v")
+    if task != "t2v":
+        raise UserError(
+            f"model.path = {path!r}: its transformer has task_type = {task!r}; expected a text-to-video checkpoint, "
+            f"'t2v', such as {PUBLISHED}"
+        )
+    if layout.get("use_meanflow", False):
+        raise UserError(
+            f"model.path = {path!r}: its transformer has use_meanflow = true, a step-distilled model that is told the "
+            f"end of each step too; expected one without, such as {PUBLISHED}"
+        )
+
+
+def _unlike_published(loaded: str, sampling: SamplingConfig) -> list[str]:
+    """Where the settings sample otherwise than the checkpoint's own pipeline, one sentence each.
+
+    Notes and not errors, since both may be wanted: a run without guidance takes half the forwards.
+    """
+    notes = []
+    try:
+        scheduler = FlowMatchEulerDiscreteScheduler.load_config(loaded, subfolder="scheduler")
+        guider = ClassifierFreeGuidance.load_config(loaded, subfolder="guider")
+    except OSError:
+        return [
+            "the checkpoint lacks scheduler/ or guider/: sampling.shift and sampling.guidance_scale are not compared"
+        ]
+    if scheduler.get("use_dynamic_shifting") or scheduler.get("shift", 1.0) != sampling.shift:
+        dynamic = scheduler.get("use_dynamic_shifting")
+        published = "a shift that depends on the size" if dynamic else f"shift {scheduler.get('shift', 1.0):g}"
+        notes.append(f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {published}")
+    scale = guider.get("guidance_scale", 1.0) if guider.get("enabled", True) else 1.0
+    if scale != sampling.guidance_scale:
+        notes.append(
+            f"sampling.guidance_scale = {sampling.guidance_scale:g}, and the checkpoint's guider has "
+            f"{scale:g}{' (off: a model distilled from guidance)' if scale == 1 else ''}"
+        )
+    return notes
 
 
 @functools.cache
@@ -223,7 +292,8 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     """Load a checkpoint and make it trainable.
 
     Raises:
-        UserError: checkpoint missing or incomplete, LoRA weights of another model, or attention that is not there.
+        UserError: checkpoint missing, incomplete or of another task, LoRA weights of another model, or attention that
+            is not there or not right.
     """
     check_attention(config.attention, device, getattr(torch, config.dtype))
     path = check_path(config.path)
@@ -233,6 +303,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     class_name = str(layout.get("_class_name"))
     if class_name not in TRANSFORMERS:
         raise UserError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
+    _check_task(config.path, layout)
     # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
     weights = torch.float32 if config.tuning == "full" else dtype
     setting, source = "model.path", loaded
@@ -261,6 +332,10 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=sampling.guidance_scale)
-    model = Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name])
+    if is_random(path):
+        notes = [f"model.path = {path}: the weights are random; times and memory count, videos and rewards do not"]
+    else:
+        notes = [] if class_name == TestbedTransformer.__name__ else _unlike_published(loaded, sampling)
+    model = Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name], notes=notes)
     model.choose_attention(config.attention, sampling)
     return model

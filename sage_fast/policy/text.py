@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sage_fast.errors import UserError
+
 if TYPE_CHECKING:
     from diffusers import HunyuanVideo15Pipeline
 
@@ -68,6 +70,29 @@ def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: to
 
 
 Encoder = Callable[[str], TextEmbedding]
+
+
+def check_crop(pipeline: HunyuanVideo15Pipeline, path: str) -> None:
+    """The pipeline drops a fixed number of first tokens, its system message: what is left must begin with the prompt.
+
+    Raises:
+        UserError: this tokenizer or chat template makes another number of them.
+    """
+    # Imported here: the testbed needs no pipeline.
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
+
+    chats = format_text_input(["a", "z"], pipeline.system_message)
+    first, second = pipeline.tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
+    start = next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
+    crop = pipeline.prompt_template_encode_start_idx
+    if start != crop:
+        harm = "words of the prompt would be lost" if start < crop else "the system message would be left in"
+        raise UserError(
+            f"model.path = {path!r}: its tokenizer begins the prompt at token {start}, and the pipeline crops {crop}: "
+            f"{harm}; expected the tokenizer of the published checkpoint"
+        )
 
 
 @torch.no_grad()

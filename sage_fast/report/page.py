@@ -320,7 +320,7 @@ def _points(data: Run, name: str) -> dict[int, tuple[float, float]]:
 
 
 def _videos(data: Run) -> list[dict[str, Any]]:
-    """For each video that stands for the run: its prompt, why it is shown, and, for each side, label, scores, the MP4
+    """For each video that stands for the run: its prompt, why it is shown, and, for each side, label, scores, the file
     and its first frame (JPEG) as base64."""
     sides = {"before": "before"} | ({data.last: _label(data, data.last)} if data.last else {})
     files = {side: numbered(data.folder / "videos" / side) for side in sides}
@@ -335,8 +335,10 @@ def _videos(data: Run) -> list[dict[str, Any]]:
         for side, label in sides.items():
             cells.append({"label": label, "scores": scores_of(scores[side], index)})
             if index in files[side]:
-                contents = {"mp4": files[side][index].read_bytes(), "poster": poster(files[side][index])}
+                file = files[side][index]
+                contents = {"video": file.read_bytes(), "poster": poster(file)}
                 cells[-1] |= {key: base64.b64encode(content).decode() for key, content in contents.items()}
+                cells[-1]["format"] = file.suffix.removeprefix(".")
         known = next((list(side["prompts"]) for side in scores.values() if side), [])
         name = next(found[index].stem for found in files.values() if index in found)
         shown.append({"prompt": known[index] if index < len(known) else name, "why": why, "cells": cells})

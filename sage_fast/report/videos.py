@@ -1,4 +1,4 @@
-"""Write and read videos as MP4, and lay their frames out as pictures."""
+"""Write and read videos, as MP4 or without imageio-ffmpeg as animated pictures, and lay their frames out."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import functools
 import io
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import matplotlib
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageSequence, features
 from torch import Tensor
 
+from sage_fast.distributed import rank
 from sage_fast.files import read_json
 from sage_fast.report.comparison import scores_of, shown_pairs
 
@@ -46,6 +47,48 @@ def _pixels(video: Tensor) -> np.ndarray:
     return (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 
+@functools.cache
+def video_suffix() -> str:
+    """What videos are written as: `.mp4`, or without imageio-ffmpeg `.webp` or `.png`, which one line says, once."""
+    try:
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the package is there without its program
+        suffix, name = (".webp", "WebP") if features.check("webp") else (".png", "PNG")
+        if rank() == 0:
+            why = f"no MP4 without imageio-ffmpeg ({error}); pip install imageio-ffmpeg"
+            print(f"videos are written as animated {name}: {why}", file=sys.stderr)
+        return suffix
+    return ".mp4"
+
+
+def write_video(path: str | Path, video: Tensor, fps: float) -> None:
+    """Write `.mp4` by `save_mp4`; `.webp` or `.png` as a lossless animation that repeats.
+
+    Args:
+        path: its folder must exist.
+        video: float `[F, 3, H, W]` in [0, 1].
+        fps: frames per second.
+
+    Raises:
+        ValueError: as `save_mp4`.
+    """
+    if Path(path).suffix == ".mp4":
+        return save_mp4(path, video, fps)
+    first, *rest = (Image.fromarray(frame) for frame in _enlarged(video, fps))
+    first.save(path, save_all=True, append_images=rest, duration=1000 / fps, loop=0, lossless=True)
+
+
+def _enlarged(video: Tensor, fps: float) -> np.ndarray:
+    """uint8 `[F, H, W, 3]` with no side below 128 pixels."""
+    if not fps > 0:
+        raise ValueError(f"fps = {fps}: expected above 0")
+    frames = _pixels(video)
+    factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
+    return frames.repeat(factor, axis=1).repeat(factor, axis=2)
+
+
 def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     """Write H.264 (yuv420p) that every browser plays.
 
@@ -60,11 +103,9 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     Raises:
         ValueError: `video` has another shape, type, or values that are not finite; `fps` is not above 0.
     """
-    if not fps > 0:
-        raise ValueError(f"fps = {fps}: expected above 0")
-    frames = _pixels(video)
-    factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
-    frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
+    import imageio_ffmpeg
+
+    frames = _enlarged(video, fps)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     writer = imageio_ffmpeg.write_frames(
         str(path),
@@ -86,13 +127,19 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
 def _frames(path: Path) -> Iterator[np.ndarray]:
     """uint8 `[H, W, 3]`, one by one."""
+    if path.suffix != ".mp4":
+        with Image.open(path) as animation:
+            yield from (np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation))
+        return
+    import imageio_ffmpeg
+
     reader = imageio_ffmpeg.read_frames(str(path))
     width, height = next(reader)["size"]
     for frame in reader:
         yield np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
 
 
-def read_mp4(path: Path, num_frames: int | None = None) -> Tensor:
+def read_video(path: Path, num_frames: int | None = None) -> Tensor:
     """float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from the first to the last."""
     frames = list(_frames(path))
     frames = [frames[i] for i in _evenly_spaced(len(frames), num_frames or len(frames))]
@@ -107,8 +154,8 @@ def poster(path: Path) -> bytes:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """The MP4 files of an evaluation by the number of their video; none without a folder."""
-    found = {path: re.match(r"(\d+)-.*\.mp4$", path.name) for path in folder.glob("*.mp4")}
+    """The videos of an evaluation by their number; none without a folder."""
+    found = {path: re.match(r"(\d+)-.*\.(mp4|webp|png)$", path.name) for path in folder.glob("*")}
     return dict(sorted((int(number.group(1)), path) for path, number in found.items() if number))
 
 
@@ -116,8 +163,8 @@ def write_comparison(run: Path, count: int = 6) -> Path | None:
     """Write `comparison.png` of a run folder: base model, first evaluation on the way, and last one, side by side.
 
     It shows the largest gains, the medians and the largest losses between the first column and the last. Which ones
-    these are is known only at the end, so an evaluation that may be a column writes each of its videos as MP4 when it
-    is made, on every rank, and `keep_shown` deletes the others. Memory holds one chunk of videos whatever their size,
+    these are is known only at the end, so an evaluation that may be a column writes each of its videos when it is
+    made, on every rank, and `keep_shown` deletes the others. Memory holds one chunk of videos whatever their size,
     and a video of 100 MB takes a few on disk and seconds to write, where sampling it again would take minutes.
 
     Args:
@@ -134,7 +181,7 @@ def write_comparison(run: Path, count: int = 6) -> Path | None:
     for name, scores in evaluations.items():
         label = f"{scores['iteration']} iterations" if scores["iteration"] else "base"
         files = numbered(run / "videos" / name)
-        columns[label] = [read_mp4(files[i], num_frames=3) for i in shown]
+        columns[label] = [read_video(files[i], num_frames=3) for i in shown]
         notes.append([", ".join(f"{part} {value:.2f}" for part, value in scores_of(scores, i)) for i in shown])
     prompts = next(iter(evaluations.values()))["prompts"]
     captions = [f"{why}: {prompts[i]}" if why else prompts[i] for i, why in shown.items()]

@@ -18,7 +18,7 @@ from sage_fast.config import Config
 from sage_fast.distributed import barrier, rank
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics
-from sage_fast.report.videos import contact_sheet, numbered, save_mp4
+from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.checkpoint import checkpoints
 from sage_fast.settings import dump, load
 
@@ -107,7 +107,7 @@ def replace_settings(config: Config) -> None:
 
 
 def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:
-    """One MP4 a video, and a contact sheet of all of them, named by the number of its first video.
+    """One file a video, and a contact sheet of all of them, named by the number of its first video.
 
     Nothing is overwritten: the numbers go on from the highest one in `folder`.
 
@@ -118,7 +118,7 @@ def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: 
         fps: frames per second.
 
     Returns:
-        The MP4 files.
+        The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     first = max(numbered(folder), default=-1) + 1
@@ -131,10 +131,10 @@ def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: 
 
 
 def save_video(video: torch.Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
-    """An MP4 of float `[F, 3, H, W]` in [0, 1], named by number and prompt."""
+    """An MP4 (see `video_suffix`) of float `[F, 3, H, W]` in [0, 1], named by number and prompt."""
     slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
-    path = folder / f"{number:02d}-{slug}.mp4"
-    save_mp4(path, video, fps)
+    path = folder / f"{number:02d}-{slug}{video_suffix()}"
+    write_video(path, video, fps)
     return path
 
 

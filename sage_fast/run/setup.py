@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.data.prompts import read_prompts
-from sage_fast.distributed import barrier, initialize, rank, world_size
+from sage_fast.distributed import all_gather_object, barrier, initialize, rank, world_size
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.policy.load import Model, check_path, load_model
@@ -34,15 +35,25 @@ class Setup:
     judge: Judge | None = None
     embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
 
-    def encode(self, cache: Path, *, quiet: bool) -> None:
-        """Embed all prompts; one rank fills the cache, all read it."""
-        folder = Path(self.config.data.embedding_cache or cache)
+    def encode(self, cache: Path | None = None, *, quiet: bool) -> None:
+        """Embed all prompts: each rank its share, into a cache that all read.
+
+        A rank that does not see the others' files, on a machine with disks of its own, encodes what it lacks.
+
+        Args:
+            cache: folder, unless `data.embedding_cache` names one; None is a temporary one.
+            quiet: show no progress.
+        """
         wanted = list(dict.fromkeys(["", *self.prompts, *self.eval_prompts]))
         source = f"{self.model.path} {self.config.model.dtype}"
-        if rank() == 0:
-            encode_cached(wanted, self.model.load_encoder, folder, source, quiet)
-        barrier()
-        self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, source, quiet=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            # The ranks share the first one's.
+            folder = Path(self.config.data.embedding_cache or cache or all_gather_object(scratch)[0])
+            share = wanted[rank() :: world_size()]
+            encode_cached(share, self.model.load_encoder, folder, source, quiet or rank() > 0)
+            barrier()
+            self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, source, quiet=True)
+            barrier()
 
 
 def load_setup(config: Config, prompts: list[str] | None = None, attention: AttentionBackend | None = None) -> Setup:
@@ -60,7 +71,7 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
     reward = CompositeReward(load_reward(config.reward), config.reward)
     judge = Judge(config.eval.judge) if config.eval.judge is not None else None
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
-    model = load_model(settings, config.sampling, initialize(), config.seed)
+    model = load_model(settings, config.sampling, initialize(config.timeout_minutes), config.seed)
     return Setup(
         config=config, model=model, reward=reward, judge=judge, prompts=train_prompts, eval_prompts=eval_prompts
     )

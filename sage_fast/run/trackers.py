@@ -74,7 +74,7 @@ class MetricsWriter:
 
         Args:
             scores: as in `eval/*.json`.
-            videos: MP4 files of the first prompts.
+            videos: files of the first prompts.
             sheet: PNG of all of them.
         """
         step = scores["iteration"]
@@ -125,6 +125,7 @@ def _show(tracker: Any, videos: Mapping[Path, str], sheet: Path, step: int) -> N
         media = {
             f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
             for number, (file, prompt) in enumerate(videos.items())
+            if file.suffix == ".mp4"  # the trackers play no animated pictures
         }
         tracker.log(media | {"heldout/videos": package.Image(str(sheet))}, step=step)
     elif tracker.name == "tensorboard":

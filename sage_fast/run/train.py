@@ -36,7 +36,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     Returns:
         The run folder.
     """
-    initialize()
+    initialize(config.timeout_minutes)
     check_trainable(config)
     check_optimizer(config.train.optimizer)
     check_trackers(config.tracking.trackers)
@@ -168,7 +168,6 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
     """Print and record what this run, which starts or goes on at `iteration`, is made of; returns `run.json`."""
     weights = trainer.policy.transformer.named_parameters()
     parameters = sum(p.numel() for name, p in weights if ".lora_" not in name)
-    notes = [*trainer.full_table.notes, *trainer.config.model.notes]
     trainable = sum(p.numel() for p in trainer.engine.parameters)
     facts = environment(trainer.device) | {
         "command": command_line(sys.argv),
@@ -179,7 +178,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         "trainable_parameters": trainable,
         "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
         "sampler": trainer.config.sampling.sampler,
-        "notes": notes,
+        "notes": [*trainer.full_table.notes, *trainer.model.notes],
         "sigmas": trainer.full_table.sigmas.tolist(),
         "transition_std": trainer.full_table.c.tolist(),
         "equalizer": trainer.equalizer.tolist() if trainer.config.objective.equalizer else None,
@@ -192,7 +191,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",
-        *(f"note: {note}" for note in notes),
+        *(f"note: {note}" for note in facts["notes"]),
     ]
     if measured := trainer.model.attention_milliseconds:
         times = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items())

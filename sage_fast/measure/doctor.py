@@ -1,0 +1,186 @@
+"""`sage-fast doctor`: whether this machine has what it needs, computes what it should, and as fast as it can.
+
+Every row says ok, wrong, missing or slow, what was found, and what to do. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+
+from sage_fast.environment import environment
+from sage_fast.files import write_json
+from sage_fast.measure.harness import head_line
+from sage_fast.measure.verdict import VERDICTS, Check, Verdict, in_one_line, tried
+from sage_fast.ops import implementation
+from sage_fast.policy.attention import INSTALL
+
+OPTIONAL = {
+    "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),
+    "nvtx": ("ranges in Nsight", "pip install nvtx"),
+    "flash-attn": ("an attention kernel", INSTALL["flash"]),
+    "xformers": ("an attention kernel", INSTALL["xformers"]),
+    "deepspeed": ("full fine-tuning on several GPUs", "pip install 'sage-fast[deepspeed]'"),
+    "bitsandbytes": ("train.optimizer = adamw8bit", "pip install 'sage-fast[bitsandbytes]'"),
+    "wandb": ("a tracker", "pip install wandb"),
+    "trackio": ("a tracker", "pip install trackio"),
+}
+"""distribution -> what it is for, how to get it; nothing is wrong without one."""
+COMPILED = {"triton": "triton", "nvtx": "nvtx", "flash-attn": "flash_attn", "xformers": "xformers.ops"}
+"""distribution -> module of those that can be installed and broken, of another torch or CUDA."""
+
+
+def run(device: torch.device | None = None) -> dict[str, Any]:
+    """All checks, on `device` or on a GPU if there is one; what `sage-fast doctor` writes as JSON."""
+    start = time.perf_counter()
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    checks = [*packages(), *tools(device), *tried("the package", lambda: _selftest(device))]
+    return {
+        "environment": environment(device),
+        "seconds": time.perf_counter() - start,
+        "checks": [dataclasses.asdict(check) for check in checks],
+    }
+
+
+def _selftest(device: torch.device) -> Iterator[Check]:
+    """Imported here: without diffusers, say, the rows before it are still to be seen."""
+    from sage_fast.measure import selftest
+
+    yield from selftest.checks(device)
+
+
+# -- what is installed ------------------------------------------------------------------------------------------------
+
+
+def packages() -> Iterator[Check]:
+    """What the package itself asks for, in the versions that it asks for, then what it can use."""
+    try:
+        requirements = [Requirement(line) for line in importlib.metadata.requires("sage-fast") or []]
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+        yield Check(
+            name="sage-fast",
+            verdict="wrong",
+            found="runs from a folder, and is not installed",
+            advice="pip install --no-build-isolation -e . in the checkout; the Triton kernels are not found without",
+        )
+    for requirement in requirements:
+        if requirement.marker is None:
+            yield _required(requirement)
+    for name, (use, advice) in OPTIONAL.items():
+        yield _optional(name, use, advice)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _required(requirement: Requirement) -> Check:
+    name, version = requirement.name, _version(requirement.name)
+    advice = f"pip install '{requirement}'"
+    if version is None:
+        # Videos are written as animated pictures without it.
+        verdict: Verdict = "missing" if name in ("imageio-ffmpeg", "argcomplete") else "wrong"
+        return Check(name=name, verdict=verdict, found="not installed", advice=advice)
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Check(name=name, verdict="wrong", found=f"{version}, expected {requirement.specifier}", advice=advice)
+    return Check(name=name, verdict="ok", found=version)
+
+
+def _optional(name: str, use: str, advice: str) -> Check:
+    version = _version(name)
+    if version is None:
+        return Check(name=name, verdict="missing", found=f"not installed; it is for {use}", advice=advice)
+    if name in COMPILED:
+        try:
+            importlib.import_module(COMPILED[name])
+        except Exception as error:  # a broken package raises what it likes
+            why = f"{version} is installed and cannot be imported: {in_one_line(error)}"
+            return Check(
+                name=name, verdict="wrong", found=why, advice=f"pip uninstall {name}, or for this torch: {advice}"
+            )
+    return Check(name=name, verdict="ok", found=version)
+
+
+def tools(device: torch.device) -> Iterator[Check]:
+    """The compiler, the kernels' package, and what serves the operators on each device."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        uses = "Triton and the C++ operators" if device.type == "cuda" else "the C++ operators"
+        verdict: Verdict = "wrong" if device.type == "cuda" else "missing"
+        advice = "apt install g++, or set CXX (and CC)"
+        yield Check(name="C++ compiler", verdict=verdict, found=f"none; {uses} need it", advice=advice)
+    else:
+        told = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+        yield Check(name="C++ compiler", verdict="ok", found=next(iter(told.splitlines()), compiler))
+    for place, wanted in {torch.device("cpu"): "C++", device: {"cuda": "Triton"}.get(device.type, "C++")}.items():
+        serving = implementation(place)
+        right = serving == wanted
+        advice = (
+            ""
+            if right
+            else "install the package again with torch, triton and a C++ compiler there; unset SAGE_FAST_OPS"
+        )
+        yield Check(
+            name=f"operators, {place.type}",
+            verdict="ok" if right else "missing",
+            found=f"served by {serving}",
+            advice=advice,
+        )
+    if importlib.util.find_spec("sage_fast.kernels") is None:
+        advice = "pip install --no-build-isolation -e . in the checkout"
+        yield Check(name="Triton kernels", verdict="wrong", found="sage_fast.kernels is not found", advice=advice)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        found = f"compute capability {major}.{minor}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+        yield Check(name=torch.cuda.get_device_name(device), verdict="ok", found=found)
+    else:
+        yield Check(
+            name="GPU",
+            verdict="missing",
+            found=f"torch {torch.__version__} sees none",
+            advice="the testbed trains on a CPU; the 8.3 B model needs one",
+        )
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def doctor(json: str | None = None) -> int:
+    """Print the table, write it to the file `json`, and return the exit status: 1 if anything is wrong."""
+    result = run()
+    print(format_doctor(result))
+    if json is not None:
+        write_json(result, Path(json))
+    return int(any(check["verdict"] == "wrong" for check in result["checks"]))
+
+
+def format_doctor(result: Mapping[str, Any]) -> str:
+    """The table for a terminal; what to do stands under its row."""
+    width = max(len(check["name"]) for check in result["checks"]) + 2
+    lines = [head_line(result["environment"]), ""]
+    for check in result["checks"]:
+        lines.append(f"{check['verdict']:<9}{check['name']:<{width}}{check['found']}")
+        if check["advice"]:
+            lines.append(" " * (9 + width) + f"-> {check['advice']}")
+    counts = {verdict: sum(check["verdict"] == verdict for check in result["checks"]) for verdict in VERDICTS}
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return "\n".join([*lines, "", f"{summary}, in {result['seconds']:.0f} s"])

@@ -1,0 +1,299 @@
+"""Rows of `sage-fast doctor`: whether this machine computes what it should, and as fast as it can."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from sage_fast.measure.harness import host_timer, matmul_ceiling
+from sage_fast.measure.verdict import Check, in_one_line, tried
+from sage_fast.ops.norm_modulate import norm_modulate_reference
+from sage_fast.ops.norm_rotate import norm_rotate_reference
+from sage_fast.ops.transition_score import transition_score_reference
+from sage_fast.ops.transition_step import transition_step_reference
+from sage_fast.policy.attention import ATTENTION, INSTALL, try_attention, usable
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.seeding import sample_seeds
+from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer
+from sage_fast.testbed.text import embed
+from sage_fast.transitions import sigma_schedule, transition_table
+
+PROMPT = "a red circle moves left quickly"
+LEAST_SHARE = {"operator": 0.8, "attention": 0.4, "transformer": 0.5}
+"""Below it a row is slow, on a GPU: of the bandwidth of a copy, or of the ceiling of a matrix product."""
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """Of activations, in a run there."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """All rows of this module, on `device` and, for the operators, on the CPU too."""
+    yield from tried("operators", lambda: operators(device))
+    if device.type != "cpu":
+        yield from tried("operators, cpu", lambda: operators(torch.device("cpu")))
+    ceiling = matmul_ceiling(device, usual_dtype(device))
+    yield Check(name="matrix product", verdict="ok", found=f"{ceiling / 1e12:.3g} TFLOP/s in {usual_dtype(device)}")
+    bandwidth = copy_bandwidth(device)
+    yield Check(name="copy", verdict="ok", found=f"{bandwidth / 1e9:,.0f} GB/s, read and written")
+    yield from tried("operators, speed", lambda: speeds(device, bandwidth))
+    yield from tried("attention", lambda: attention(device, ceiling))
+    yield from tried("transformer", lambda: [transformer(device, ceiling)])
+    yield from tried("CUDA graph", lambda: [graphs(device)])
+
+
+# -- the operators ----------------------------------------------------------------------------------------------------
+
+Reference = Callable[..., Any]
+OPERATORS: dict[str, Reference] = {
+    "transition_step": transition_step_reference,
+    "transition_score": transition_score_reference,
+    "norm_modulate": norm_modulate_reference,
+    "norm_rotate": norm_rotate_reference,
+}
+
+
+def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool = False) -> list[Any]:
+    """Arguments of an operator and of its reference; those that are trained want gradients.
+
+    Args:
+        operator: of OPERATORS.
+        device: where they are.
+        dtype: of velocities and activations; latents are float32.
+        large: of the size at which a copy is limited by memory alone, or an odd one.
+    """
+    gpu = device.type == "cuda"
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    if operator.startswith("transition"):
+        shape = ((24 if gpu else 2), 32, 21, 45, 80) if large else (3, 32, 5, 7, 9)
+        table = transition_table(sigma_schedule(20, 5.0), "flow", 0.7)
+        coefs = table.coefficients(shape[1] * shape[2] * shape[3] * shape[4]).to(device)
+        step = torch.tensor(7, device=device)
+        x, v, other = random(*shape, dtype=torch.float32), random(*shape), random(*shape)
+        if operator == "transition_step":
+            guidance = None if large else torch.tensor(6.0, device=device)
+            return [x, v, None if large else other, guidance, coefs, step, torch.arange(shape[0], device=device)]
+        x_next = float(table.a[7]) * x + float(table.b[7]) * v.float() + float(table.c[7]) * torch.randn_like(x)
+        return [x, x_next, v.requires_grad_(), other, None, coefs, step]
+    batch, tokens, texts, heads, width = ((4 if gpu else 1), 8000, 192, 16, 128) if large else (2, 75, 11, 2, 64)
+    if operator == "norm_modulate":
+        row = (batch, heads * width)
+        return [random(batch, tokens, row[1]).requires_grad_(), random(*row), random(*row), 1e-6]
+    streams = [random(batch, count, heads, width).requires_grad_() for count in (tokens, texts)]
+    angles = torch.rand(tokens, width // 2, device=device) * 6.3
+    return [*streams, random(width), random(width), torch.stack([angles.cos(), angles.sin()], -1), 1e-6]
+
+
+def fused(operator: str) -> Callable[..., Any]:
+    """The operator itself, with the arguments of its reference."""
+    return getattr(torch.ops.sage_fast, operator).default
+
+
+def operators(device: torch.device) -> Iterator[Check]:
+    """Each operator with values and gradients against its reference in float64, in the types of a run."""
+    for operator in OPERATORS:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield operator_check(operator, fused(operator), device, dtype)
+
+
+def operator_check(operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Check:
+    """ok if `function` errs at most twice as much as plain PyTorch in the same types, value for value."""
+    name = f"{operator}, {device.type}, {str(dtype).removeprefix('torch.')}"
+    arguments = inputs(operator, device, dtype)
+    advice = "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
+    upstream: list[Tensor] = []
+    try:
+        ours = _values_and_gradients(function, arguments, upstream)
+    except Exception as error:  # a kernel that cannot be compiled or launched is what is looked for
+        found = f"it does not run: {in_one_line(error)}"
+        return Check(name=name, verdict="wrong", found=found, advice=advice)
+    plain = _values_and_gradients(OPERATORS[operator], arguments, upstream)
+    doubled = [a.detach().double().requires_grad_(a.requires_grad) if _floating(a) else a for a in arguments]
+    exact = _values_and_gradients(OPERATORS[operator], doubled, upstream)
+    worst, wrong = 0.0, []
+    for label, truth in exact.items():
+        off, allowed = ((values[label].double() - truth).abs().max().item() for values in (ours, plain))
+        largest = truth.abs().max().item()
+        worst = max(worst, off / max(largest, 1e-30))
+        if not off <= 2 * allowed + 2 * torch.finfo(torch.float32).eps * largest:
+            wrong.append(f"{label}: error {off:.1e}, plain PyTorch {allowed:.1e}")
+    if wrong:
+        return Check(name=name, verdict="wrong", found="; ".join(wrong), advice=advice)
+    found = f"{', '.join(ours)}: largest error {worst:.0e} of the largest value"
+    return Check(name=name, verdict="ok", found=found)
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _values_and_gradients(
+    function: Callable[..., Any], arguments: Sequence[Any], upstream: list[Tensor]
+) -> dict[str, Tensor]:
+    """name -> tensor; `upstream` is filled by the first call and given to the others."""
+    out = function(*arguments)
+    outputs = [out] if isinstance(out, Tensor) else list(out)
+    if not upstream:
+        upstream += [torch.randn_like(output, dtype=torch.float32) for output in outputs]
+    named = {f"output {i}" if i else "output": output.detach() for i, output in enumerate(outputs)}
+    trained = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+    if trained:
+        kept = [(output, up) for output, up in zip(outputs, upstream) if output.requires_grad]
+        gradients = torch.autograd.grad(
+            [output for output, _ in kept], trained, [up.to(output.dtype) for output, up in kept]
+        )
+        named |= {f"gradient {i}" if i else "gradient": gradient for i, gradient in enumerate(gradients)}
+    return named
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+
+def _seconds(function: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Of one call: the median of five runs of `calls`, after one that compiles and allocates."""
+    timer = host_timer(lambda: [function() for _ in range(calls)], device)
+    timer()
+    return statistics.median(timer() for _ in range(5)) / calls
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy larger than any cache."""
+    size = 2**30 if device.type == "cuda" else 2**26
+    source = torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device, 5 if device.type == "cuda" else 2)
+
+
+def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
+    """The operators' forward at sizes of production, as a share of a copy of the same bytes."""
+    for operator in OPERATORS:
+        arguments = [
+            a.detach() if isinstance(a, Tensor) else a for a in inputs(operator, device, usual_dtype(device), True)
+        ]
+        function = fused(operator)
+        out = function(*arguments)
+        tensors = [*arguments, *([out] if isinstance(out, Tensor) else out)]
+        moved = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        call = functools.partial(function, *arguments)
+        share = moved / _seconds(call, device, 10 if device.type == "cuda" else 1) / bandwidth
+        found = f"forward at {share:.0%} of the bandwidth of a copy, {moved / 1e6:,.0f} MB"
+        yield _speed(f"{operator}, speed", share, "operator", found, device)
+
+
+def _speed(name: str, share: float, kind: str, found: str, device: torch.device) -> Check:
+    slow = device.type == "cuda" and share < LEAST_SHARE[kind]
+    advice = f"expected {LEAST_SHARE[kind]:.0%}: is the GPU shared or throttled? sage-fast bench says more"
+    return Check(name=name, verdict="slow" if slow else "ok", found=found, advice=advice if slow else "")
+
+
+def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
+    """Every backend: is there, is right, and its share of the ceiling, forward and backward."""
+    gpu, dtype = device.type == "cuda", usual_dtype(device)
+    shape = (1, 8192, 16, 128) if gpu else (1, 512, 2, 64)
+    flops = 3.5 * 4 * shape[0] * shape[1] ** 2 * shape[2] * shape[3]
+    for name, kernel in ATTENTION.items():
+        row = f"attention {name}"
+        if name not in usable(device, dtype):
+            advice = INSTALL.get(name, "") if gpu else ""
+            yield Check(name=row, verdict="missing", found=f"not for {dtype} on this {device.type}", advice=advice)
+            continue
+        trial = try_attention(kernel, shape, device, dtype)
+        if trial.problem:
+            advice = f"model.attention = auto skips it{'; ' + INSTALL[name] if name in INSTALL else ''}"
+            yield Check(name=row, verdict="wrong", found=trial.problem, advice=advice)
+            continue
+        share = 1e3 * flops / trial.milliseconds / ceiling
+        found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward, {share:.0%} of the ceiling"
+        yield _speed(row, share, "attention", found, device)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def tiny_policy(device: torch.device, wide: bool = False) -> HunyuanVideo15Policy:
+    """The testbed's architecture with random weights, or two blocks of the width of the 8.3 B model."""
+    sizes: dict[str, Any] = {"num_attention_heads": 16, "attention_head_dim": 128, "rope_axes_dim": (16, 56, 56)}
+    with device:
+        transformer = TestbedTransformer(num_layers=2, **(sizes if wide else {})).eval().requires_grad_(False)
+    nn.Module.to(transformer, usual_dtype(device))
+    return HunyuanVideo15Policy(transformer, dtype=usual_dtype(device), guidance_scale=1.0)
+
+
+def prompt() -> TextEmbedding:
+    return TextEmbedding(text=embed(PROMPT), glyphs=torch.zeros(0, 8))
+
+
+def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """A forward of two blocks, and its tokens: as wide as the 8.3 B model on a GPU, the testbed's on a CPU."""
+    gpu = device.type == "cuda"
+    policy = tiny_policy(device, wide=gpu)
+    space = (5, 30, 52) if gpu else LATENT_SHAPE[1:]
+    x = torch.randn(1 if gpu else 4, policy.latent_channels, *space, device=device)
+    text = collate([prompt()] * len(x), device, policy.dtype)
+    with torch.no_grad():
+        conditioning = policy.condition(torch.full((len(x),), 0.7, device=device), text)
+    return torch.no_grad()(lambda: policy.velocity(x, conditioning)), len(x) * (x[0, 0].numel() + prompt().tokens)
+
+
+def transformer(device: torch.device, ceiling: float) -> Check:
+    """The share of the ceiling that a forward has."""
+    run, tokens = transformer_forward(device)
+    with FlopCounterMode(display=False) as counter:
+        run()
+    seconds = _seconds(run, device, 3 if device.type == "cuda" else 1)
+    share = counter.get_total_flops() / seconds / ceiling
+    found = f"two blocks forward in {1e3 * seconds:.3g} ms, {tokens:,} tokens, {share:.0%} of the ceiling"
+    return _speed("transformer, speed", share, "transformer", found, device)
+
+
+def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder) -> Check:
+    """A rollout replayed from a CUDA graph against the same one without: the same bits.
+
+    Args:
+        device: of the rollout; without a GPU nothing is compared, unless `recorder` is another.
+        recorder: makes what records a step.
+    """
+    name = "CUDA graph"
+    if device.type != "cuda" and recorder is CudaRecorder:
+        return Check(name=name, verdict="missing", found="needs a GPU; steps run one kernel at a time")
+    said: list[str] = []
+    policy = tiny_policy(device)
+    replayed = StepGraphs(policy, recorder(), 2**30, said.append)
+    table = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
+    coefs = table.coefficients(LATENT_SHAPE[0] * LATENT_SHAPE[1] * LATENT_SHAPE[2] * LATENT_SHAPE[3]).to(device)
+    conditioning = policy.conditioning_table(table.sigmas[:-1], {"": prompt(), PROMPT: prompt()})
+
+    def roll(index: int, using: StepGraphs | None) -> list[Tensor]:
+        seeds = sample_seeds(0, index, 0, range(2))
+        kept: list[Tensor] = []
+        latents = initial_latents(seeds, LATENT_SHAPE, device)
+
+        def record(step: int, *tensors: Tensor) -> None:
+            kept.extend(tensor.clone() for tensor in tensors)
+
+        last = rollout(policy, table, coefs, conditioning, [PROMPT] * 2, seeds, latents, record=record, graphs=using)
+        return [last, *kept]
+
+    advice = "sampling.cuda_graphs = false runs without"
+    for index in range(3):  # recorded at the second, replayed with other values at the third
+        for mine, expected in zip(roll(index, replayed), roll(index, None), strict=True):
+            if not torch.equal(mine, expected):
+                error = (mine.float() - expected.float()).abs().max().item()
+                found = f"rollout {index + 1} differs from the one without by {error:.1e}"
+                return Check(name=name, verdict="wrong", found=found, advice=advice)
+    if said or not len(replayed):
+        return Check(name=name, verdict="wrong", found="; ".join(said) or "nothing was recorded", advice=advice)
+    return Check(name=name, verdict="ok", found="replays give the same bits as a rollout without")

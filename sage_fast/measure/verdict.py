@@ -1,0 +1,33 @@
+"""What a row of `sage-fast doctor` says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, get_args
+
+Verdict = Literal["ok", "wrong", "missing", "slow"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """A row of the table."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def in_one_line(error: Exception) -> str:
+    """Its type and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def tried(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+    """The rows of `checks`; if it ends in an error, that is a row too, since a broken machine is what it is for."""
+    try:
+        yield from checks()
+    except Exception as error:  # of a compiler, a driver or a package, whatever it raises
+        yield Check(name=name, verdict="wrong", found=f"ended in {in_one_line(error)}")

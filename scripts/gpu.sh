@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Prove and measure everything that needs a GPU, on a bare machine without network (docs/gpu.md).
+#
+#   scripts/gpu.sh [--tiny] [--seconds N] [--print] WHEELS OUT [PART...]
+#
+# WHEELS     folder of wheels of what this machine lacks; may be empty
+# OUT        folder for logs, JSON and the table; later calls add to it
+# PART       by number or name, all by default; `install` comes first where it has not been done
+# --tiny     sizes that a CPU can take, for a rehearsal
+# --seconds  end the call after N seconds: parts that do not fit are shortened or skipped
+# --print    show the commands, and run nothing
+#
+# PYTHON (python3) has torch; a virtual environment that sees its packages is made in GPU_VENV, so nothing is installed
+# into it. Each part has its time limit, and one that fails does not stop the next.
+set -u
+
+PARTS=(install doctor tests demo operators rollout rollout-480p iteration ncu-step ncu-block)
+LIMITS=(150 90 300 120 150 300 480 480 150 200)
+GPU_VENV=${GPU_VENV:-${TMPDIR:-/tmp}/sage-fast-gpu}
+
+fail() { echo "scripts/gpu.sh: $*" >&2; exit 2; }
+
+tiny=false seconds=100000 print=false
+while [[ ${1-} == --* ]]; do
+    case $1 in
+        --tiny) tiny=true ;;
+        --print) print=true ;;
+        --seconds) seconds=${2-}; [[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds '$seconds': expected a whole number"; shift ;;
+        *) fail "unknown option $1; expected --tiny, --seconds N or --print" ;;
+    esac
+    shift
+done
+(($# >= 2)) || fail "expected WHEELS OUT [PART...]; the parts are ${PARTS[*]}"
+[[ -d $1 ]] || fail "WHEELS '$1': no such folder; an empty one will do where nothing is missing"
+wheels=$(realpath "$1") out=$(realpath -m "$2")  # of where the command is given
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+shift 2
+
+chosen=()
+for part in "${@:-${PARTS[@]}}"; do
+    [[ $part =~ ^[0-9]+$ ]] && name=${PARTS[part - 1]-} || name=$part
+    [[ -n $name && " ${PARTS[*]} " == *" $name "* ]] || fail "part '$part': expected a number to ${#PARTS[@]} or one of ${PARTS[*]}"
+    chosen+=("$name")
+done
+py=$GPU_VENV/bin/python
+# What is installed is this checkout, at this place.
+installed() { [[ -x $py ]] && [[ $(cd / && "$py" -c 'import sage_fast; print(sage_fast.__file__)' 2>&1) == "$PWD/sage_fast/__init__.py" ]]; }
+if ! $print && [[ " ${chosen[*]} " != *" install "* ]] && ! installed; then chosen=(install "${chosen[@]}"); fi
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+# A virtual environment of its own that sees all packages of $PYTHON, even if that is one of a virtual environment.
+install_part() {
+    local python=${PYTHON:-python3} pip=("$py" -m pip --disable-pip-version-check install --no-index --no-deps)
+    "$python" -m venv --without-pip --clear "$GPU_VENV" || return
+    "$python" -c 'import site, sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+        > "$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-the-machine.pth" || return
+    shopt -s nullglob
+    local found=("$wheels"/*.whl)
+    if ((${#found[@]})); then "${pip[@]}" "${found[@]}" || return; fi
+    "${pip[@]}" --no-build-isolation --editable . || return
+    installed && "$py" -c 'import torch, diffusers, sage_fast, sage_fast.kernels; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
+}
+
+# Kernels under Nsight Compute where it is installed; else the same code without.
+ncu_part() {
+    local name=$1 options code=$3 ncu=()
+    read -ra options <<< "$2"
+    if command -v ncu > /dev/null; then
+        ncu=(ncu --force-overwrite --export "$out/$name" --clock-control none "${options[@]}")
+    else
+        echo "ncu is not on the PATH: the code runs without"
+    fi
+    "${ncu[@]}" "$py" -c "$code" || return
+    ((${#ncu[@]} == 0)) || ncu --import "$out/$name.ncu-rep" --page details > "$out/$name.txt"
+}
+
+STEP_CODE='
+import torch
+from sage_fast.measure import selftest
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+arguments = selftest.inputs("transition_step", device, selftest.usual_dtype(device), large=True)
+for _ in range(3):
+    x_next, _ = selftest.fused("transition_step")(*arguments)
+print("transition_step of", list(x_next.shape))'
+BLOCK_CODE='
+import torch
+from sage_fast.measure import selftest
+gpu = torch.cuda.is_available()
+run, tokens = selftest.transformer_forward(torch.device("cuda" if gpu else "cpu"))
+run()
+if gpu:
+    torch.cuda.synchronize()
+    torch.cuda.nvtx.range_push("block")
+run()
+if gpu:
+    torch.cuda.synchronize()
+    torch.cuda.nvtx.range_pop()
+print("two blocks of", tokens, "tokens")'
+
+# The command of a part, one word a line; bench and profile write their JSON into $out.
+command_of() {
+    local sage=("$py" -m sage_fast) size=()
+    case $1 in
+        install) printf '%s\n' install_part ;;
+        doctor) printf '%s\n' "${sage[@]}" doctor --json "$out/doctor.json" ;;
+        tests)
+            size=(-n 8 tests/ops tests/test_graphs.py tests/test_decode.py tests/test_attention.py)
+            $tiny && size=(tests/ops/test_layouts.py)
+            printf '%s\n' "$py" -m pytest -p no:cacheprovider "${size[@]}"
+            ;;
+        demo)
+            size=(--train.iterations 3 --eval.num_prompts 8)
+            $tiny && size=(--train.iterations 1 --eval.num_prompts 1 --eval.steps 2 --sampling.steps 3 --train.optimizer_steps 1
+                --train.prompts_per_iteration 1 --train.group_size 2 --eval.seeds_per_prompt 1)
+            printf '%s\n' "${sage[@]}" train configs/demo.yaml --output "$GPU_VENV/demo" "${size[@]}"
+            ;;
+        operators)
+            size=(--size "480p batch 1" --size "480p batch 4" --size "720p batch 4" --size large)
+            $tiny && size=(--size tiny --repetitions 1)
+            printf '%s\n' "${sage[@]}" bench "${size[@]}" --json "$out/operators.json"
+            ;;
+        rollout)
+            size=(--size 5x16x16 --size 9x30x52 --repetitions 3 --budget 260)
+            $tiny && size=(--size tiny --repetitions 1)
+            printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout.json"
+            ;;
+        rollout-480p)
+            size=(--size "480p 81 frames" --repetitions 1 --part forward --part train --part decode --budget 430)
+            $tiny && size=(--size tiny --repetitions 1)
+            printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout-480p.json"
+            ;;
+        iteration)
+            size=(configs/hunyuanvideo15-480p.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 6
+                --train.group_size 2)
+            $tiny && size=(configs/demo.yaml --sampling.steps 3 --train.group_size 2 --train.optimizer_steps 1)
+            # Made-up prompts, and a reward of the pixels: neither is what is measured.
+            printf '%s\n' "${sage[@]}" profile "${size[@]}" --train.prompts_per_iteration 1 --data.prompts testbed:train \
+                --data.eval_prompts testbed:heldout --reward.name sage_fast.configs.my_rewards:MyReward \
+                --reward.weights "{color: 1, steady: 1}" --objective.drop_equal_groups false --folder "$out/iteration"
+            ;;
+        ncu-step)
+            printf '%s\n' ncu_part ncu-step "--kernel-name regex:transition_step --launch-skip 1 --launch-count 1 --set full" STEP_CODE
+            ;;
+        ncu-block)
+            printf '%s\n' ncu_part ncu-block "--nvtx --nvtx-include block/ --section SpeedOfLight --section MemoryWorkloadAnalysis" BLOCK_CODE
+            ;;
+    esac
+}
+
+# -- running them ------------------------------------------------------------------------------------------------------
+
+if $print; then
+    for part in "${chosen[@]}"; do
+        mapfile -t words < <(command_of "$part")
+        printf '%s\t' "$part" "${words[@]}"
+        echo
+    done
+    exit
+fi
+
+mkdir -p "$out" || exit 2
+status=$out/status.tsv  # part, verdict, seconds; the last line of a part counts
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 wheels out py
+export -f install_part ncu_part installed
+limit_of() { for i in "${!PARTS[@]}"; do if [[ ${PARTS[i]} == "$1" ]]; then echo "${LIMITS[i]}"; fi; done; }
+
+for part in "${chosen[@]}"; do
+    limit=$(limit_of "$part") left=$((seconds - SECONDS)) log=$out/$part.log start=$SECONDS
+    $tiny && limit=600
+    if ((left < 15)); then
+        echo "no time left in this call" > "$log"
+        printf '%s\tskipped\t0\n' "$part" >> "$status"
+        continue
+    fi
+    ((limit > left)) && limit=$left
+    mapfile -t words < <(command_of "$part")
+    case $part in  # neither is written over
+        demo) rm -rf "$GPU_VENV/demo" ;;
+        iteration) rm -rf "$out/iteration" ;;
+    esac
+    [[ $part == ncu-* ]] && { words[3]=${!words[3]}; }
+    [[ ${words[0]} == *_part ]] && words=(bash -c '"$@"' _ "${words[@]}")
+    echo "$part, at most $limit s: $log"
+    # A time limit of its own, and a killed part leaves no process behind.
+    GPU_VENV=$GPU_VENV timeout --kill-after=10 "$limit" "${words[@]}" > "$log" 2>&1
+    case $? in
+        0) verdict=ok ;;
+        124 | 137) verdict="timed out" ;;
+        *) verdict=failed ;;
+    esac
+    printf '%s\t%s\t%s\n' "$part" "$verdict" "$((SECONDS - start))" >> "$status"
+done
+
+bad=0
+{
+    printf '%-14s%-11s%8s  %s\n' part verdict seconds "last line of its log"
+    for part in "${PARTS[@]}"; do
+        row=$(grep -P "^$part\t" "$status" | tail -n 1)
+        [[ -n $row ]] || { printf '%-14s%s\n' "$part" "not run"; continue; }
+        IFS=$'\t' read -r _ verdict took <<< "$row"
+        printf '%-14s%-11s%8s  %s\n' "$part" "$verdict" "$took" "$(grep -v '^\s*$' "$out/$part.log" | tail -n 1 | cut -c -120)"
+    done
+} | tee "$out/table.txt"
+for part in "${chosen[@]}"; do
+    [[ $(grep -P "^$part\t" "$status" | tail -n 1 | cut -f 2) == ok ]] || bad=1
+done
+exit $bad

@@ -1,0 +1,186 @@
+"""`sage-fast doctor` on this machine, and on ones where something is wrong."""
+
+import importlib
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch import Tensor
+
+from sage_fast import cli
+from sage_fast.measure import doctor, selftest
+from sage_fast.measure.selftest import OPERATORS
+from sage_fast.measure.verdict import VERDICTS, Check
+from sage_fast.policy.attention import ATTENTION
+from sage_fast.rollout.graphs import Run
+
+CPU = torch.device("cpu")
+
+
+def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results" / "doctor.json"
+    status = cli.main(["doctor", "--json", str(file)])
+    printed, result = capsys.readouterr().out, json.loads(file.read_text())
+    checks = {check["name"]: check for check in result["checks"]}
+    wrong = [check for check in checks.values() if check["verdict"] == "wrong"]
+    assert (status, wrong) == (0, [])
+    assert {"torch", "triton", "nvtx", "flash-attn", "deepspeed", "C++ compiler", "copy", "attention sdpa"} <= set(
+        checks
+    )
+    for operator in ("transition_step", "transition_score", "norm_modulate", "norm_rotate"):
+        for dtype in ("float32", "bfloat16"):
+            assert checks[f"{operator}, cpu, {dtype}"]["verdict"] == "ok"
+        assert "of the bandwidth of a copy" in checks[f"{operator}, speed"]["found"]
+    assert "gradient" in checks["norm_rotate, cpu, bfloat16"]["found"]
+    for check in checks.values():
+        assert check["verdict"] in VERDICTS
+        assert check["found"] in printed
+        assert check["advice"] in printed
+    assert checks["matrix product"]["found"].endswith(" TFLOP/s in torch.float32")
+
+
+def test_a_wrong_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = ATTENTION["sdpa"]
+    monkeypatch.setitem(ATTENTION, "sdpa", lambda q, k, v, mask: 1.1 * right(q, k, v, mask))
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "wrong    attention sdpa" in printed
+    assert "1 wrong" in printed.splitlines()[-1]
+
+
+def off_by_a_value(operator: str) -> Callable[..., Any]:
+    def fused(*arguments: Any) -> Any:
+        out = OPERATORS[operator](*arguments)
+        first = out if isinstance(out, Tensor) else out[0]
+        first = first + 0
+        first.data.flatten()[-1] += 0.5
+        return first if isinstance(out, Tensor) else (first, *out[1:])
+
+    return fused
+
+
+def wrong_gradient(operator: str) -> Callable[..., Any]:
+    def fused(*arguments: Any) -> Any:
+        halved = [a * 0.5 + a.detach() * 0.5 if isinstance(a, Tensor) and a.requires_grad else a for a in arguments]
+        return OPERATORS[operator](*halved)
+
+    return fused
+
+
+def fails(*arguments: Any) -> Any:
+    raise RuntimeError("PassManager::run failed\nand more")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operators_that_are_wrong(operator: str, dtype: torch.dtype) -> None:
+    check = selftest.operator_check(operator, off_by_a_value(operator), CPU, dtype)
+    assert check.verdict == "wrong"
+    assert check.found.startswith("output: error ")
+    if operator != "transition_step":  # has no gradient
+        check = selftest.operator_check(operator, wrong_gradient(operator), CPU, dtype)
+        assert (check.verdict, check.found.partition(":")[0]) == ("wrong", "gradient")
+    check = selftest.operator_check(operator, fails, CPU, dtype)
+    assert (check.verdict, check.found) == ("wrong", "it does not run: RuntimeError: PassManager::run failed")
+
+
+def found(checks: Any, name: str) -> Check:
+    return next(check for check in checks if check.name == name)
+
+
+def test_packages_that_are_missing_old_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._required(Requirement("torch>=2.11")).verdict == "ok"
+    old = doctor._required(Requirement("torch>=99"))
+    assert (old.verdict, old.advice) == ("wrong", "pip install 'torch>=99'")
+    assert doctor._required(Requirement("no-such-package")).verdict == "wrong"
+    version = importlib.metadata.version
+    away = {"imageio-ffmpeg", "flash-attn"}
+
+    def without(name: str) -> str:
+        if name in away:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "9.9" if name == "xformers" else version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    monkeypatch.setitem(sys.modules, "xformers", None)  # installed, and its import fails
+    checks = list(doctor.packages())
+    assert found(checks, "imageio-ffmpeg").verdict == "missing"  # videos are animated pictures without it
+    assert found(checks, "flash-attn").verdict == "missing"
+    broken = found(checks, "xformers")
+    assert broken.verdict == "wrong"
+    assert broken.found.startswith("9.9 is installed and cannot be imported: ModuleNotFoundError")
+
+
+def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without diffusers, the rows before it; with a part that ends in an error, the parts after it."""
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "sage_fast.measure.selftest")
+        without.delattr("sage_fast.measure.selftest")
+        without.setitem(sys.modules, "sage_fast.policy.hunyuan", None)
+        assert cli.main(["doctor"]) == 1
+        printed = capsys.readouterr().out
+        assert "ok       torch" in printed
+        assert re.search(r"^wrong    the package +ended in ModuleNotFoundError: ", printed, re.M)
+    monkeypatch.setattr(selftest, "speeds", lambda device, bandwidth: fails())
+    names = {check.name: check for check in selftest.checks(CPU)}
+    assert names["operators, speed"].found == "ended in RuntimeError: PassManager::run failed"
+    assert names["attention sdpa"].verdict == "ok"
+
+
+def test_a_package_that_runs_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", none)
+    assert found(doctor.packages(), "sage-fast").verdict == "wrong"
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check = found(doctor.tools(CPU), "C++ compiler")
+    assert (check.verdict, check.found) == ("missing", "none; the C++ operators need it")
+
+
+def rerun(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+    """What a CUDA graph does, by running the step again over its buffers."""
+    outputs = run()
+
+    def replay() -> None:
+        for output, value in zip(outputs, run()):
+            output.copy_(value)
+
+    return replay, outputs, 100
+
+
+def stale(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+    return lambda: None, run(), 100
+
+
+def refuses(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_graphs_are_compared_with_a_rollout_without() -> None:
+    assert selftest.graphs(CPU).verdict == "missing"
+    assert selftest.graphs(CPU, lambda: rerun).verdict == "ok"
+    check = selftest.graphs(CPU, lambda: stale)
+    assert check.verdict == "wrong"
+    assert check.found.startswith("rollout 2 differs")
+    check = selftest.graphs(CPU, lambda: refuses)
+    assert check.verdict == "wrong"
+    assert "operation not permitted" in check.found
+
+
+def test_slow_is_said_of_a_gpu_only() -> None:
+    check = selftest._speed("copy", 0.5, "operator", "half", torch.device("cuda"))
+    assert check.verdict == "slow"
+    assert "expected 80%" in check.advice
+    assert selftest._speed("copy", 0.9, "operator", "most", torch.device("cuda")).verdict == "ok"
+    assert selftest._speed("copy", 0.1, "operator", "a tenth", CPU).verdict == "ok"

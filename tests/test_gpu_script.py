@@ -1,0 +1,172 @@
+"""scripts/gpu.sh rehearsed: the same script and parts at sizes that a CPU takes, in a copy of the checkout.
+
+The pages' `scripts/gpu.sh wheels` and `scripts/gpu.sh --seconds` are what runs here.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sage_fast import cli
+from sage_fast.settings import load
+
+REPOSITORY = Path(__file__).parent.parent
+PARTS = ["install", "doctor", "tests", "demo", "operators", "rollout", "rollout-480p", "iteration"]
+PARTS += ["ncu-step", "ncu-block"]
+# Hands out the operators that this checkout has built: what a compiler makes of them is not what is rehearsed.
+CACHED_COMPILER = """#!/bin/bash
+for ((i = 1; i <= $#; i++)); do
+    [[ ${!i} == -MF ]] && { j=$((i + 1)); : > "${!j}"; }
+    [[ ${!i} == -o ]] && { j=$((i + 1)); target=${!j}; }
+done
+[[ -z ${target-} ]] && exec c++ "$@"
+cp "$BUILT" "$target"
+"""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the checkout and a wheel of something that the machine lacks."""
+    folder = tmp_path_factory.mktemp("machine")
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__", "wheels")
+    shutil.copytree(REPOSITORY, folder / "checkout", ignore=ignored)
+    (folder / "wheels").mkdir()
+    with zipfile.ZipFile(folder / "wheels" / "rehearsed-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("rehearsed.py", "WHERE = __file__\n")
+        wheel.writestr("rehearsed-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: rehearsed\nVersion: 1.0\n")
+        wheel.writestr(
+            "rehearsed-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("rehearsed-1.0.dist-info/RECORD", "")
+    (folder / "c++").write_text(CACHED_COMPILER)
+    (folder / "c++").chmod(0o755)
+    return folder
+
+
+def gpu(machine: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {"PYTHON": sys.executable, "GPU_VENV": str(machine / "venv"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", str(machine / "checkout" / "scripts" / "gpu.sh"), *arguments],
+        cwd=machine, env=variables | environment, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+
+
+def table(machine: Path) -> dict[str, str]:
+    """part -> verdict."""
+    lines = (machine / "out" / "table.txt").read_text().splitlines()[1:]
+    found = (re.match(r"(\S+)\s+(ok|failed|timed out|skipped|not run)", line) for line in lines)
+    return {row[1]: row[2] for row in found if row}
+
+
+@pytest.fixture(scope="module")
+def rehearsed(machine: Path) -> Path:
+    """Every part but those that a test of its own breaks, in two calls as on a machine."""
+    compiler = str(machine / "c++")
+    built = next((REPOSITORY / "sage_fast").glob("_C.*so"), None)
+    if built is None:
+        pytest.skip("the C++ operators are not built")
+    first = gpu(machine, "--tiny", "wheels", "out", "install", CXX=compiler, CC=compiler, BUILT=str(built))
+    assert first.returncode == 0, (machine / "out" / "install.log").read_text()[-3000:]
+    done = gpu(machine, "--tiny", "wheels", "out", *PARTS[1:])
+    logs = {part: (machine / "out" / f"{part}.log").read_text()[-1500:] for part in PARTS}
+    assert table(machine) == dict.fromkeys(PARTS, "ok"), "\n".join(
+        f"== {part}\n{logs[part]}" for part, verdict in table(machine).items() if verdict != "ok"
+    )
+    assert done.returncode == 0
+    return machine / "out"
+
+
+def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
+    doctor = json.loads((rehearsed / "doctor.json").read_text())
+    assert not [check for check in doctor["checks"] if check["verdict"] == "wrong"]
+    for name in ("operators.json", "rollout.json", "rollout-480p.json", "iteration/profile.json"):
+        assert json.loads((rehearsed / name).read_text())["environment"]["torch"]
+    assert "transition_step of" in (rehearsed / "ncu-step.log").read_text()
+    assert "two blocks of" in (rehearsed / "ncu-block.log").read_text()
+    assert "passed" in (rehearsed / "tests.log").read_text()
+
+
+def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -> None:
+    """Wheels and package go into the virtual environment, which sees what the machine has."""
+    python = machine / "venv" / "bin" / "python"
+    code = "import rehearsed, sage_fast, torch; print(rehearsed.WHERE, sage_fast.__file__, torch.__file__)"
+    done = subprocess.run(
+        [python, "-c", code], cwd="/", capture_output=True, text=True, env={"PATH": os.environ["PATH"]}
+    )
+    wheel, package, torch = done.stdout.split()
+    assert wheel.startswith(str(machine / "venv"))
+    assert package == str(machine / "checkout" / "sage_fast" / "__init__.py")
+    assert not torch.startswith(str(machine))
+    with pytest.raises(ModuleNotFoundError):
+        __import__("rehearsed")
+
+
+def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: Path, machine: Path) -> None:
+    """One with a broken configuration, one that outlasts its call, and one for which no time is left."""
+    config = machine / "checkout" / "configs" / "demo.yaml"
+    text = config.read_text()
+    config.write_text("sampling: {stepps: 3}\n")
+    try:
+        done = gpu(machine, "--tiny", "wheels", "out", "4", "ncu-step")
+    finally:
+        config.write_text(text)
+    assert done.returncode == 1
+    verdicts = table(machine)
+    assert (verdicts["demo"], verdicts["ncu-step"], verdicts["operators"]) == ("failed", "ok", "ok")
+    assert re.search(r"^demo +failed .*unknown setting 'sampling.stepps'", done.stdout, re.M)
+    done = gpu(machine, "--seconds", "16", "wheels", "out", "tests", "ncu-step")  # of a GPU's size, which take minutes
+    assert done.returncode == 1
+    verdicts = table(machine)
+    assert (verdicts["tests"], verdicts["ncu-step"]) == ("timed out", "skipped")
+
+
+def test_what_is_asked_for_is_checked(machine: Path) -> None:
+    for arguments, message in (
+        (["wheels", "out", "docter"], "part 'docter': expected a number to 10 or one of install doctor"),
+        (["wheels", "out", "11"], "part '11'"),
+        (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
+        (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
+        (["--fast", "wheels", "out"], "unknown option --fast"),
+        (["wheels"], "expected WHEELS OUT"),
+    ):
+        done = gpu(machine, *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
+    """Those at full size, which no rehearsal runs: their options are known, and the calls of the page fit 9 minutes."""
+    done = gpu(machine, "--print", "wheels", "out")
+    commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
+    assert list(commands) == PARTS
+    for part in ("doctor", "demo", "operators", "rollout", "rollout-480p", "iteration"):
+        _, _, package, *arguments = commands[part]
+        assert package == "sage_fast"
+        options, rest = cli._parser().parse_known_args(arguments)
+        while rest[:1] in (["--budget"], ["--part"]):  # options of a `bench rollout` that is on its way
+            rest = rest[2:]
+        overrides = cli._overrides(arguments[0], rest)
+        assert part in ("demo", "iteration") or not overrides
+        if overrides:
+            load(REPOSITORY / options.config, overrides)
+    for name in commands["tests"]:
+        assert not name.startswith("tests/") or (REPOSITORY / name).exists()
+
+
+def test_the_calls_of_the_page_fit() -> None:
+    page = (REPOSITORY / "docs" / "gpu.md").read_text()
+    limits = dict(zip(PARTS, map(int, re.findall(r"^\| \d+ `[\w-]+` \| (\d+) s \|", page, re.M)), strict=True))
+    script = (REPOSITORY / "scripts" / "gpu.sh").read_text()
+    assert re.search(rf"^LIMITS=\({' '.join(map(str, limits.values()))}\)$", script, re.M)
+    assert re.search(rf"^PARTS=\({' '.join(PARTS)}\)$", script, re.M)
+    calls = re.findall(r"^scripts/gpu.sh --seconds 540 wheels runs/gpu (.+)$", page, re.M)
+    assert sorted(part for call in calls for part in call.split()) == sorted(PARTS)
+    assert all(sum(limits[part] for part in call.split()) <= 540 for call in calls)
