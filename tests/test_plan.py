@@ -157,7 +157,9 @@ def test_training_flops(tuning: str) -> None:
     formula = training_flops(
         forward_flops(BLOCK, 120, 40), attention, checkpointing=False, frozen_base=tuning == "lora"
     )
-    assert formula - 0.5 * attention == pytest.approx(counter.get_total_flops(), rel=0.02)
+    # The rows that the video's queries, keys and values leave for the text are multiplied too: 0.6 % of them at 480p.
+    spare = 40 * 6 * 256**2 * (2 if tuning == "lora" else 3)
+    assert formula - 0.5 * attention == pytest.approx(counter.get_total_flops() - spare, rel=0.02)
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

@@ -78,7 +78,7 @@ def checkpointed_activation_bytes(architecture: Architecture, joint_tokens: int,
     return architecture["num_layers"] * joint_tokens * d * bytes_per_value
 
 
-SAVED_VALUES = {"lora": 18, "full": 17}
+SAVED_VALUES = {"lora": 17, "full": 17}
 """tuning -> values that autograd keeps of one block, in units of d a token; counted for mlp ratio 4 and the default
 LoRA targets, in float32 and bfloat16 alike."""
 
