@@ -9,14 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from sage_fast.config import ModelConfig
 from sage_fast.measure.plan import (
     attention_flops,
-    block_activation_bytes,
-    checkpointed_activation_bytes,
     format_plan,
     forward_flops,
     plan,
     training_flops,
 )
 from sage_fast.policy.attention import ATTENTION
+from sage_fast.policy.checkpointing import block_activation_bytes, checkpointed_activation_bytes
 from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.hunyuan import add_lora
 from sage_fast.settings import build
@@ -155,7 +154,7 @@ def test_training_flops(tuning: str) -> None:
         (video.sum() + text.sum()).backward()
     attention = attention_flops(BLOCK, 120, 40)
     formula = training_flops(
-        forward_flops(BLOCK, 120, 40), attention, checkpointing=False, frozen_base=tuning == "lora"
+        forward_flops(BLOCK, 120, 40), attention, checkpointing="none", frozen_base=tuning == "lora"
     )
     # The rows that the video's queries, keys and values leave for the text are multiplied too: 0.6 % of them at 480p.
     spare = 40 * 6 * 256**2 * (2 if tuning == "lora" else 3)

@@ -20,9 +20,10 @@ from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.objective import uses_anchor
 from sage_fast.optimizers import OPTIMIZERS
+from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
-from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
+from sage_fast.rollout.schedule import configured_table, iteration_table, position_steps, trained_steps
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import TestbedTransformer
 
@@ -59,34 +60,20 @@ def attention_flops(architecture: Architecture, tokens: int, text_tokens: int) -
     return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
 
 
-def training_flops(forward: float, attention: float, *, checkpointing: bool, frozen_base: bool) -> float:
+def training_flops(forward: float, attention: float, *, checkpointing: str, frozen_base: bool) -> float:
     """Forward, its recomputation with checkpointing, and a backward.
 
-        linear x (1 + checkpointing + (1 if frozen_base else 2))  +  attention x (1 + checkpointing + 2.5)
+        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] + 2.5)
+
+    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither.
 
     A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
     for that in its weight. Attention's is five products against two, since fused kernels recompute the scores. The
     adapter's own products are not counted: about r / d of the linear part.
     """
     linear = forward - attention
-    return linear * (1 + checkpointing + (1 if frozen_base else 2)) + attention * (1 + checkpointing + 2.5)
-
-
-def checkpointed_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int) -> int:
-    """Saved by block-wise checkpointing: the inputs of every block."""
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    return architecture["num_layers"] * joint_tokens * d * bytes_per_value
-
-
-SAVED_VALUES = {"lora": 17, "full": 17}
-"""tuning -> values that autograd keeps of one block, in units of d a token; counted for mlp ratio 4 and the default
-LoRA targets, in float32 and bfloat16 alike."""
-
-
-def block_activation_bytes(architecture: Architecture, joint_tokens: int, bytes_per_value: int, tuning: str) -> int:
-    """Saved by one block without checkpointing, and at work in one block with it: SAVED_VALUES S d values."""
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    return bytes_per_value * (SAVED_VALUES[tuning] * joint_tokens * d)
+    again = checkpointing != "none", checkpointing == "full"
+    return linear * (1 + again[0] + (1 if frozen_base else 2)) + attention * (1 + again[1] + 2.5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,19 +144,22 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
     tokens = math.prod(latent[1:]) // (built.patch_size_t * built.patch_size**2)
     joint = tokens + text_tokens
     samples = train.prompts_per_iteration * train.group_size
-    trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
+    steps = trained_steps(iteration_table(configured_table(config), config, 0), config, 0)
+    trained, anchored = len(steps), len(position_steps(config, steps, 0))
     passes = 2 if s.guidance_scale != 1 else 1
 
     forwards = {
         "rollout": samples * s.steps * passes,
         "training": samples * trained * passes,
-        "anchor": samples * trained * passes if uses_anchor(config.kl) else 0,
+        "anchor": samples * anchored * passes if uses_anchor(config.kl) else 0,
     }
     forward = forward_flops(built, tokens, text_tokens)
+    asked = config.model.gradient_checkpointing
+    mode = "full" if asked == "auto" else asked  # what is free is known where it is run
     per_training = training_flops(
         forward,
         attention_flops(built, tokens, text_tokens),
-        checkpointing=config.model.gradient_checkpointing,
+        checkpointing=mode,
         frozen_base=config.model.tuning == "lora",
     )
     flops = {
@@ -200,18 +190,16 @@ def plan(config: Config, architecture: Architecture | None = None, *, ranks: int
         memory, host = memory | trajectories, {}
     if config.model.tuning == "full" and width == 2:
         memory["bf16 copies of the weights (autocast)"] = 2.0 * base
-    graphs = train.batch_size * passes
-    block = block_activation_bytes(built, joint, width, config.model.tuning)
-    with_checkpointing = float(graphs * checkpointed_activation_bytes(built, joint, width) + train.batch_size * block)
-    without_checkpointing = float(graphs * built.num_layers * block)
+    activations = {
+        name: activation_bytes(
+            name, built, joint, width, config.model.tuning, batch_size=train.batch_size, passes=passes
+        )
+        for name in MODES
+    }
+    memory[f"activations, checkpointing {asked}{', as full' if asked == 'auto' else ''}"] = activations.pop(mode)
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
-    if config.model.gradient_checkpointing:
-        memory["activations, checkpointed"] = with_checkpointing
-        other = {"activations without checkpointing": without_checkpointing} | videos | host
-    else:
-        memory["activations"] = without_checkpointing
-        other = {"activations with checkpointing": with_checkpointing} | videos | host
+    other = {f"activations, checkpointing {name}": size for name, size in activations.items()} | videos | host
     return Plan(
         parameters=base,
         trainable=trainable,

@@ -23,6 +23,7 @@ from sage_fast.environment import environment
 from sage_fast.measure.harness import head_line, host_timer, interleaved, matmul_ceiling
 from sage_fast.measure.plan import attention_flops, forward_flops, training_flops
 from sage_fast.measure.stock import StockPolicy
+from sage_fast.policy.checkpointing import set_checkpointing
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.policy.text import TextEmbedding
@@ -216,9 +217,7 @@ def run(names: Sequence[str] | None = None, rounds: int = 7) -> dict[str, Any]:
         rung = Rung(transformer, size, compiled=True)
         rung.check()
         for part in progress(PARTS, name, len(PARTS), "part"):
-            transformer.gradient_checkpointing = False
-            if part == "train" and not size.testbed:
-                transformer.enable_gradient_checkpointing()
+            set_checkpointing(transformer, _checkpointing(size, part))
             flops = _flops(transformer, size, part)
             measured = measure(rung.contenders(part), device, rounds)
             rows.append({"size": name, "part": part, "batch": size.batch, "flops": flops} | measured)
@@ -229,14 +228,17 @@ def run(names: Sequence[str] | None = None, rounds: int = 7) -> dict[str, Any]:
     }
 
 
+def _checkpointing(size: Size, part: str) -> str:
+    return "full" if part == "train" and not size.testbed else "none"
+
+
 def _flops(transformer: HunyuanVideo15Transformer3DModel, size: Size, part: str) -> float:
     """Model FLOPs of a part at the unpadded prompt, by the formulas of measure/plan.py."""
     tokens = math.prod(size.space)
     forward = size.batch * forward_flops(transformer.config, tokens, size.text_tokens)
     attention = size.batch * attention_flops(transformer.config, tokens, size.text_tokens)
     if part == "train":
-        checkpointing = transformer.gradient_checkpointing
-        return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True)
+        return training_flops(forward, attention, checkpointing=_checkpointing(size, part), frozen_base=True)
     return forward * (STEPS if part == "rollout" else 1)
 
 

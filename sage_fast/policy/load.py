@@ -24,6 +24,7 @@ from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object
 from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, check_attention, measure_attention
+from sage_fast.policy.checkpointing import set_checkpointing
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.text import Encoder, TextEmbedding, encode_with_pipeline
@@ -49,6 +50,7 @@ class Model:
         fps: frames per second of its videos.
         attention: the backend that serves it.
         attention_milliseconds: what the choice was made by; empty without a choice.
+        checkpointing: what the backward computes again, one of `policy.checkpointing.MODES`.
         decoder: `vae`'s, for latents of any batch.
     """
 
@@ -58,12 +60,13 @@ class Model:
     fps: int
     attention: str = "sdpa"
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    checkpointing: str = "none"
 
     def choose_attention(self, asked: str, sampling: SamplingConfig) -> None:
         """Serve attention by the backend `asked`, or by the fastest at the size of this run; the same on every rank."""
         config, device = self.policy.transformer.config, self.policy.device
-        tokens = math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2)
-        shape = (sampling.batch_size, tokens + TEXT_TOKENS, config.num_attention_heads, config.attention_head_dim)
+        tokens = self.joint_tokens(sampling)
+        shape = (sampling.batch_size, tokens, config.num_attention_heads, config.attention_head_dim)
         check_attention(asked, device, self.policy.dtype)
         if asked == "auto":
             measured = all_gather_object(measure_attention(shape, device, self.policy.dtype))[0]
@@ -71,6 +74,16 @@ class Model:
             asked = min(measured, key=measured.__getitem__) if measured else "sdpa"
         self.attention = asked
         self.policy.forward.attention = ATTENTION[asked]
+
+    def set_checkpointing(self, mode: str) -> None:
+        """Train with one of `policy.checkpointing.MODES`."""
+        self.checkpointing = mode
+        set_checkpointing(self.policy.transformer, mode)
+
+    def joint_tokens(self, sampling: SamplingConfig) -> int:
+        """Tokens of a video and of a prompt of `TEXT_TOKENS`."""
+        config = self.policy.transformer.config
+        return math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2) + TEXT_TOKENS
 
     def __post_init__(self) -> None:
         self.decoder = VideoDecoder(self.vae)
@@ -238,8 +251,6 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     else:
         transformer.requires_grad_(True)
         freeze_dead_ends(transformer)
-    if config.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=sampling.guidance_scale)
     model = Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name])
     model.choose_attention(config.attention, sampling)
