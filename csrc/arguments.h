@@ -36,11 +36,12 @@ struct ScoreArgs {
   Row row;
 };
 
-// Rows of one sample: x [S, width]; scale and shift [width]. `out` is the result [S, wide], or dx [S, width]; grad
-// [S, wide]: its first `width` columns count, and of the result only those are written.
+// Rows of one sample: x, y, sum, dy and residual [S, width]; scale, shift and gate [width]. `out` is the result
+// [S, wide], or dx [S, width]; grad [S, wide]: its first `width` columns count, and of the result only those are written.
+// With a gate it is sum = x + gate y that is normalised, and a backward reads `sum` as x. `residual` is added to dx.
 struct ModulateArgs {
-  Array x, scale, shift, grad;
-  void* out;
+  Array x, scale, shift, grad, y, gate, residual;
+  void *out, *sum, *dy;
   int64_t width, wide;
   float eps;
 };
@@ -51,18 +52,19 @@ struct Heads {
   int64_t token_stride, head_stride;
 };
 
-// One sample: video tokens first, then text. `out` is the result, or the gradient of video, with `text_out` that of
-// text.
+// One sample, video tokens first: queries, keys and values side by side, `joint` [S, 3, heads, width]. `out` are the
+// queries and keys [S, heads, width]; `grad` are the gradients of all three, and `d_joint` is like joint.
 struct RotateArgs {
-  Heads video, text, grad;
-  Array video_weight, text_weight;  // [width]
-  const float* rotary;              // [video_tokens, width / 2, 2]
-  void *out, *text_out;
+  Array joint;
+  Array weights[2][2];  // of queries and keys: of video, of text; [width]
+  const float* rotary;  // [video_tokens, width / 2, 2]
+  Heads grad[3];
+  void *out[2], *d_joint;
   int64_t video_tokens, heads, width;
   float eps;
 };
 
-constexpr int64_t kModulateScratch = 7, kRotateScratch = 9;  // floats for each element of a row or head
+constexpr int64_t kModulateScratch = 10, kRotateScratch = 11;  // floats for each element of a row or head
 
 // The inner loops, each over a range [begin, end) of one sample: its elements, rows or tokens.
 struct Loops {

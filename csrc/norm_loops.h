@@ -3,15 +3,29 @@
 
 namespace sage_fast::INSTRUCTION_SET {
 
-// -- norm_modulate: layer_norm(x) (1 + scale) + shift ----------------------------------------------------------------
+// -- norm_modulate: layer_norm(x) (1 + scale) + shift; gated_norm: the same of x + gate y ----------------------------
+
+inline void load_vector(const Array& vector, int64_t n, float* out) {
+  if (vector.data == nullptr) return;
+  const float* values = load(vector, 0, n, out);
+  if (values != out) std::copy(values, values + n, out);
+}
 
 inline void load_modulation(const ModulateArgs& args, float* gain, float* offset) {
   const float* scale = load(args.scale, 0, args.width, gain);
   for (int64_t j = 0; j < args.width; ++j) gain[j] = 1 + scale[j];
-  if (args.shift.data != nullptr) {
-    const float* shift = load(args.shift, 0, args.width, offset);
-    if (shift != offset) std::copy(shift, shift + args.width, offset);
-  }
+  load_vector(args.shift, args.width, offset);
+}
+
+// A row of x + gate y, rounded as it is stored in `sum`.
+inline const float* gated_sum(const ModulateArgs& args, int64_t row, int64_t n, const float* gate, float* x_buffer,
+                              float* y_buffer) {
+  const float* x = load(args.x, row * n, n, x_buffer);
+  const float* y = load(args.y, row * n, n, y_buffer);
+  float* sum = target(args.sum, args.x.type, row * n, x_buffer);
+  for (int64_t j = 0; j < n; ++j) sum[j] = x[j] + gate[j] * y[j];
+  flush(args.sum, args.x.type, row * n, n, x_buffer);
+  return load({args.sum, args.x.type}, row * n, n, x_buffer);
 }
 
 // normed = (x - mean) / std of a row; returns 1 / std.
@@ -27,23 +41,29 @@ template <int64_t kWidth>
 void modulate_rows(const ModulateArgs& args, int64_t begin, int64_t end, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width;
   float *gain = scratch, *offset = scratch + n, *x_buffer = scratch + 2 * n, *normed = scratch + 3 * n,
-        *out_buffer = scratch + 4 * n;
+        *out_buffer = scratch + 4 * n, *gate = scratch + 5 * n, *y_buffer = scratch + 6 * n;
   load_modulation(args, gain, offset);
+  load_vector(args.gate, n, gate);
   for (int64_t row = begin; row < end; ++row) {
-    normalize(load(args.x, row * n, n, x_buffer), n, args.eps, normed);
+    const float* x = args.gate.data != nullptr ? gated_sum(args, row, n, gate, x_buffer, y_buffer)
+                                               : load(args.x, row * n, n, x_buffer);
+    normalize(x, n, args.eps, normed);
     float* out = target(args.out, args.x.type, row * args.wide, out_buffer);
     for (int64_t j = 0; j < n; ++j) out[j] = normed[j] * gain[j] + offset[j];
     flush(args.out, args.x.type, row * args.wide, n, out_buffer);
   }
 }
 
-// dx in `out`; adds the gradients of scale and shift to sums [2, width], unless that is null.
+// dx in `out` and, with a gate, gate dx in `dy`; adds the gradients of scale, shift and gate to sums [2 or 3, width],
+// unless that is null.
 template <int64_t kWidth>
 void modulate_rows_backward(const ModulateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width;
   float *gain = scratch, *x_buffer = scratch + 2 * n, *normed = scratch + 3 * n, *out_buffer = scratch + 4 * n,
-        *g_buffer = scratch + 5 * n, *d_normed = scratch + 6 * n;
+        *g_buffer = scratch + 5 * n, *d_normed = scratch + 6 * n, *residual_buffer = scratch + 7 * n,
+        *y_buffer = scratch + 8 * n, *gate = scratch + 9 * n;
   load_modulation(args, gain, scratch + n);
+  load_vector(args.gate, n, gate);
   for (int64_t row = begin; row < end; ++row) {
     const float rstd = normalize(load(args.x, row * n, n, x_buffer), n, args.eps, normed);
     const float* g = load(args.grad, row * args.wide, n, g_buffer);
@@ -55,6 +75,19 @@ void modulate_rows_backward(const ModulateArgs& args, int64_t begin, int64_t end
     const float mean = sum(d_normed, n) / n, slope = dot(d_normed, normed, n) / n;
     float* dx = target(args.out, args.x.type, row * n, out_buffer);
     for (int64_t j = 0; j < n; ++j) dx[j] = rstd * (d_normed[j] - mean - normed[j] * slope);
+    if (args.residual.data != nullptr) {
+      const float* residual = load(args.residual, row * n, n, residual_buffer);
+      for (int64_t j = 0; j < n; ++j) dx[j] += residual[j];
+    }
+    if (args.gate.data != nullptr) {
+      float* dy = target(args.dy, args.x.type, row * n, d_normed);
+      for (int64_t j = 0; j < n; ++j) dy[j] = gate[j] * dx[j];
+      flush(args.dy, args.x.type, row * n, n, d_normed);
+      if (sums != nullptr) {
+        const float* y = load(args.y, row * n, n, y_buffer);
+        for (int64_t j = 0; j < n; ++j) sums[2 * n + j] += dx[j] * y[j];
+      }
+    }
     flush(args.out, args.x.type, row * n, n, out_buffer);
   }
 }
@@ -67,7 +100,7 @@ void norm_modulate_backward(const ModulateArgs& args, int64_t begin, int64_t end
   (args.width == 64 ? modulate_rows_backward<64> : modulate_rows_backward<0>)(args, begin, end, sums, scratch);
 }
 
-// -- norm_rotate: rms_norm of every head, rotated for video tokens ---------------------------------------------------
+// -- norm_rotate: rms_norm of every head of queries and keys, rotated for video tokens -------------------------------
 
 // (a, b) -> (a cos - b sin, a sin + b cos) for pairs of neighbours: y cos + swapped(y) sin, with the sign in `sine`.
 inline void rotate(const float* y, const float* cosine, const float* sine, int64_t n, float* out) {
@@ -95,68 +128,71 @@ inline void spread(const float* cos_sin, float sign, int64_t n, float* cosine, f
 
 template <int64_t kWidth>
 void rotate_rows(const RotateArgs& args, int64_t begin, int64_t end, float* scratch) {
-  const int64_t n = kWidth > 0 ? kWidth : args.width;
+  const int64_t n = kWidth > 0 ? kWidth : args.width, row = args.heads * n;
   float *x_buffer = scratch, *y = scratch + n, *out_buffer = scratch + 2 * n, *cosine = scratch + 3 * n,
-        *sine = scratch + 4 * n;
-  const float* video_weight = load(args.video_weight, 0, n, scratch + 5 * n);
-  const float* text_weight = load(args.text_weight, 0, n, scratch + 6 * n);
+        *sine = scratch + 4 * n, *weights = scratch + 5 * n;
+  for (int64_t k = 0; k < 4; ++k) load_vector(args.weights[k / 2][k % 2], n, weights + k * n);
+  const Type type = args.joint.type;
   for (int64_t token = begin; token < end; ++token) {
     const bool video = token < args.video_tokens;
-    const Heads& heads = video ? args.video : args.text;
-    const float* weight = video ? video_weight : text_weight;
-    const int64_t at = heads.token_stride * (video ? token : token - args.video_tokens);
     if (video) spread(args.rotary + token * n, 1, n, cosine, sine);
-    for (int64_t head = 0; head < args.heads; ++head) {
-      const float* x = load(heads.array, at + head * heads.head_stride, n, x_buffer);
-      const int64_t out_at = (token * args.heads + head) * n;
-      float* out = target(args.out, heads.array.type, out_at, out_buffer);
-      const float rstd = 1 / std::sqrt(dot(x, x, n) / n + args.eps);
-      if (video) {
-        for (int64_t j = 0; j < n; ++j) y[j] = x[j] * rstd * weight[j];
-        rotate(y, cosine, sine, n, out);
-      } else {
-        for (int64_t j = 0; j < n; ++j) out[j] = x[j] * rstd * weight[j];
+    for (int64_t part = 0; part < 2; ++part) {
+      const float* weight = weights + (2 * part + !video) * n;
+      for (int64_t head = 0; head < args.heads; ++head) {
+        const float* x = load(args.joint, (3 * token + part) * row + head * n, n, x_buffer);
+        const int64_t out_at = token * row + head * n;
+        float* out = target(args.out[part], type, out_at, out_buffer);
+        const float rstd = 1 / std::sqrt(dot(x, x, n) / n + args.eps);
+        if (video) {
+          for (int64_t j = 0; j < n; ++j) y[j] = x[j] * rstd * weight[j];
+          rotate(y, cosine, sine, n, out);
+        } else {
+          for (int64_t j = 0; j < n; ++j) out[j] = x[j] * rstd * weight[j];
+        }
+        flush(args.out[part], type, out_at, n, out_buffer);
       }
-      flush(args.out, heads.array.type, out_at, n, out_buffer);
     }
   }
 }
 
-// Gradients of video and text; adds those of their weights to sums [2, width], unless that is null.
+// The gradient of joint; adds those of the weights to sums [2, 2, width], unless that is null.
 template <int64_t kWidth>
 void rotate_rows_backward(const RotateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
-  const int64_t n = kWidth > 0 ? kWidth : args.width;
+  const int64_t n = kWidth > 0 ? kWidth : args.width, row = args.heads * n;
   float *x_buffer = scratch, *normed = scratch + n, *out_buffer = scratch + 2 * n, *g_buffer = scratch + 3 * n,
-        *turned = scratch + 4 * n, *cosine = scratch + 5 * n, *sine = scratch + 6 * n;
-  const float* video_weight = load(args.video_weight, 0, n, scratch + 7 * n);
-  const float* text_weight = load(args.text_weight, 0, n, scratch + 8 * n);
+        *turned = scratch + 4 * n, *cosine = scratch + 5 * n, *sine = scratch + 6 * n, *weights = scratch + 7 * n;
+  for (int64_t k = 0; k < 4; ++k) load_vector(args.weights[k / 2][k % 2], n, weights + k * n);
+  const Type type = args.joint.type;
   for (int64_t token = begin; token < end; ++token) {
     const bool video = token < args.video_tokens;
-    const Heads& heads = video ? args.video : args.text;
-    const float* weight = video ? video_weight : text_weight;
-    const int64_t own = video ? token : token - args.video_tokens;
     if (video) spread(args.rotary + token * n, -1, n, cosine, sine);
-    for (int64_t head = 0; head < args.heads; ++head) {
-      const float* x = load(heads.array, own * heads.token_stride + head * heads.head_stride, n, x_buffer);
-      const float* g =
-          load(args.grad.array, token * args.grad.token_stride + head * args.grad.head_stride, n, g_buffer);
-      if (video) {
-        rotate(g, cosine, sine, n, turned);
-        g = turned;
+    for (int64_t part = 0; part < 3; ++part) {
+      const Heads& grads = args.grad[part];
+      for (int64_t head = 0; head < args.heads; ++head) {
+        const int64_t at = (3 * token + part) * row + head * n;
+        const float* g = load(grads.array, token * grads.token_stride + head * grads.head_stride, n, g_buffer);
+        if (part == 2) {  // values pass as they are
+          store(args.d_joint, type, at, n, g);
+          continue;
+        }
+        const int64_t which = 2 * part + !video;
+        const float* x = load(args.joint, at, n, x_buffer);
+        if (video) {
+          rotate(g, cosine, sine, n, turned);
+          g = turned;
+        }
+        const float rstd = 1 / std::sqrt(dot(x, x, n) / n + args.eps);
+        for (int64_t j = 0; j < n; ++j) normed[j] = x[j] * rstd;
+        if (sums != nullptr) {
+          float* of_weight = sums + which * n;
+          for (int64_t j = 0; j < n; ++j) of_weight[j] += g[j] * normed[j];
+        }
+        for (int64_t j = 0; j < n; ++j) turned[j] = g[j] * weights[which * n + j];
+        const float slope = dot(turned, normed, n) / n;
+        float* dx = target(args.d_joint, type, at, out_buffer);
+        for (int64_t j = 0; j < n; ++j) dx[j] = rstd * (turned[j] - normed[j] * slope);
+        flush(args.d_joint, type, at, n, out_buffer);
       }
-      const float rstd = 1 / std::sqrt(dot(x, x, n) / n + args.eps);
-      for (int64_t j = 0; j < n; ++j) normed[j] = x[j] * rstd;
-      if (sums != nullptr) {
-        float* of_weight = sums + (video ? 0 : n);
-        for (int64_t j = 0; j < n; ++j) of_weight[j] += g[j] * normed[j];
-      }
-      for (int64_t j = 0; j < n; ++j) turned[j] = g[j] * weight[j];
-      const float slope = dot(turned, normed, n) / n;
-      void* grads = video ? args.out : args.text_out;
-      const int64_t out_at = (own * args.heads + head) * n;
-      float* dx = target(grads, heads.array.type, out_at, out_buffer);
-      for (int64_t j = 0; j < n; ++j) dx[j] = rstd * (turned[j] - normed[j] * slope);
-      flush(grads, heads.array.type, out_at, n, out_buffer);
     }
   }
 }

@@ -24,29 +24,25 @@ struct HeadTensor {
 
 // The arguments by sample.
 struct Inputs {
-  Inputs(const Tensor& video, const Tensor& text, const Tensor& video_weight, const Tensor& text_weight,
-         const Tensor& rotary, double eps)
-      : videos(video),
-        texts(text),
-        video_weight(torch::stable::contiguous(video_weight)),
-        text_weight(torch::stable::contiguous(text_weight)),
+  Inputs(const Tensor& joint, const Tensor& video_query, const Tensor& text_query, const Tensor& video_key,
+         const Tensor& text_key, const Tensor& rotary, double eps)
+      : joints(joint),
+        weights{torch::stable::contiguous(video_query), torch::stable::contiguous(text_query),
+                torch::stable::contiguous(video_key), torch::stable::contiguous(text_key)},
         table(torch::stable::contiguous(rotary)),
         eps(static_cast<float>(eps)) {
-    STD_TORCH_CHECK(videos.type == texts.type, "text: expected the dtype of video");
     STD_TORCH_CHECK(rotary.scalar_type() == ScalarType::Float, "rotary: expected float32");
-    samples = video.size(0);
-    video_tokens = video.size(1);
-    tokens = video_tokens + text.size(1);
-    heads = video.size(2);
-    width = video.size(3);
+    samples = joint.size(0);
+    tokens = joint.size(1);
+    heads = joint.size(3);
+    width = joint.size(4);
+    video_tokens = rotary.size(0);
   }
 
   RotateArgs operator[](int64_t i) const {
     RotateArgs args{};
-    args.video = videos[i];
-    args.text = texts[i];
-    args.video_weight = array_of(video_weight);
-    args.text_weight = array_of(text_weight);
+    args.joint = joints[i];
+    for (int k = 0; k < 4; ++k) args.weights[k / 2][k % 2] = array_of(weights[k]);
     args.rotary = static_cast<const float*>(table.const_data_ptr());
     args.video_tokens = video_tokens;
     args.heads = heads;
@@ -55,73 +51,70 @@ struct Inputs {
     return args;
   }
 
-  HeadTensor videos, texts;
-  Tensor video_weight, text_weight, table;
+  Samples joints;
+  Tensor weights[4], table;
   float eps;
   int64_t samples, video_tokens, tokens, heads, width;
 };
 
 }  // namespace
 
-Tensor norm_rotate(const Tensor& video, const Tensor& text, const Tensor& video_weight, const Tensor& text_weight,
-                   const Tensor& rotary, double eps) {
-  const Inputs in(video, text, video_weight, text_weight, rotary, eps);
-  Tensor out = new_sized(video, {in.samples, in.tokens, in.heads, in.width});
-  char* data = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t row = in.heads * in.width;
+std::tuple<Tensor, Tensor> norm_rotate(const Tensor& joint, const Tensor& video_query, const Tensor& text_query,
+                                       const Tensor& video_key, const Tensor& text_key, const Tensor& rotary,
+                                       double eps) {
+  const Inputs in(joint, video_query, text_query, video_key, text_key, rotary, eps);
+  const std::vector<int64_t> sizes = {in.samples, in.tokens, in.heads, in.width};
+  Tensor out[2] = {new_sized(joint, sizes), new_sized(joint, sizes)};
+  const int64_t row = in.heads * in.width, bytes = in.tokens * row * size_of(in.joints.type());
   for_each_rows(in.samples, in.tokens, row, [&](int64_t i, int64_t, int64_t begin, int64_t end) {
     std::vector<float> scratch(kRotateScratch * in.width);
     RotateArgs args = in[i];
-    args.out = data + i * in.tokens * row * size_of(in.videos.type);
+    for (int k = 0; k < 2; ++k) args.out[k] = static_cast<char*>(out[k].mutable_data_ptr()) + i * bytes;
     loops().norm_rotate(args, begin, end, scratch.data());
   });
-  return out;
+  return {out[0], out[1]};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_backward(const Tensor& grad, const Tensor& video,
-                                                                const Tensor& text, const Tensor& video_weight,
-                                                                const Tensor& text_weight, const Tensor& rotary,
-                                                                double eps, bool weights) {
-  const Inputs in(video, text, video_weight, text_weight, rotary, eps);
-  const HeadTensor grads(grad);
-  const int64_t row = in.heads * in.width, texts = in.tokens - in.video_tokens, size = size_of(in.videos.type);
-  Tensor d_video = new_sized(video, {in.samples, in.video_tokens, in.heads, in.width});
-  Tensor d_text = new_sized(video, {in.samples, texts, in.heads, in.width});
-  char* video_data = static_cast<char*>(d_video.mutable_data_ptr());
-  char* text_data = static_cast<char*>(d_text.mutable_data_ptr());
-  Partials partials(weights, in.samples, in.tokens, row, in.width);
+std::tuple<Tensor, Tensor> norm_rotate_backward(const Tensor& grad_query, const Tensor& grad_key,
+                                                const Tensor& grad_value, const Tensor& joint,
+                                                const Tensor& video_query, const Tensor& text_query,
+                                                const Tensor& video_key, const Tensor& text_key, const Tensor& rotary,
+                                                double eps, bool weights) {
+  const Inputs in(joint, video_query, text_query, video_key, text_key, rotary, eps);
+  const HeadTensor grads[3] = {HeadTensor(grad_query), HeadTensor(grad_key), HeadTensor(grad_value)};
+  const int64_t row = in.heads * in.width, bytes = in.joints.numel() * size_of(in.joints.type());
+  Tensor d_joint = new_like(joint);
+  Partials partials(weights, in.samples, in.tokens, row, 4, in.width);
   for_each_rows(in.samples, in.tokens, row, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
     std::vector<float> scratch(kRotateScratch * in.width);
     RotateArgs args = in[i];
-    args.grad = grads[i];
-    args.out = video_data + i * in.video_tokens * row * size;
-    args.text_out = text_data + i * texts * row * size;
+    for (int k = 0; k < 3; ++k) args.grad[k] = grads[k][i];
+    args.d_joint = static_cast<char*>(d_joint.mutable_data_ptr()) + i * bytes;
     loops().norm_rotate_backward(args, begin, end, partials.of(i, chunk), scratch.data());
   });
-  const int64_t width = weights ? in.width : 0;
-  Tensor d_video_weight = new_floats(video, {width}), d_text_weight = new_floats(video, {width});
+  Tensor d_weights = new_floats(joint, {weights ? 4 : 0, in.width});
   if (weights) {
-    Tensor* out[2] = {&d_video_weight, &d_text_weight};
-    for (int k = 0; k < 2; ++k) {
-      float* sums = static_cast<float*>(out[k]->mutable_data_ptr());
-      std::fill(sums, sums + width, 0.0f);
-      std::vector<float> of_sample(width);
-      for (int64_t i = 0; i < in.samples; ++i) {
+    float* sums = static_cast<float*>(d_weights.mutable_data_ptr());
+    std::fill(sums, sums + 4 * in.width, 0.0f);
+    std::vector<float> of_sample(in.width);
+    for (int64_t i = 0; i < in.samples; ++i) {
+      for (int k = 0; k < 4; ++k) {
         partials.add(i, k, of_sample.data());
-        for (int64_t j = 0; j < width; ++j) sums[j] += of_sample[j];
+        for (int64_t j = 0; j < in.width; ++j) sums[k * in.width + j] += of_sample[j];
       }
     }
   }
-  return {d_video, d_text, d_video_weight, d_text_weight};
+  return {d_joint, d_weights};
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sage_fast_cpu, m) {
   m.def(
-      "norm_rotate(Tensor video, Tensor text, Tensor video_weight, Tensor text_weight, Tensor rotary, float eps)"
-      " -> Tensor");
+      "norm_rotate(Tensor joint, Tensor video_query, Tensor text_query, Tensor video_key, Tensor text_key,"
+      " Tensor rotary, float eps) -> (Tensor, Tensor)");
   m.def(
-      "norm_rotate_backward(Tensor grad, Tensor video, Tensor text, Tensor video_weight, Tensor text_weight,"
-      " Tensor rotary, float eps, bool weights) -> (Tensor, Tensor, Tensor, Tensor)");
+      "norm_rotate_backward(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor joint, Tensor video_query,"
+      " Tensor text_query, Tensor video_key, Tensor text_key, Tensor rotary, float eps, bool weights)"
+      " -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sage_fast_cpu, CPU, m) {

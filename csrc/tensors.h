@@ -37,6 +37,7 @@ inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
 // A contiguous tensor [B, ...] seen as B samples.
 class Samples {
  public:
+  Samples() = default;
   explicit Samples(const Tensor& tensor) : tensor_(torch::stable::contiguous(tensor)), type_(type_of(tensor)) {
     count_ = tensor_->size(0);
     numel_ = 1;
@@ -115,35 +116,36 @@ void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
   });
 }
 
-// Two sums of `sum_width` floats for each chunk of `for_each_rows`, added in order, so that results do not depend on
+// `count` sums of `sum_width` floats for each chunk of `for_each_rows`, added in order, so that results do not depend on
 // the number of threads.
 class Partials {
  public:
-  Partials(bool wanted, int64_t samples, int64_t rows, int64_t width, int64_t sum_width)
+  Partials(bool wanted, int64_t samples, int64_t rows, int64_t width, int64_t count, int64_t sum_width)
       : chunks_((rows + rows_of_chunk(width) - 1) / rows_of_chunk(width)),
+        count_(count),
         width_(sum_width),
-        sums_(wanted ? samples * chunks_ * 2 * sum_width : 0) {}
-  Partials(bool wanted, int64_t samples, int64_t rows, int64_t width) : Partials(wanted, samples, rows, width, width) {}
+        sums_(wanted ? samples * chunks_ * count * sum_width : 0) {}
 
   float* of(int64_t sample, int64_t chunk) {
-    return sums_.empty() ? nullptr : &sums_[(sample * chunks_ + chunk) * 2 * width_];
+    return sums_.empty() ? nullptr : &sums_[(sample * chunks_ + chunk) * count_ * width_];
   }
   void add(int64_t sample, int64_t k, float* out) const {
     std::fill(out, out + width_, 0.0f);
     for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-      const float* sums = &sums_[((sample * chunks_ + chunk) * 2 + k) * width_];
+      const float* sums = &sums_[((sample * chunks_ + chunk) * count_ + k) * width_];
       for (int64_t j = 0; j < width_; ++j) out[j] += sums[j];
     }
   }
 
  private:
-  int64_t chunks_, width_;
+  int64_t chunks_, count_, width_;
   std::vector<float> sums_;
 };
 
 // [B, d], a vector for each sample: contiguous, with any stride between vectors, 0 included.
 class Vectors {
  public:
+  Vectors() = default;
   explicit Vectors(const Tensor& tensor)
       : tensor_(tensor.stride(1) == 1 || tensor.size(1) == 1 ? tensor : torch::stable::contiguous(tensor)),
         type_(type_of(tensor)) {}

@@ -34,8 +34,9 @@ has 2 tiles a program and, at batch 1, 3.9 programs for each of 132 SMs: 3 MB in
 latency."""
 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-NORM_BACKWARD_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Half as many values a thread: with four warps, fp32 rows of 2048 values and their gradients spill on sm_100."""
+WIDE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+"""Where several rows are held at once: half as many values a thread. With four warps, fp32 rows of 2048 values and
+their gradients spill on sm_100."""
 
 
 def _round_in_the_interpreter() -> None:

@@ -1,10 +1,10 @@
 """LayerNorm and AdaLN's scale and shift on the GPU, a row of d values at a time in registers.
 
 x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results and gradients `[B, S, d]`, the
-result and its gradient with room on the right of each row. Forward: x read and
-the result written once. Backward: gradient and x read, dx written; the sums for scale and shift, if wanted,
-are kept in registers over a program's rows and added in a second stage, without atomics.
-`sage_fast.ops.norm_modulate` is the specification.
+result and its gradient with room on the right of each row and spare rows below each sample's. Forward: x read and
+the result written once. Backward: gradient, x and the residual's gradient read, dx written; the sums for scale and
+shift, if wanted, are kept in registers over a program's rows and added in a second stage, without atomics. The backward
+of `gated_norm` is the same kernel. `sage_fast.ops.norm_modulate` is the specification.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, NORM_BACKWARD_OPTIONS, rows_of_programs
+from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, rows_of_programs
 from torch import Tensor
 
 
@@ -33,6 +33,7 @@ def _norm_modulate_fwd_kernel(
     out_ptr,
     rows,
     width,
+    out_rows,
     out_width,
     scale_stride,
     shift_stride,
@@ -50,10 +51,9 @@ def _norm_modulate_fwd_kernel(
     for turn in range(ROWS):
         row = first + turn
         inside = column < tl.where(row < rows, width, 0)
-        index = sample * rows + row
-        x = tl.load(x_ptr + index * width + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (sample * rows + row) * width + column, mask=inside, other=0.0).to(tl.float32)
         normed, _ = _normed(x, mask, width, eps)
-        out_at = out_ptr + index * out_width + column
+        out_at = out_ptr + (sample * out_rows + row) * out_width + column
         tl.store(out_at, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -62,18 +62,28 @@ def _norm_modulate_bwd_kernel(
     grad_ptr,
     x_ptr,
     scale_ptr,
+    residual_ptr,
+    gate_ptr,
+    y_ptr,
     dx_ptr,
+    dy_ptr,
     partial_ptr,
     rows,
     width,
+    grad_rows,
     grad_width,
     scale_stride,
+    gate_stride,
     eps,
     MODULATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dx, and with MODULATION this program's sums for scale and shift, partial `[B, programs, 2, width]`."""
+    """dx, plus the residual's gradient with RESIDUAL; with GATED also dy = gate dx. With MODULATION this program's sums
+    for scale, shift and, with GATED, gate, partial `[B, programs, 2 or 3, width]`.
+    """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     column = tl.arange(0, WIDTH)
@@ -81,13 +91,16 @@ def _norm_modulate_bwd_kernel(
     gain = 1.0 + tl.load(scale_ptr + sample * scale_stride + column, mask=mask, other=0.0).to(tl.float32)
     dscale = tl.zeros([WIDTH], tl.float32)
     dshift = tl.zeros([WIDTH], tl.float32)
+    dgate = tl.zeros([WIDTH], tl.float32)
+    if GATED:
+        gate = tl.load(gate_ptr + sample * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     for turn in range(ROWS):
         row = program * ROWS + turn
         inside = column < tl.where(row < rows, width, 0)
-        index = sample * rows + row
-        at = index * width + column
+        at = (sample * rows + row) * width + column
+        grad_at = (sample * grad_rows + row) * grad_width + column
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + index * grad_width + column, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + grad_at, mask=inside, other=0.0).to(tl.float32)
         normed, rstd = _normed(x, mask, width, eps)
         if MODULATION:
             dscale = tl.fma(grad, normed, dscale)
@@ -96,22 +109,34 @@ def _norm_modulate_bwd_kernel(
         mean = tl.sum(inner) / width
         slope = tl.sum(inner * normed) / width
         dx = rstd * (inner - mean - normed * slope)
+        if RESIDUAL:
+            dx += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            tl.store(dy_ptr + at, (gate * dx).to(dy_ptr.dtype.element_ty), mask=inside)
+            if MODULATION:
+                y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                dgate = tl.fma(tl.where(inside, dx, 0.0), y, dgate)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if MODULATION:
-        out = partial_ptr + (sample * tl.num_programs(1) + program) * 2 * width + column
+        sums: tl.constexpr = 3 if GATED else 2
+        out = partial_ptr + (sample * tl.num_programs(1) + program) * sums * width + column
         tl.store(out, dscale, mask=mask)
         tl.store(out + width, dshift, mask=mask)
+        if GATED:
+            tl.store(out + 2 * width, dgate, mask=mask)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0) -> Tensor:
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0, spare: int = 0) -> Tensor:
     """Launch the forward; arguments as `sage_fast::norm_modulate`. An x that is not contiguous is copied first."""
     x, scale, shift = x.contiguous(), _rows(scale), _rows(shift)
     batch, rows, width = x.shape
-    out = x.new_empty(batch, rows, width + room)
+    out = x.new_empty(batch, rows + spare, width + room)
+    if spare:
+        out[:, rows:].zero_()
     if x.numel() == 0:
         return out
     programs, each = rows_of_programs(rows, batch)
@@ -123,6 +148,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int
             out,
             rows,
             width,
+            rows + spare,
             width + room,
             scale.stride(0),
             shift.stride(0),
@@ -135,32 +161,58 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int
 
 
 def norm_modulate_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool
+    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward; arguments as `sage_fast::norm_modulate_backward`."""
+    dx, _, (dscale, dshift) = launch_backward(grad, x, scale, eps, modulation, residual)
+    return dx, dscale, dshift
+
+
+def launch_backward(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    eps: float,
+    modulation: bool,
+    residual: Tensor | None,
+    gate: Tensor | None = None,
+    y: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """dx; with a gate dy; and the sums for scale, shift and, with a gate, gate."""
     grad, x, scale = grad.contiguous(), x.contiguous(), _rows(scale)
+    residual, y = (None if tensor is None else tensor.contiguous() for tensor in (residual, y))
+    gate = None if gate is None else _rows(gate)
     batch, rows, width = x.shape
     dx = torch.empty_like(x)
+    dy = torch.empty_like(x) if gate is not None else None
     programs, each = rows_of_programs(rows, batch, sums=modulation)
-    partial = torch.empty(batch if modulation else 0, programs, 2, width, dtype=torch.float32, device=x.device)
+    count = 2 if gate is None else 3
+    partial = torch.empty(batch if modulation else 0, programs, count, width, dtype=torch.float32, device=x.device)
     if x.numel() > 0:
         with torch.cuda.device_of(x):
             _norm_modulate_bwd_kernel[(batch, programs)](
                 grad,
                 x,
                 scale,
+                residual,
+                gate,
+                y,
                 dx,
+                dy,
                 partial,
                 rows,
                 width,
+                grad.shape[1],
                 grad.shape[2],
                 scale.stride(0),
+                0 if gate is None else gate.stride(0),
                 eps,
                 MODULATION=modulation,
+                RESIDUAL=residual is not None,
+                GATED=gate is not None,
                 ROWS=each,
                 WIDTH=triton.next_power_of_2(width),
-                **NORM_BACKWARD_OPTIONS,
+                **WIDE_OPTIONS,
             )
-    sums = partial.sum(1) if rows > 0 else partial.new_zeros(len(partial), 2, width)
-    dscale, dshift = (part.clone(memory_format=torch.contiguous_format) for part in sums.unbind(1))
-    return dx, dscale, dshift
+    sums = partial.sum(1) if rows > 0 else partial.new_zeros(len(partial), count, width)
+    return dx, dy, [part.clone(memory_format=torch.contiguous_format) for part in sums.unbind(1)]

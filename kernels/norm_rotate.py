@@ -1,9 +1,9 @@
-"""RMSNorm of every head, rotary embedding of the video tokens and the join of both streams on the GPU.
+"""RMSNorm of every head of queries and keys, and rotary embedding of the video tokens on the GPU.
 
-video `[B, N, H, D]`, text `[B, L, H, D]` and the incoming gradient `[B, N + L, H, D]` with any strides but the last;
-the result is contiguous. A program holds all heads of a token, `[H, D]`, in registers; a thread owns both channels of a
-pair, so that a rotation stays within it. Each element is read and written once. `sage_fast.ops.norm_rotate` is the
-specification.
+joint `[B, N + L, 3, H, D]`, contiguous like the results; the incoming gradients `[B, N + L, H, D]` with any strides but
+the last. A program holds all heads of a token, `[H, D]`, in registers, queries and then keys; a thread owns both
+channels of a pair, so that a rotation stays within it. Each element is read and written once; the forward leaves the
+values alone, the backward puts their gradient beside the others. `sage_fast.ops.norm_rotate` is the specification.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, NORM_BACKWARD_OPTIONS, rows_of_programs
+from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, rows_of_programs
 from torch import Tensor
 
 
@@ -55,22 +55,18 @@ def _rotated(y, rotary_ptr, token, width, sign, HEADS: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def _norm_rotate_fwd_kernel(
-    video_ptr,
-    text_ptr,
-    video_weight_ptr,
-    text_weight_ptr,
+    joint_ptr,
+    video_query_ptr,
+    text_query_ptr,
+    video_key_ptr,
+    text_key_ptr,
     rotary_ptr,
-    out_ptr,
+    query_ptr,
+    key_ptr,
     video_tokens,
     tokens,
     heads,
     width,
-    video_batch_stride,
-    video_token_stride,
-    video_head_stride,
-    text_batch_stride,
-    text_token_stride,
-    text_head_stride,
     eps,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -78,30 +74,29 @@ def _norm_rotate_fwd_kernel(
     """Grid `(tokens, B)`: only the first dimension may pass 65,535, and 720p has 75,600 tokens."""
     token = tl.program_id(0).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)
-    out_at = (sample * tokens + token) * heads * width
-    if token < video_tokens:
-        at = sample * video_batch_stride + token * video_token_stride
-        x = _heads(video_ptr, at, video_head_stride, heads, width, HEADS, WIDTH)
-        y = x * _rstd(x, width, eps) * _weight(video_weight_ptr, width, WIDTH)[None, :]
-        y = _rotated(y, rotary_ptr, token, width, 1.0, HEADS, WIDTH)
-        _store_heads(out_ptr, out_at, y, heads, width, HEADS, WIDTH)
-    else:
-        at = sample * text_batch_stride + (token - video_tokens) * text_token_stride
-        x = _heads(text_ptr, at, text_head_stride, heads, width, HEADS, WIDTH)
-        y = x * _rstd(x, width, eps) * _weight(text_weight_ptr, width, WIDTH)[None, :]
-        _store_heads(out_ptr, out_at, y, heads, width, HEADS, WIDTH)
+    index = sample * tokens + token
+    for part in tl.static_range(2):
+        out_ptr = query_ptr if part == 0 else key_ptr
+        at = (3 * index + part) * heads * width
+        x = _heads(joint_ptr, at, width, heads, width, HEADS, WIDTH)
+        normed = x * _rstd(x, width, eps)
+        if token < video_tokens:
+            weight = _weight(video_query_ptr if part == 0 else video_key_ptr, width, WIDTH)
+            y = _rotated(normed * weight[None, :], rotary_ptr, token, width, 1.0, HEADS, WIDTH)
+            _store_heads(out_ptr, index * heads * width, y, heads, width, HEADS, WIDTH)
+        else:
+            weight = _weight(text_query_ptr if part == 0 else text_key_ptr, width, WIDTH)
+            _store_heads(out_ptr, index * heads * width, normed * weight[None, :], heads, width, HEADS, WIDTH)
 
 
 @triton.jit
 def _norm_rotate_bwd_kernel(
     grad_ptr,
-    video_ptr,
-    text_ptr,
+    joint_ptr,
     video_weight_ptr,
     text_weight_ptr,
     rotary_ptr,
-    d_video_ptr,
-    d_text_ptr,
+    d_joint_ptr,
     partial_ptr,
     video_tokens,
     tokens,
@@ -110,53 +105,46 @@ def _norm_rotate_bwd_kernel(
     grad_batch_stride,
     grad_token_stride,
     grad_head_stride,
-    video_batch_stride,
-    video_token_stride,
-    video_head_stride,
-    text_batch_stride,
-    text_token_stride,
-    text_head_stride,
     eps,
+    PART: tl.constexpr,
     WEIGHTS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Gradients of this program's TOKENS tokens; with WEIGHTS also its sums for both, partial `[B, programs, 2, D]`."""
+    """Of this program's TOKENS tokens the gradient of queries (PART 0) or keys (PART 1), which need fewer registers one
+    after the other. With WEIGHTS also its sums for both weights, partial `[B, programs, 2, D]`.
+    """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, WIDTH)
     of_video = tl.zeros([WIDTH], tl.float32)
     of_text = tl.zeros([WIDTH], tl.float32)
+    row = heads * width
     for turn in range(TOKENS):
         token = program * TOKENS + turn
         if token < tokens:
+            first = 3 * (sample * tokens + token) * row
             at = sample * grad_batch_stride + token * grad_token_stride
             grad = _heads(grad_ptr, at, grad_head_stride, heads, width, HEADS, WIDTH)
+            x = _heads(joint_ptr, first + PART * row, width, heads, width, HEADS, WIDTH)
+            rstd = _rstd(x, width, eps)
+            normed = x * rstd
             if token < video_tokens:
                 grad = _rotated(grad, rotary_ptr, token, width, -1.0, HEADS, WIDTH)
-                at = sample * video_batch_stride + token * video_token_stride
-                x = _heads(video_ptr, at, video_head_stride, heads, width, HEADS, WIDTH)
-                rstd = _rstd(x, width, eps)
-                normed = x * rstd
                 if WEIGHTS:
                     of_video += tl.sum(grad * normed, axis=0)
                 inner = grad * _weight(video_weight_ptr, width, WIDTH)[None, :]
                 slope = tl.sum(inner * normed, axis=1)[:, None] / width
-                out_at = (sample * video_tokens + token) * heads * width
-                _store_heads(d_video_ptr, out_at, rstd * (inner - normed * slope), heads, width, HEADS, WIDTH)
+                dx = rstd * (inner - normed * slope)
+                _store_heads(d_joint_ptr, first + PART * row, dx, heads, width, HEADS, WIDTH)
             else:
-                own = token - video_tokens
-                at = sample * text_batch_stride + own * text_token_stride
-                x = _heads(text_ptr, at, text_head_stride, heads, width, HEADS, WIDTH)
-                rstd = _rstd(x, width, eps)
-                normed = x * rstd
                 if WEIGHTS:
                     of_text += tl.sum(grad * normed, axis=0)
                 inner = grad * _weight(text_weight_ptr, width, WIDTH)[None, :]
                 slope = tl.sum(inner * normed, axis=1)[:, None] / width
-                out_at = (sample * (tokens - video_tokens) + own) * heads * width
-                _store_heads(d_text_ptr, out_at, rstd * (inner - normed * slope), heads, width, HEADS, WIDTH)
+                dx = rstd * (inner - normed * slope)
+                _store_heads(d_joint_ptr, first + PART * row, dx, heads, width, HEADS, WIDTH)
     if WEIGHTS:
         out = partial_ptr + (sample * tl.num_programs(1) + program) * 2 * width + column
         tl.store(out, of_video, mask=column < width)
@@ -168,81 +156,83 @@ def _neighbours(tensor: Tensor) -> Tensor:
 
 
 def norm_rotate(
-    video: Tensor, text: Tensor, video_weight: Tensor, text_weight: Tensor, rotary: Tensor, eps: float
-) -> Tensor:
+    joint: Tensor,
+    video_query: Tensor,
+    text_query: Tensor,
+    video_key: Tensor,
+    text_key: Tensor,
+    rotary: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     """Launch the forward; arguments as `sage_fast::norm_rotate`."""
-    video, text = _neighbours(video), _neighbours(text)
-    batch, video_tokens, heads, width = video.shape
-    tokens = video_tokens + text.shape[1]
-    out = video.new_empty(batch, tokens, heads, width)
-    if out.numel() == 0:
-        return out
-    with torch.cuda.device_of(video):
+    joint = joint.contiguous()
+    batch, tokens, _, heads, width = joint.shape
+    query, key = (joint.new_empty(batch, tokens, heads, width) for _ in range(2))
+    if joint.numel() == 0:
+        return query, key
+    with torch.cuda.device_of(joint):
         _norm_rotate_fwd_kernel[(tokens, batch)](
-            video,
-            text,
-            video_weight.contiguous(),
-            text_weight.contiguous(),
-            rotary.contiguous(),
-            out,
-            video_tokens,
+            joint,
+            *(weight.contiguous() for weight in (video_query, text_query, video_key, text_key, rotary)),
+            query,
+            key,
+            len(rotary),
             tokens,
             heads,
             width,
-            *video.stride()[:3],
-            *text.stride()[:3],
             eps,
             HEADS=triton.next_power_of_2(heads),
             WIDTH=triton.next_power_of_2(width),
             **LAUNCH_OPTIONS,
         )
-    return out
+    return query, key
 
 
 def norm_rotate_backward(
-    grad: Tensor,
-    video: Tensor,
-    text: Tensor,
-    video_weight: Tensor,
-    text_weight: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    joint: Tensor,
+    video_query: Tensor,
+    text_query: Tensor,
+    video_key: Tensor,
+    text_key: Tensor,
     rotary: Tensor,
     eps: float,
     weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Launch the backward; arguments as `sage_fast::norm_rotate_backward`."""
-    grad, video, text = _neighbours(grad), _neighbours(video), _neighbours(text)
-    batch, video_tokens, heads, width = video.shape
-    tokens = video_tokens + text.shape[1]
-    d_video, d_text = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (video, text))
+    joint, rotary = joint.contiguous(), rotary.contiguous()
+    parts = (grad_query, video_query, text_query), (grad_key, video_key, text_key)
+    batch, tokens, _, heads, width = joint.shape
+    d_joint = torch.empty_like(joint)
+    d_joint[:, :, 2] = grad_value
     programs, each = rows_of_programs(tokens, batch, sums=weights)
-    partial = torch.empty(batch if weights else 0, programs, 2, width, dtype=torch.float32, device=video.device)
-    if grad.numel() > 0:
-        with torch.cuda.device_of(video):
+    size = (2, batch if weights else 0, programs, 2, width)
+    partial = torch.empty(size, dtype=torch.float32, device=joint.device)
+    if joint.numel() == 0:
+        partial.zero_()
+    for part, (grad, *weights_of) in enumerate(parts if joint.numel() else ()):
+        grad = _neighbours(grad)
+        with torch.cuda.device_of(joint):
             _norm_rotate_bwd_kernel[(batch, programs)](
                 grad,
-                video,
-                text,
-                video_weight.contiguous(),
-                text_weight.contiguous(),
-                rotary.contiguous(),
-                d_video,
-                d_text,
-                partial,
-                video_tokens,
+                joint,
+                *(weight.contiguous() for weight in weights_of),
+                rotary,
+                d_joint,
+                partial[part],
+                len(rotary),
                 tokens,
                 heads,
                 width,
                 *grad.stride()[:3],
-                *video.stride()[:3],
-                *text.stride()[:3],
                 eps,
+                PART=part,
                 WEIGHTS=weights,
                 TOKENS=each,
                 HEADS=triton.next_power_of_2(heads),
                 WIDTH=triton.next_power_of_2(width),
-                **NORM_BACKWARD_OPTIONS,
+                **WIDE_OPTIONS,
             )
-    else:
-        partial.zero_()
-    in_weights = partial.sum((0, 1)) if weights else partial.new_zeros(2, 0)
-    return d_video, d_text, in_weights[0].clone(), in_weights[1].clone()
+    return d_joint, partial.sum((1, 2)).flatten(0, 1) if weights else partial.new_zeros(0, width)

@@ -23,6 +23,7 @@ VelocityTerm = Literal["rollout", "closed_form"]
 Feedback = Literal["paper", "ppo", "share", "none"]
 DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
+Checkpointing = Literal["none", "attention", "full", "auto"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
 OnFailure = Literal["stop", "drop"]
 Optimizer = Literal["adamw", "muon", "adamw8bit"]
@@ -58,8 +59,10 @@ class ModelConfig(Section):
     attention: AttentionBackend = "auto"
     """Kernel of the attention: `flash` is flash-attn 2, `flash3` is flash-attn 3, and `auto` the fastest that is
     installed, measured at the size of the run."""
-    gradient_checkpointing: bool = True
-    """Recompute each transformer block in the backward pass: less memory, one more forward."""
+    gradient_checkpointing: Checkpointing = "auto"
+    """What the backward computes again. `full`: every transformer block, which takes the least memory and one more
+    forward; `attention`: the blocks without their attention, whose output is kept; `none`: nothing; `auto`: the fastest
+    that fits into the memory that is free."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,6 +183,9 @@ class KLConfig(Section):
     """`rollout`: logp_old - logp (Eq. 15); `closed_form`: the same KL without sampling noise."""
     beta_pos: float = within(1.0, least=0)
     """Weight of the KL to the anchor."""
+    position_fraction: float = within(1.0, above=0, most=1)
+    """Share of the trained steps, drawn anew each iteration, that the KL to the anchor is taken on; weighted by its
+    inverse, so that the mean is that of all steps. The anchor's forward runs for these alone."""
     beta_vel: float = within(0.1, least=0)
     """Weight of the KL to the rollout policy."""
     anchor_interval: int = within(10, least=1)

@@ -33,6 +33,7 @@ from sage_fast.policy.hunyuan import State
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rewards import CompositeReward
+from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
 from sage_fast.rollout.schedule import (
@@ -41,6 +42,7 @@ from sage_fast.rollout.schedule import (
     configured_table,
     draw_groups,
     iteration_table,
+    position_steps,
     trained_steps,
     update_schedule,
 )
@@ -122,7 +124,7 @@ class Trainer:
         record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal, self.device)
 
         kept = valid & ~(equal[:, None] & self.config.objective.drop_equal_groups)
-        batch = _Batch(
+        batch = Batch(
             table=table,
             coefs=coefs,
             trajectories=trajectories,
@@ -132,7 +134,7 @@ class Trainer:
             anchor_velocities={},
         )
         with watch("anchor"):
-            batch.anchor_velocities = self._anchor_velocities(batch, steps)
+            batch.anchor_velocities = self._anchor_velocities(batch, position_steps(self.config, steps, index))
         if self.config.train.parity_gate and self.engine.steps == self._first_step:
             self._check_parity(batch, steps, metrics)
         updates = update_schedule(self.config, index, groups, steps, kept.flatten().tolist())
@@ -207,7 +209,7 @@ class Trainer:
     # -- update -------------------------------------------------------------------------------------------------------
 
     def _update(
-        self, batch: _Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch, bar: Progress
+        self, batch: Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch, bar: Progress
     ) -> None:
         """One optimizer step on `transitions`, accumulated over micro-batches."""
         total = int(all_reduce(torch.tensor(len(transitions), device=self.device)))
@@ -239,10 +241,11 @@ class Trainer:
         metrics.add("kl/gradient_share", torch.tensor([share]))
         self.kl.update(share if self.config.kl.feedback == "share" else observed)
 
-    def _loss(self, batch: _Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
+    def _loss(self, batch: Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
         """The loss, and the norms of the gradients of its two parts on the velocity, the KL's without lambda."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
-        scores, old = self._score(batch, micro), batch.log_prob_old(micro)
+        log_prob, kl_anchor, kl_old = self._score(batch, micro)
+        scores, old = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old), batch.log_prob_old(micro)
         config, at = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
             *scores,
@@ -260,7 +263,7 @@ class Trainer:
         return loss, policy, kl
 
     def _score(
-        self, batch: _Batch, micro: Sequence[Transition], v_old: Tensor | None = None
+        self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Forward through the policy at stored transitions, and their log-prob and KLs (to `v_old`, if it is given)."""
         rows = batch.trajectories
@@ -271,14 +274,14 @@ class Trainer:
             self._velocity(batch, micro, x),
             batch.coefs,
             on_device([t for _, t in micro], self.device),
-            rows.gather(batch.anchor_velocities, micro) if self.anchor is not None else None,
+            batch.anchor_of(micro),
             rows.gather(rows.velocities, micro) if v_old is None and stores_rollout_velocities(self.config) else v_old,
         )
 
-    def _velocity(self, batch: _Batch, micro: Sequence[Transition], x: Tensor) -> Tensor:
+    def _velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor) -> Tensor:
         return self.policy.guided_velocity(x, self._conditioning(batch, micro))
 
-    def _conditioning(self, batch: _Batch, micro: Sequence[Transition]) -> Conditioning:
+    def _conditioning(self, batch: Batch, micro: Sequence[Transition]) -> Conditioning:
         """From the rollout's table; computed again, with gradients, if its weights are trained."""
         prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
         if self.policy.conditioning_is_frozen:
@@ -292,8 +295,9 @@ class Trainer:
         return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)
 
     @torch.no_grad()
-    def _anchor_velocities(self, batch: _Batch, steps: Sequence[int]) -> dict[int, Tensor]:
-        """step -> the anchor's `[N, ...]` velocities: one forward each, none while the anchor is the rollout policy."""
+    def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
+        """step -> the anchor's `[N, ...]` velocities: one forward each, none while the anchor is the rollout policy,
+        whose velocities at all trained steps are there."""
         if self.anchor is None:
             return {}
         rows = batch.trajectories
@@ -321,7 +325,7 @@ class Trainer:
     _first_step = 0
     """Optimizer step at which this process began; not 0 after a resume."""
 
-    def _check_parity(self, batch: _Batch, steps: Sequence[int], metrics: Metrics) -> None:
+    def _check_parity(self, batch: Batch, steps: Sequence[int], metrics: Metrics) -> None:
         """Score stored transitions with the rollout's weights, and as after an update if the ratio will see one.
 
         Raises:
@@ -375,20 +379,3 @@ class Trainer:
         self.anchor_step = state["anchor_step"]
         self.anchor_is_current = state["anchor_is_current"]
         self.anchor = anchor if self.anchor is not None else None
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Batch:
-    """What the updates of one iteration share."""
-
-    table: TransitionTable
-    coefs: Tensor
-    trajectories: Trajectories
-    conditioning: ConditioningTable
-    prompts: Sequence[str]
-    advantages: Tensor
-    anchor_velocities: dict[int, Tensor]
-
-    def log_prob_old(self, micro: Sequence[Transition]) -> Tensor:
-        """The rollout's log-probs, `[B]`."""
-        return torch.stack([self.trajectories.log_probs[t][i] for i, t in micro])

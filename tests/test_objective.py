@@ -9,9 +9,10 @@ from torch import Tensor
 from sage_fast.config import KLConfig, ObjectiveConfig
 from sage_fast.metrics import Metrics, Stopwatch
 from sage_fast.objective import KL_STRATEGIES, SURROGATES, KLController, group_advantages, sage_loss
+from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.schedule import draw_groups, trained_steps
 from sage_fast.rollout.scoring import VideoScorer
-from sage_fast.trainer import Trainer, _Batch
+from sage_fast.trainer import Trainer
 from tests.tiny import perturb, settings, tiny_trainer
 
 
@@ -103,7 +104,7 @@ def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
     assert controller.value == pytest.approx(expected)
 
 
-def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
+def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     """A batch with stored transitions in the policy's own precision."""
     table = trainer.full_table
     steps = trained_steps(table, trainer.config, 0)
@@ -115,7 +116,7 @@ def rolled_out(trainer: Trainer) -> tuple[_Batch, list[tuple[int, int]]]:
     rows = trainer._rollout(groups, table, coefs, steps, conditioning, scorer, watch)
     rows.states, rows.log_probs = ({t: x.double() for t, x in of.items()} for of in (rows.states, rows.log_probs))
     samples = rows.count
-    batch = _Batch(
+    batch = Batch(
         table=table,
         coefs=coefs,
         trajectories=rows,

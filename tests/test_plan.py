@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config import ModelConfig
 from sage_fast.measure.plan import (
-    activation_bytes,
     attention_flops,
     decode_flops,
     format_plan,
@@ -17,6 +16,7 @@ from sage_fast.measure.plan import (
     training_flops,
 )
 from sage_fast.policy.attention import ATTENTION
+from sage_fast.policy.checkpointing import MODES, activation_bytes, set_checkpointing
 from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends
 from sage_fast.policy.text import TextEmbedding, collate
@@ -126,12 +126,14 @@ def test_training_flops(tuning: str) -> None:
         (video.sum() + text.sum()).backward()
     attention = attention_flops(BLOCK, 120, 40)
     formula = training_flops(
-        forward_flops(BLOCK, 120, 40), attention, checkpointing=False, frozen_base=tuning == "lora"
+        forward_flops(BLOCK, 120, 40), attention, checkpointing="none", frozen_base=tuning == "lora"
     )
-    assert formula - 0.5 * attention == pytest.approx(counter.get_total_flops(), rel=0.02)
+    # The rows that the video's queries, keys and values leave for the text are multiplied too: 0.6 % of them at 480p.
+    spare = 40 * 6 * 256**2 * (2 if tuning == "lora" else 3)
+    assert formula - 0.5 * attention == pytest.approx(counter.get_total_flops() - spare, rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("tuning", "rank", "dtype"),
     [
@@ -141,7 +143,7 @@ def test_training_flops(tuning: str) -> None:
         ("full", 0, torch.float32),
     ],
 )
-def test_activations(tuning: str, rank: int, dtype: torch.dtype, checkpointing: bool) -> None:
+def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> None:
     """The peak of live tensors from the forward to the end of the backward, through three blocks as they are trained.
 
     What a further 1,024 video tokens add to it, so that nothing else counts: weights and their gradients, text.
@@ -154,8 +156,7 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, checkpointing: 
             add_lora(transformer, rank=rank, alpha=1, targets=ModelConfig().lora_targets, seed=0)
         else:
             freeze_dead_ends(transformer)
-        if checkpointing:
-            transformer.enable_gradient_checkpointing()
+        set_checkpointing(transformer, mode)
         policy = HunyuanVideo15Policy(transformer, dtype=dtype)
         embeddings = {"": TextEmbedding(text=torch.randn(4, 32), glyphs=torch.zeros(0, 8))}
         sigma = torch.tensor([0.5])
@@ -172,15 +173,15 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, checkpointing: 
             policy.velocity(x, at).float().square().mean().backward()
         peaks[frames] = live.peak
     architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}
-    formula = activation_bytes(architecture, 1024, dtype.itemsize, rank=rank, checkpointing=checkpointing)
+    formula = activation_bytes(mode, architecture, 1024, dtype.itemsize, rank=rank)
     # With all weights trained and checkpointing the peak is that of the block before the last: one input less.
-    less = 1024 * 128 * dtype.itemsize if tuning == "full" and checkpointing else 0
+    less = 1024 * 128 * dtype.itemsize if tuning == "full" and mode != "none" else 0
     assert peaks[8] - peaks[4] == pytest.approx(formula - less, rel=0.02)
 
 
 def test_guidance_keeps_two_passes_and_runs_one_backward_at_a_time() -> None:
     architecture = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 3}
-    one, two = (activation_bytes(architecture, 100, 2, rank=0, checkpointing=True, passes=passes) for passes in (1, 2))
+    one, two = (activation_bytes("full", architecture, 100, 2, rank=0, passes=passes) for passes in (1, 2))
     assert two - one == 3 * 100 * 128 * 2  # the inputs of the blocks
 
 

@@ -56,7 +56,7 @@ def pipeline(checkpoint: Path) -> HunyuanVideo15Pipeline:
 
 
 def load(checkpoint: Path | str, guidance_scale: float = 1.0, **settings: object) -> Model:
-    settings = {"dtype": "float32", "lora_rank": 4, "lora_alpha": 12, "gradient_checkpointing": False} | settings
+    settings = {"dtype": "float32", "lora_rank": 4, "lora_alpha": 12, "gradient_checkpointing": "none"} | settings
     config = ModelConfig(path=str(checkpoint), **settings)  # type: ignore[arg-type]
     return load_model(config, SamplingConfig(guidance_scale=guidance_scale), CPU, seed=3)
 
@@ -515,15 +515,19 @@ def test_gradient_checkpointing_changes_no_bit(
 ) -> None:
     text = text_of(embeddings, PLAIN, QUOTED, dtype=getattr(torch, dtype))
     results = []
-    for gradient_checkpointing in (False, True):
-        policy = load(checkpoint, tuning=tuning, dtype=dtype, gradient_checkpointing=gradient_checkpointing).policy
-        assert policy.transformer.gradient_checkpointing is gradient_checkpointing
+    for mode in ("none", "full", "attention"):
+        model = load(checkpoint, tuning=tuning, dtype=dtype)
+        model.set_checkpointing(mode)
+        policy = model.policy
+        assert policy.transformer.gradient_checkpointing is (mode != "none")
         perturb_adapter(policy)
         results.append(gradients(policy, text))
-    (v, plain), (v_again, recomputed) = results
-    torch.testing.assert_close(v_again, v, rtol=0, atol=0)
-    for name, g in plain.items():
-        torch.testing.assert_close(recomputed[name], g, rtol=0, atol=0, msg=lambda text, name=name: f"d {name}: {text}")
+    (v, plain), *others = results
+    for v_again, recomputed in others:
+        torch.testing.assert_close(v_again, v, rtol=0, atol=0)
+        for name, g in plain.items():
+            told = lambda text, name=name: f"d {name}: {text}"  # noqa: E731
+            torch.testing.assert_close(recomputed[name], g, rtol=0, atol=0, msg=told)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -702,7 +706,7 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 
 
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
-    names = {"path", "policy", "vae", "fps", "attention", "attention_milliseconds", "notes"}
+    names = {"path", "policy", "vae", "fps", "attention", "attention_milliseconds", "notes", "checkpointing"}
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
     assert model.path == str(checkpoint)

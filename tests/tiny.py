@@ -27,7 +27,7 @@ BASE_SETTINGS: dict[str, Any] = {
     "model.dtype": "float32",
     "model.lora_rank": 4,
     "model.lora_alpha": 4,
-    "model.gradient_checkpointing": False,
+    "model.gradient_checkpointing": "none",
     "sampling.eta": 0.7,
     "sampling.steps": 5,
     "sampling.shift": 3.0,
@@ -77,12 +77,12 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
     if config.model.tuning == "lora":
         model = config.model
         add_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
-    if config.model.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
     policy = HunyuanVideo15Policy(
         torch.nn.Module.to(transformer, device, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
     )
-    return Model(path="tiny", policy=policy, vae=allow_batches(tiny_vae().eval().to(device)), fps=8)
+    model = Model(path="tiny", policy=policy, vae=allow_batches(tiny_vae().eval().to(device)), fps=8)
+    model.set_checkpointing(config.model.gradient_checkpointing)
+    return model
 
 
 def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> dict[str, TextEmbedding]:

@@ -31,6 +31,7 @@ class Specialisation:
         numel: `i32`, `i64` (samples of 2^31 elements or more) or `1` (Triton turns an argument of 1 into a constant).
         outputs: results of the second reduction stage, 1 for the step and 3 for the score.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
+        residual, gated: whether the backward of the LayerNorm adds the residual's gradient, and that of a gate.
     """
 
     kernel: str
@@ -43,12 +44,16 @@ class Specialisation:
     numel: str = "i32"
     outputs: int = 0
     sums: bool = False
+    residual: bool = False
+    gated: bool = False
 
     def __str__(self) -> str:
         if self.outputs:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}"
         if "norm" in self.kernel:
-            return f"{self.x}, {NORM_SIZES}" + ", sums" * self.sums
+            return f"{self.x}, {NORM_SIZES}" + "".join(
+                f", {name}" for name in ("sums", "residual", "gated") if getattr(self, name)
+            )
         parts = [f"{self.x} x", f"{self.v} v"]
         parts += [name for name in ("guidance", "anchor", "old") if getattr(self, name)]
         parts += ["unaligned"] * (not self.aligned) + [f"{self.numel} numel"] * (self.numel != "i32")
@@ -79,7 +84,7 @@ class Row:
 
 
 _STEP, _FWD, _BWD = "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
-_NORMS = ("modulate", "rotate")
+_NORMS = ("norm_modulate", "norm_rotate")
 _SCORE_INPUTS: tuple[dict[str, Any], ...] = (
     {},
     {"anchor": True},
@@ -97,11 +102,20 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     Specialisation(kernel=_STEP, guidance=True, aligned=False),
     Specialisation(kernel=_STEP, x="bf16", guidance=True, aligned=False),
     *(Specialisation(kernel=kernel, **inputs) for kernel in (_FWD, _BWD) for inputs in _SCORE_INPUTS),
-    *(Specialisation(kernel=f"_norm_{name}_fwd_kernel", x=x) for name in _NORMS for x in ("bf16", "fp32")),
+    *(Specialisation(kernel=f"_{name}_fwd_kernel", x=x) for name in (*_NORMS, "gated_norm") for x in ("bf16", "fp32")),
     *(
-        Specialisation(kernel=f"_norm_{name}_bwd_kernel", x=x, sums=sums)
+        Specialisation(kernel=f"_{name}_bwd_kernel", x=x, sums=sums)
         for name in _NORMS
         for x, sums in (("bf16", False), ("bf16", True), ("fp32", False))
+    ),
+    *(
+        Specialisation(kernel="_norm_modulate_bwd_kernel", x=x, sums=sums, residual=True, gated=gated)
+        for x, sums, gated in (
+            ("bf16", False, False),
+            ("bf16", False, True),
+            ("bf16", True, True),
+            ("fp32", False, True),
+        )
     ),
     Specialisation(kernel="_reduce_kernel", outputs=1),
     Specialisation(kernel="_reduce_kernel", outputs=3),
@@ -116,13 +130,13 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sage_fast.kernels import common, norm_modulate, norm_rotate, transition_score, transition_step
+    from sage_fast.kernels import common, gated_norm, norm_modulate, norm_rotate, transition_score, transition_step
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
     kernel = next(
         getattr(module, specialisation.kernel)
-        for module in (common, norm_modulate, norm_rotate, transition_step, transition_score)
+        for module in (common, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
         if hasattr(module, specialisation.kernel)
     )
     s = specialisation
@@ -170,9 +184,14 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
 
     from sage_fast.kernels import common
 
-    width = 2048 if "modulate" in s.kernel else 128
+    width = 128 if "rotate" in s.kernel else 2048
     flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums, "ROWS": 8, "TOKENS": 8}
-    constants = {name: flags[name] for name in kernel.arg_names if name in flags}
+    flags["PART"] = 0
+    flags |= {"RESIDUAL": s.residual, "GATED": s.gated}
+    constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
+    if "RESIDUAL" in constants:
+        absent = ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
+        constants |= dict.fromkeys(absent + ["y_ptr"] * (not (s.gated and s.sums)))
 
     def kind(name: str) -> str:
         if name in constants:
@@ -184,7 +203,7 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
     aligned = ("_ptr", "_stride", "width")  # what Triton finds to be multiples of 16 at these sizes
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(aligned)}
     source = ASTSource(kernel, {name: kind(name) for name in kernel.arg_names}, constants, attributes)
-    options = common.NORM_BACKWARD_OPTIONS if "bwd" in s.kernel else common.LAUNCH_OPTIONS
+    options = common.WIDE_OPTIONS if "bwd" in s.kernel or "gated" in s.kernel else common.LAUNCH_OPTIONS
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

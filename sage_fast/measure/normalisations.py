@@ -10,35 +10,54 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from sage_fast.ops import norm_modulate, norm_rotate
+from sage_fast.ops import gated_norm, norm_modulate
+from sage_fast.ops.gated_norm import gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
-from sage_fast.ops.norm_rotate import norm_rotate_reference
+from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_reference
 
 SIZES = {"testbed batch 32": (32, 80, 7, 4, 16), "8192 tokens": (1, 8000, 192, 16, 128)}
 """name -> samples, video tokens, text tokens, heads, width of a head."""
 NAMES = ("fused", "eager", "compiled")
 
-_OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+
+def _norm_rotate(joint: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Without text to join."""
+    return norm_rotate(joint, joint[:, len(rest[-2]) :].detach(), *rest)
+
+
+def _norm_rotate_plain(joint: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
+
+
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "gated_norm": (gated_norm, gated_norm_reference),
     "norm_modulate": (norm_modulate, norm_modulate_reference),
-    "norm_rotate": (norm_rotate, norm_rotate_reference),
+    "norm_rotate": (_norm_rotate, _norm_rotate_plain),
 }
 
 
 def inputs(operator: str, size: tuple[int, ...], device: torch.device) -> list[Any]:
-    """Arguments of `norm_modulate` or `norm_rotate`: bf16 on a GPU, float32 on the CPU; activations want gradients."""
+    """Arguments of an operator: bf16 on a GPU, float32 on the CPU; activations want gradients."""
     batch, tokens, texts, heads, width = size
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
+    shape = (batch, tokens, heads * width)
     if operator == "norm_modulate":
-        shape = (batch, tokens, heads * width)
         return [random(*shape).requires_grad_(), random(batch, shape[2]), random(batch, shape[2]), 1e-6]
-    heads_of = [random(batch, count, heads, width).requires_grad_() for count in (tokens, texts)]
+    if operator == "gated_norm":
+        return [
+            *(random(*shape).requires_grad_() for _ in range(2)),
+            *(random(batch, shape[2]) for _ in range(3)),
+            1e-6,
+        ]
+    joint = random(batch, tokens + texts, 3, heads, width).requires_grad_()
     rotary = torch.randn(tokens, width // 2, 2, device=device)
-    return [*heads_of, random(width), random(width), rotary, 1e-6]
+    return [joint, *(random(width) for _ in range(4)), rotary, 1e-6]
 
 
 def contender(operator: str, name: str, arguments: list[Any]) -> Callable[[], Any]:
@@ -53,7 +72,7 @@ def contender(operator: str, name: str, arguments: list[Any]) -> Callable[[], An
     trained = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
 
     def run() -> Any:
-        out = function(*arguments)
-        return torch.autograd.grad(out, trained, torch.ones_like(out))
+        outs = tree_leaves(function(*arguments))
+        return torch.autograd.grad(outs, trained, [torch.ones_like(out) for out in outs])
 
     return run

@@ -20,9 +20,10 @@ from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.objective import uses_anchor
 from sage_fast.optimizers import OPTIMIZERS
+from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
-from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
+from sage_fast.rollout.schedule import configured_table, iteration_table, position_steps, trained_steps
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import TestbedTransformer, tiny_vae
 
@@ -59,17 +60,20 @@ def attention_flops(architecture: Architecture, tokens: int, text_tokens: int) -
     return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
 
 
-def training_flops(forward: float, attention: float, *, checkpointing: bool, frozen_base: bool) -> float:
+def training_flops(forward: float, attention: float, *, checkpointing: str, frozen_base: bool) -> float:
     """Forward, its recomputation with checkpointing, and a backward.
 
-        linear x (1 + checkpointing + (1 if frozen_base else 2))  +  attention x (1 + checkpointing + 2.5)
+        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] + 2.5)
+
+    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither.
 
     A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
     for that in its weight. Attention's is five products against two, since fused kernels recompute the scores. The
     adapter's own products are not counted: about r / d of the linear part.
     """
     linear = forward - attention
-    return linear * (1 + checkpointing + (1 if frozen_base else 2)) + attention * (1 + checkpointing + 2.5)
+    again = checkpointing != "none", checkpointing == "full"
+    return linear * (1 + again[0] + (1 if frozen_base else 2)) + attention * (1 + again[1] + 2.5)
 
 
 def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
@@ -100,39 +104,6 @@ def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
             flops += conv(upsampler.conv)
             t, h, w = 2 * t - 1 if upsampler.add_temporal_upsample else t, 2 * h, 2 * w
     return flops + conv(decoder.conv_out)
-
-
-# What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
-# and of the adapter's rank a token. tests/test_plan.py counts each; whoever changes the block changes them here.
-INPUT_OF_BLOCK = 1
-KEPT_BY_BLOCK, KEPT_RANKS = 20, 6
-"""From the forward of a video token in one block to its backward, the block's input included: input, the normed rows of
-both matmuls, and video after attention (4), q, k, v before and after rotation (6), attention's output as it came and as
-a matmul's input (2), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
-room for the adapters: 3 r, r, r and r. Text tokens keep less, and are few."""
-GRADIENTS, GRADIENT_RANKS = 5, 1
-"""At work at the peak of the backward of one block, beside what is kept: the gradient of the stream (1) and that of the
-feed-forward's inner rows (4 d + r)."""
-
-
-def activation_bytes(
-    architecture: Architecture, tokens: int, bytes_per_value: int, *, rank: int, checkpointing: bool, passes: int = 1
-) -> float:
-    """Most bytes of one sample's activations and their gradients, which is at the start of the backward.
-
-    Args:
-        architecture: of the transformer.
-        tokens: of video and text.
-        bytes_per_value: of an activation.
-        rank: of the adapter; 0 for none.
-        checkpointing: keep the inputs of all blocks and recompute one block at a time, or keep everything.
-        passes: 2 with guidance, whose passes are kept both and go backward one after the other.
-    """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    block = KEPT_BY_BLOCK * d + KEPT_RANKS * rank
-    at_work = GRADIENTS * d + GRADIENT_RANKS * rank + (block if checkpointing else 0)
-    kept = INPUT_OF_BLOCK * d if checkpointing else block
-    return float(bytes_per_value * tokens * (passes * architecture["num_layers"] * kept + at_work))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,19 +191,22 @@ def plan(
     tokens = math.prod(latent[1:]) // (built.patch_size_t * built.patch_size**2)
     joint = tokens + text_tokens
     samples = train.prompts_per_iteration * train.group_size
-    trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
+    steps = trained_steps(iteration_table(configured_table(config), config, 0), config, 0)
+    trained, anchored = len(steps), len(position_steps(config, steps, 0))
     passes = 2 if s.guidance_scale != 1 else 1
 
     forwards = {
         "rollout": samples * s.steps * passes,
         "training": samples * trained * passes,
-        "anchor": samples * trained * passes if uses_anchor(config.kl) else 0,
+        "anchor": samples * anchored * passes if uses_anchor(config.kl) else 0,
     }
     forward = forward_flops(built, tokens, text_tokens)
+    asked = config.model.gradient_checkpointing
+    mode = "full" if asked == "auto" else asked  # what is free is known where it is run
     per_training = training_flops(
         forward,
         attention_flops(built, tokens, text_tokens),
-        checkpointing=config.model.gradient_checkpointing,
+        checkpointing=mode,
         frozen_base=config.model.tuning == "lora",
     )
     flops = {
@@ -266,18 +240,14 @@ def plan(
     if config.model.tuning == "full" and width == 2:
         memory["bf16 copies of the weights (autocast)"] = 2.0 * base
     rank = config.model.lora_rank if config.model.tuning == "lora" else 0
-    with_checkpointing, without_checkpointing = (
-        train.batch_size * activation_bytes(built, joint, width, rank=rank, checkpointing=checkpointing, passes=passes)
-        for checkpointing in (True, False)
-    )
+    activations = {
+        name: activation_bytes(name, built, joint, width, rank=rank, batch_size=train.batch_size, passes=passes)
+        for name in MODES
+    }
+    memory[f"activations, checkpointing {asked}{', as full' if asked == 'auto' else ''}"] = activations.pop(mode)
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
-    if config.model.gradient_checkpointing:
-        memory["activations, checkpointed"] = with_checkpointing
-        other = {"activations without checkpointing": without_checkpointing} | videos | host
-    else:
-        memory["activations"] = without_checkpointing
-        other = {"activations with checkpointing": with_checkpointing} | videos | host
+    other = {f"activations, checkpointing {name}": size for name, size in activations.items()} | videos | host
     return Plan(
         parameters=base,
         trainable=trainable,

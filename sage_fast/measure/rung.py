@@ -18,6 +18,7 @@ from sage_fast.measure.harness import fresh_compilation
 from sage_fast.measure.plan import attention_flops, decode_flops, forward_flops, training_flops
 from sage_fast.measure.stock import StockDecoder, StockPolicy
 from sage_fast.policy.block import TextToVideoBlock, block_forward
+from sage_fast.policy.checkpointing import set_checkpointing
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.load import TEXT_TOKENS
@@ -148,9 +149,12 @@ class Rung:
         forward = size.batch * forward_flops(config, tokens, size.text_tokens)
         if part == "train":
             attention = size.batch * attention_flops(config, tokens, size.text_tokens)
-            checkpointing = not size.testbed
-            return training_flops(forward, attention, checkpointing=checkpointing, frozen_base=True)
+            return training_flops(forward, attention, checkpointing=self.checkpointing(part), frozen_base=True)
         return forward * (STEPS if part == "rollout" else 1)
+
+    def checkpointing(self, part: str) -> str:
+        """The mode that a part runs with."""
+        return "full" if part == "train" and not self.size.testbed else "none"
 
     # -- the gate -----------------------------------------------------------------------------------------------------
 
@@ -204,11 +208,9 @@ class Rung:
         Without a path that needs what is not here: CUDA for graphs, few enough tokens for them to pay.
         """
         present = self._present(PARTS[part], paths)
-        self.transformer.gradient_checkpointing = False
+        set_checkpointing(self.transformer, self.checkpointing(part))
         if part == "decode":
             return {path: self._decode(self.decoders[path]) for path in present}
-        if part == "train" and not self.size.testbed:
-            self.transformer.enable_gradient_checkpointing()
         made = {path: self._function(part, path) for path in present if path != "graphed"}
         if "graphed" in present and self.graphs is not None:
             made |= self._graphed(part, self.graphs)

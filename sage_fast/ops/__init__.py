@@ -6,9 +6,19 @@ implementation serves them. The plain PyTorch reference in each file is the spec
 
 from sage_fast.ops._common import Row
 from sage_fast.ops._dispatch import implementation
-from sage_fast.ops.norm_modulate import norm_modulate
+from sage_fast.ops.gated_norm import gated_norm
+from sage_fast.ops.norm_modulate import norm_modulate, residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
 from sage_fast.ops.transition_score import transition_score
 from sage_fast.ops.transition_step import transition_step
 
-__all__ = ["Row", "implementation", "norm_modulate", "norm_rotate", "transition_score", "transition_step"]
+__all__ = [
+    "Row",
+    "gated_norm",
+    "implementation",
+    "norm_modulate",
+    "norm_rotate",
+    "residual_norm",
+    "transition_score",
+    "transition_step",
+]

@@ -21,12 +21,15 @@ from torch import Tensor
 
 from sage_fast.errors import UserError, nearest
 from sage_fast.ops._common import LIBRARY
+from sage_fast.ops.gated_norm import gated_norm_backward_reference, gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 
 _OPERATORS = (  # name, kernels module, reference
+    ("gated_norm", "gated_norm", gated_norm_reference),
+    ("gated_norm_backward", "gated_norm", gated_norm_backward_reference),
     ("norm_modulate", "norm_modulate", norm_modulate_reference),
     ("norm_modulate_backward", "norm_modulate", norm_modulate_backward_reference),
     ("norm_rotate", "norm_rotate", norm_rotate_reference),

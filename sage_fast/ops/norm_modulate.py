@@ -4,7 +4,8 @@
 
 Nothing but x and scale is kept for the backward, which normalises the row that it reads anyway. Where scale and shift
 are frozen their gradients, sums over all tokens, are not computed. `room` leaves columns to the right of each row for
-who reads them (policy/projection.py).
+who reads them (policy/projection.py), and `spare` rows below each sample's for who joins others to them
+(ops/norm_rotate.py). In a residual branch the gradient of the branch and that of x are added in the same pass.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, compute_dtype
 
-LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int room=0) -> Tensor")
+LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int room=0, int spare=0) -> Tensor")
 LIBRARY.define(
-    "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation)"
-    " -> (Tensor, Tensor, Tensor)"
+    "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation,"
+    " Tensor? residual=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0) -> Tensor:
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0, spare: int = 0) -> Tensor:
     """AdaLN of a transformer block.
 
     Args:
@@ -32,23 +33,46 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, ro
         scale, shift: `[B, d]`, float32 or the type of x; one row expanded over B will do.
         eps: added to the variance.
         room: columns to add on the right of each row; what they hold is not defined.
+        spare: rows of zeros, room included, to add below those of each sample.
 
     Returns:
-        `[B, S, d + room]` in the type of x, computed in float32. Differentiable in x, scale and shift.
+        `[B, S + spare, d + room]` in the type of x, computed in float32. Differentiable in x, scale and shift.
 
     Raises:
-        ValueError: a shape or device that does not fit, or `room` below 0.
+        ValueError: a shape or device that does not fit, or `room` or `spare` below 0.
     """
     if room < 0:
         raise ValueError(f"room: expected at least 0, got {room}")
+    if spare < 0:
+        raise ValueError(f"spare: expected at least 0, got {spare}")
+    check_rows(x, {"scale": scale, "shift": shift})
+    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room, spare)
+
+
+def residual_norm(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0, spare: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x itself, for the residual stream, and its `norm_modulate`.
+
+    The backward adds the gradients of both in the pass of the norm, in place of a pass of its own. Arguments and errors
+    as for `norm_modulate`.
+    """
+    check_rows(x, {"scale": scale, "shift": shift})
+    return _Residual.apply(x, scale, shift, eps, room, spare)
+
+
+def check_rows(x: Tensor, vectors: dict[str, Tensor]) -> None:
+    """
+    Raises:
+        ValueError: x is not `[B, S, d]`, or one of `vectors` not `[B, d]` on its device.
+    """
     if x.ndim != 3:
         raise ValueError(f"x: expected [B, S, d], got {list(x.shape)}")
-    for name, tensor in (("scale", scale), ("shift", shift)):
+    for name, tensor in vectors.items():
         if tensor.shape != (x.shape[0], x.shape[2]):
             raise ValueError(f"{name}: expected {[x.shape[0], x.shape[2]]}, got {list(tensor.shape)}")
         if tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, x is on {x.device}")
-    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room)
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -58,26 +82,31 @@ def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return centered * rstd, rstd
 
 
-def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0) -> Tensor:
+def norm_modulate_reference(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0, spare: int = 0
+) -> Tensor:
     """The specification, in plain PyTorch; also differentiable by autograd itself. The room is 0."""
     dtype = compute_dtype(x)
     normed, _ = _normalize(x.to(dtype), eps)
     out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype).contiguous()
-    return F.pad(out, (0, room)) if room else out
+    return F.pad(out, (0, room, 0, spare)) if room or spare else out
 
 
 def norm_modulate_backward_reference(
-    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool
+    grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in x, and float32 `[B, d]` in scale and shift; those are empty unless `modulation`.
 
-    grad is `[B, S, d + room]`; what stands in its room is not read.
+    grad is `[B, S + spare, d + room]`; what stands in its room and spare rows is not read. `residual` `[B, S, d]` is
+    added to the gradient in x.
     """
     dtype = compute_dtype(x)
     normed, rstd = _normalize(x.to(dtype), eps)
-    grad = grad[..., : x.shape[2]].to(dtype)
+    grad = grad[:, : x.shape[1], : x.shape[2]].to(dtype)
     inner = grad * (1 + scale.to(dtype)[:, None])
     dx = rstd * (inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True))
+    if residual is not None:
+        dx = dx + residual.to(dtype)
     rows = len(x) if modulation else 0
     return dx.to(x.dtype).contiguous(), (grad * normed).sum(1)[:rows], grad.sum(1)[:rows]
 
@@ -87,30 +116,49 @@ LIBRARY.impl("norm_modulate_backward", norm_modulate_backward_reference, "Compos
 
 
 @torch.library.register_fake("sage_fast::norm_modulate", lib=LIBRARY)
-def _fake(x, scale, shift, eps, room=0):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], x.shape[1], x.shape[2] + room)
+def _fake(x, scale, shift, eps, room=0, spare=0):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], x.shape[1] + spare, x.shape[2] + room)
 
 
 @torch.library.register_fake("sage_fast::norm_modulate_backward", lib=LIBRARY)
-def _fake_backward(grad, x, scale, eps, modulation):  # type: ignore[no-untyped-def]
+def _fake_backward(grad, x, scale, eps, modulation, residual=None):  # type: ignore[no-untyped-def]
     rows = x.shape[0] if modulation else 0
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, *(x.new_empty(rows, x.shape[2], dtype=compute_dtype(x)) for _ in range(2))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, scale, shift, ctx.eps, _ = inputs
+    x, scale, shift, ctx.eps, *_ = inputs
     ctx.shift_dtype = shift.dtype
     ctx.save_for_backward(x, scale)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
     x, scale = ctx.saved_tensors
     modulation = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(grad, x, scale, ctx.eps, modulation)
+    dx, dscale, dshift = torch.ops.sage_fast.norm_modulate_backward(grad, x, scale, ctx.eps, modulation, residual)
     if not modulation:
-        return dx, None, None, None, None
-    return dx, dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None, None
+        return dx, None, None, None, None, None
+    return dx, dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None, None, None
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, grad, None)
 
 
 torch.library.register_autograd("sage_fast::norm_modulate", _backward, setup_context=_setup_context, lib=LIBRARY)
+
+
+class _Residual(torch.autograd.Function):
+    """A function and not an operator, since an operator may not return its argument."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int, spare: int
+    ) -> tuple[Tensor, Tensor]:
+        _setup_context(ctx, (x, scale, shift, eps), None)
+        return x.view_as(x), torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room, spare)
+
+    @staticmethod
+    def backward(ctx: Any, residual: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad, residual)

@@ -1,9 +1,10 @@
 """One block of HunyuanVideo 1.5 over its stock modules, with fused element-wise work and no mask.
 
 diffusers' block normalises, rotates and joins queries and keys in seven passes, computes AdaLN from the timestep,
-and builds a [B, 1, S, S] mask. Here AdaLN comes in ready, `norm_modulate` and `norm_rotate` are one pass each, the
-gated residual is `addcmul`, and a mask, needed only if lengths differ, covers only keys. The same operators run with
-and without autograd, so that rollout and training round alike.
+and builds a [B, 1, S, S] mask. Here AdaLN comes in ready, `norm_rotate` is one pass, and so are a gated residual and
+the norm after it; the projection of the video tokens leaves rows for the text tokens, so that attention reads the
+values where they were written; and a mask, needed only if lengths differ, covers only keys. The same operators run with
+and without autograd, so that rollout and training round alike. tests/test_passes.py counts what they move.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_fast.ops import norm_modulate, norm_rotate
+from sage_fast.ops import gated_norm, norm_rotate, residual_norm
 from sage_fast.policy.attention import Attention
 from sage_fast.policy.projection import Projection, gelu, with_room
 
@@ -47,9 +48,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., d + up.room]` -> `[..., d]`."""
-        (hidden,) = self.up(x)
-        (out,) = self.down(gelu(hidden, self.down.room))
-        return out
+        return self.down(gelu(self.up(x), self.down.room))
 
 
 def block_forward(
@@ -81,31 +80,32 @@ def block_forward(
     )
     text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = text_modulation
 
-    video_in = norm_modulate(video, scale, shift, room=block.video_qkv.room)
-    text_in = norm_modulate(text, text_scale, text_shift, room=block.text_qkv.room)
+    video, video_in = residual_norm(video, scale, shift, room=block.video_qkv.room, spare=text.shape[1])
+    text, text_in = residual_norm(text, text_scale, text_shift, room=block.text_qkv.room)
     video_out, text_out = joint_attention(block, video_in, text_in, mask, rotary, attention)
-    (video_out,) = block.video_out(with_room(video_out, block.video_out.room))
-    video = torch.addcmul(video, gate[:, None], video_out)
-    normed = norm_modulate(video, ff_scale, ff_shift, room=block.video_ff.up.room)
+    video_out = block.video_out(with_room(video_out, block.video_out.room))
+    video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, room=block.video_ff.up.room)
     video = torch.addcmul(video, ff_gate[:, None], block.video_ff(normed))
     if is_last:
         return video, text
-    (text_out,) = block.text_out(with_room(text_out, block.text_out.room))
-    text = torch.addcmul(text, text_gate[:, None], text_out)
-    normed = norm_modulate(text, text_ff_scale, text_ff_shift, room=block.text_ff.up.room)
+    text_out = block.text_out(with_room(text_out, block.text_out.room))
+    text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, room=block.text_ff.up.room)
     return video, torch.addcmul(text, text_ff_gate[:, None], block.text_ff(normed))
 
 
 def joint_attention(
     block: TextToVideoBlock, video: Tensor, text: Tensor, mask: Tensor | None, rotary: Tensor, attention: Attention
 ) -> tuple[Tensor, Tensor]:
-    """Attention among video and text tokens before the output projections: `[B, N, d]`, `[B, L, d]`."""
+    """Attention among video and text tokens before the output projections: `[B, N, d]`, `[B, L, d]`.
+
+    video has L rows more than tokens, for the text.
+    """
     attn = block.attn
-    video_query, video_key, video_value = (x.unflatten(2, (attn.heads, -1)) for x in block.video_qkv(video))
-    text_query, text_key, text_value = (x.unflatten(2, (attn.heads, -1)) for x in block.text_qkv(text))
-    query = norm_rotate(video_query, text_query, attn.norm_q.weight, attn.norm_added_q.weight, rotary)
-    key = norm_rotate(video_key, text_key, attn.norm_k.weight, attn.norm_added_k.weight, rotary)
-    value = torch.cat([video_value, text_value], dim=1)
+    joint, text_heads = (
+        qkv(x).unflatten(2, (3, attn.heads, -1)) for qkv, x in ((block.video_qkv, video), (block.text_qkv, text))
+    )
+    queries, keys = (attn.norm_q.weight, attn.norm_added_q.weight), (attn.norm_k.weight, attn.norm_added_k.weight)
+    query, key, value = norm_rotate(joint, text_heads, *queries, *keys, rotary)
     out = attention(query, key, value, mask).flatten(2)
-    video_out, text_out = out.split([video.shape[1], text.shape[1]], dim=1)
+    video_out, text_out = out.split([len(rotary), text.shape[1]], dim=1)
     return video_out, text_out

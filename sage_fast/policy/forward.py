@@ -77,7 +77,7 @@ class TextToVideoForward(nn.Module):
             else:
                 hidden, context = block(*arguments)
         scale, shift = conditioning.final.expand(batch, 2, -1).unbind(1)
-        (out,) = self.out(norm_modulate(hidden, scale, shift, room=self.out.room))
+        out = self.out(norm_modulate(hidden, scale, shift, room=self.out.room))
 
         patch = (config.patch_size_t, config.patch_size, config.patch_size)
         grid = [size // p for size, p in zip(space, patch)]

@@ -30,6 +30,7 @@ from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object
 from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, Trial, check_attention, measure_attention, try_attention
+from sage_fast.policy.checkpointing import set_checkpointing
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.random_weights import check_random, is_random, random_encoder, random_layout, random_module
@@ -58,6 +59,7 @@ class Model:
         attention: the backend that serves it.
         attention_milliseconds: what the choice was made by; empty without a choice.
         notes: what a user should know of this checkpoint and machine, one sentence each.
+        checkpointing: what the backward computes again, one of `policy.checkpointing.MODES`.
         decoder: `vae`'s, for latents of any batch.
     """
 
@@ -68,6 +70,7 @@ class Model:
     attention: str = "sdpa"
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
+    checkpointing: str = "none"
 
     def choose_attention(self, asked: str, sampling: SamplingConfig) -> None:
         """Serve attention by the backend `asked`, or by the fastest that is right, at the size of this run.
@@ -76,8 +79,8 @@ class Model:
             UserError: what was asked for is not there, does not run or computes something else, on any rank.
         """
         config, device = self.policy.transformer.config, self.policy.device
-        tokens = math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2)
-        shape = (sampling.batch_size, tokens + TEXT_TOKENS, config.num_attention_heads, config.attention_head_dim)
+        tokens = self.joint_tokens(sampling)
+        shape = (sampling.batch_size, tokens, config.num_attention_heads, config.attention_head_dim)
         check_attention(asked, device, self.policy.dtype)
         dtype = self.policy.dtype
         if asked == "auto":
@@ -97,6 +100,16 @@ class Model:
                 raise UserError(f"model.attention = {asked!r}: {problem}; the nearest choice is 'auto'")
         self.attention = asked
         self.policy.forward.attention = ATTENTION[asked]
+
+    def set_checkpointing(self, mode: str) -> None:
+        """Train with one of `policy.checkpointing.MODES`."""
+        self.checkpointing = mode
+        set_checkpointing(self.policy.transformer, mode)
+
+    def joint_tokens(self, sampling: SamplingConfig) -> int:
+        """Tokens of a video and of a prompt of `TEXT_TOKENS`."""
+        config = self.policy.transformer.config
+        return math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2) + TEXT_TOKENS
 
     def __post_init__(self) -> None:
         self.decoder = VideoDecoder(self.vae)
@@ -329,8 +342,6 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     else:
         transformer.requires_grad_(True)
         freeze_dead_ends(transformer)
-    if config.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=sampling.guidance_scale)
     if is_random(path):
         notes = [f"model.path = {path}: the weights are random; times and memory count, videos and rewards do not"]

@@ -8,7 +8,7 @@ the sum before it is rounded, and costs no pass over x or y of its own: who make
 row for x A^T. Layers that read the same x (queries, keys, values) share one matmul.
 
 The frozen weight is the left part of [W | s B], and the layer's own `weight` a view of it, so that there is no second
-copy; `refresh` writes the right part again where B has changed.
+copy; `refresh` writes the right part, and A in the activation type, again where the adapter has changed.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class Projection(nn.Module):
         self.parent, self.names = parent, names
         self.room = 0
         self._adapters: list[_Adapter | None] = []
-        self._rows: list[int] = []
         self._columns: list[tuple[int, int, float]] = []  # of y for each adapter: first, last + 1, scale
-        self._weight = self._bias = torch.empty(0)
+        self._weight = self._bias = self._down = torch.empty(0)
         self._seen: list[object] = []
 
     @property
@@ -87,14 +86,16 @@ class Projection(nn.Module):
             return
         if not self._is_joined(bases, adapters):
             self._join(bases, adapters)
-        row, column = 0, self._weight.shape[1] - self.room
-        self._rows, self._columns = [base.out_features for base in bases], []
+        width = self._weight.shape[1] - self.room
+        row, column = 0, width
+        self._columns = []
         for base, adapter in zip(bases, adapters):
             rows = slice(row, row + base.out_features)
             if base.bias is not None:
                 self._bias[rows].copy_(base.bias)
             if adapter is not None:
                 self._weight[rows, column : column + adapter.rank].copy_(adapter.up * adapter.scale)
+                self._down[column - width : column - width + adapter.rank].copy_(adapter.down)
                 self._columns.append((rows.start, rows.stop, adapter.scale))
                 column += adapter.rank
             row = rows.stop
@@ -116,19 +117,18 @@ class Projection(nn.Module):
         self.room = sum(a.rank for a in adapters if a is not None)
         rows = [base.out_features for base in bases]
         self._weight, self._bias = like.new_zeros(sum(rows), width + self.room), like.new_zeros(sum(rows))
+        self._down = like.new_zeros(self.room, width)
         for base, part in zip(bases, self._weight.split(rows)):
             part[:, :width].copy_(base.weight)
             base.weight.data = part[:, :width]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`[..., d_in + room]` -> `[..., d_out]` of each layer; the columns of the room are written."""
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., d_in + room]` -> `[..., d_out]` of the layers side by side; the columns of the room are written."""
         if not self.room:
-            return tuple(layer(x) for layer in self.layers)
-        adapters = [a for a in self._adapters if a is not None]
-        down = torch.cat([a.down for a in adapters]).to(x.dtype)
-        y = _OneSum.apply(x, down, self._weight, self._bias, self._columns, *(a.up for a in adapters))
-        # The backward of a split is a copy, of a single part too.
-        return y.split(self._rows, dim=-1) if len(self._rows) > 1 else (y,)
+            ys = [layer(x) for layer in self.layers]
+            return torch.cat(ys, dim=-1) if len(ys) > 1 else ys[0]
+        factors = [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
+        return _OneSum.apply(x, self._down, self._weight, self._bias, self._columns, *factors)
 
 
 def _signature(layer: Any) -> tuple[object, ...]:
@@ -139,9 +139,9 @@ def _signature(layer: Any) -> tuple[object, ...]:
     own = (layer, weight.data_ptr(), weight.dtype, weight.requires_grad, None if bias is None else bias._version)
     if base is layer:
         return own
-    ups = [(up, up.data_ptr(), up._version) for up in (m._parameters["weight"] for m in modules["lora_B"].children())]
+    factors = (m._parameters["weight"] for name in ("lora_A", "lora_B") for m in modules[name].children())
     switches = (layer._disable_adapters, list(layer._active_adapter), list(layer.merged_adapters))
-    return (*own, *switches, list(layer.scaling.values()), ups)
+    return (*own, *switches, list(layer.scaling.values()), [(f, f.data_ptr(), f._version) for f in factors])
 
 
 def _base(layer: nn.Module) -> Any:
@@ -167,19 +167,18 @@ class _OneSum(torch.autograd.Function):
     """y = [x | x A^T] [W | s B]^T + bias, for x with room on its right."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        down: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        columns: list[tuple[int, int, float]],
-        *ups: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, down: Tensor, *rest: Any) -> Tensor:
+        """`down` and `weight` hold the factors, A and B of each adapter, in the type of x."""
+        # Dynamo takes ctx away where as many arguments are given as there are parameters, so there are few of these.
+        weight, bias, columns, *factors = rest
         width = down.shape[1]
-        x[..., width:] = F.linear(x[..., :width], down)
+        if torch.compiler.is_compiling():  # Dynamo knows no `out=` with strides
+            x[..., width:] = F.linear(x[..., :width], down)
+        else:
+            rows = x.view(-1, x.shape[-1])
+            torch.mm(rows[:, :width], down.t(), out=rows[:, width:])
         ctx.save_for_backward(x, down, weight)
-        ctx.columns, ctx.ranks = columns, [up.shape[1] for up in ups]
+        ctx.columns, ctx.ranks = columns, [len(a) for a in factors[::2]]
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -187,19 +186,23 @@ class _OneSum(torch.autograd.Function):
         x, down, weight = ctx.saved_tensors  # asked for once: with checkpointing they are recomputed for it
         width, shape = down.shape[1], x.shape
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-        wanted = ctx.needs_input_grad[5:]
-        dups: list[Tensor | None] = []
+        if ctx.needs_input_grad[0]:
+            dx = grad @ weight
+            inner = dx[:, width:]
+        else:  # in the first block
+            dx, inner = None, grad @ weight[:, width:]
+        ddown = (inner.t() @ x[:, :width]).float()
+        if dx is not None:
+            dx[:, :width].addmm_(inner, down)
+            dx = dx.view(shape)
+        factors: list[Tensor | None] = []
         column = width
-        for (first, last, scale), rank, needed in zip(ctx.columns, ctx.ranks, wanted):
-            rows = x[:, column : column + rank]
-            dups.append(scale * (grad[:, first:last].t() @ rows).float() if needed else None)
+        for (first, last, scale), rank, needed in zip(ctx.columns, ctx.ranks, ctx.needs_input_grad[6::2]):
+            rows = slice(column, column + rank)
+            dup = scale * (grad[:, first:last].t() @ x[:, rows]).float() if needed else None
+            factors += [ddown[rows.start - width : rows.stop - width], dup]
             column += rank
-        if not ctx.needs_input_grad[0]:  # in the first block
-            return None, (grad @ weight[:, width:]).t() @ x[:, :width], None, None, None, *dups
-        dx = grad @ weight
-        ddown = dx[:, width:].t() @ x[:, :width]
-        dx[:, :width].addmm_(dx[:, width:], down)
-        return dx.view(shape), ddown, None, None, None, *dups
+        return dx, None, None, None, None, *factors
 
 
 class _Gelu(torch.autograd.Function):
@@ -225,6 +228,23 @@ def gelu(x: Tensor, room: int) -> Tensor:
     return _Gelu.apply(x, room)
 
 
+class _WithRoom(torch.autograd.Function):
+    """A copy into rows with room, whose backward copies nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, room: int) -> Tensor:
+        ctx.width = x.shape[-1]
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] + room)
+        out[..., : x.shape[-1]] = x
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[..., : ctx.width], None
+
+
 def with_room(x: Tensor, room: int) -> Tensor:
     """`[..., d]` copied into `[..., d + room]`."""
-    return F.pad(x, (0, room)) if room else x
+    if not room:
+        return x
+    return F.pad(x, (0, room)) if torch.compiler.is_compiling() else _WithRoom.apply(x, room)

@@ -119,6 +119,12 @@ def draw_groups(config: Config, prompts: Sequence[str], iteration: int) -> list[
     return groups
 
 
+def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list[int]:
+    """Those of the trained steps on which the KL to the anchor is taken (`kl.position_fraction`), at least one."""
+    count = max(round(config.kl.position_fraction * len(steps)), 1)
+    return sorted(steps[i] for i in permutation(len(steps), config.seed, "position", iteration)[:count])
+
+
 def update_schedule(
     config: Config, iteration: int, groups: Sequence[Group], steps: Sequence[int], kept: Sequence[bool]
 ) -> list[list[Transition]]:

@@ -72,8 +72,8 @@ class Trajectories:
         return torch.stack([rows[t + after][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
-def on_device(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """Indices (int64) or host values, copied from pinned memory: the host does not wait for the device's other work."""
+def on_device(values: Sequence[float] | Tensor, device: torch.device) -> Tensor:
+    """Numbers or a host tensor, copied from pinned memory: the host does not wait for the device's other work."""
     host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 

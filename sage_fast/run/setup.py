@@ -15,6 +15,9 @@ from sage_fast.data.prompts import read_prompts
 from sage_fast.distributed import all_gather_object, barrier, initialize, rank, world_size
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
+from sage_fast.objective import uses_anchor
+from sage_fast.optimizers import OPTIMIZERS
+from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward, Judge, load_reward
@@ -72,9 +75,53 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
     judge = Judge(config.eval.judge) if config.eval.judge is not None else None
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     model = load_model(settings, config.sampling, initialize(config.timeout_minutes), config.seed)
+    model.set_checkpointing(choose_checkpointing(config, model))
     return Setup(
         config=config, model=model, reward=reward, judge=judge, prompts=train_prompts, eval_prompts=eval_prompts
     )
+
+
+MEMORY_SHARE = 0.9
+"""Of the free memory, what `auto` counts on: the rest is for decoding, workspaces and fragments."""
+
+
+def choose_checkpointing(config: Config, model: Model) -> str:
+    """The mode of `model.gradient_checkpointing`; with `auto` the fastest whose activations fit beside what is to come:
+    gradients, the optimizer's state, anchor and EMA, and the stored rollouts. The gradients do not depend on it.
+    """
+    asked, device = config.model.gradient_checkpointing, model.policy.device
+    if asked != "auto":
+        return asked
+    trained = model.policy.parameters()
+    state_bytes = OPTIMIZERS[config.train.optimizer].state_bytes
+    snapshots = int(uses_anchor(config.kl)) + int(config.train.ema_decay > 0)
+    coming = sum((4 + 4 * snapshots + state_bytes(name, p)) * p.numel() for name, p in trained.items())
+    if not config.sampling.offload_trajectories:
+        coming += _trajectories(config, model)
+    room = MEMORY_SHARE * free_bytes(device) - coming
+    for mode in MODES:
+        needed = activation_bytes(
+            mode,
+            model.policy.transformer.config,
+            model.joint_tokens(config.sampling),
+            model.policy.dtype.itemsize,
+            rank=config.model.lora_rank if config.model.tuning == "lora" else 0,
+            batch_size=config.train.batch_size,
+            passes=2 if model.policy.uses_guidance else 1,
+        )
+        if needed <= room:
+            return mode
+    return MODES[-1]
+
+
+def _samples(config: Config) -> int:
+    """Of an iteration, on this rank."""
+    return -(-config.train.prompts_per_iteration * config.train.group_size // world_size())
+
+
+def _trajectories(config: Config, model: Model) -> int:
+    """Bytes of an iteration's stored rollouts on this rank."""
+    return sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), _samples(config)))
 
 
 def check_trajectories(config: Config, model: Model) -> str:
@@ -83,8 +130,7 @@ def check_trajectories(config: Config, model: Model) -> str:
     Raises:
         UserError: more than is free in the memory that holds them.
     """
-    samples = -(-config.train.prompts_per_iteration * config.train.group_size // world_size())
-    size = sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), samples))
+    samples, size = _samples(config), _trajectories(config, model)
     device = model.policy.device
     on_gpu = device.type == "cuda" and not config.sampling.offload_trajectories
     free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")

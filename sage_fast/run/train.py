@@ -174,6 +174,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         "ranks": world_size(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
+        "gradient_checkpointing": trainer.model.checkpointing,
         "parameters": parameters,
         "trainable_parameters": trainable,
         "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
@@ -191,6 +192,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
         f"operators: {facts['operators']}, attention: {facts['attention']}",
         f"decode: {facts['decode']}",
+        f"gradient checkpointing: {facts['gradient_checkpointing']}",
         *(f"note: {note}" for note in facts["notes"]),
     ]
     if measured := trainer.model.attention_milliseconds:

@@ -39,13 +39,15 @@ def calls(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Iterator[tu
     yield "transition_score_backward", (*grads, x, x_next, v, anchor, old, coefs, step)
 
     modulate = (latents(3, 4, 6), row(3, 6))
-    video, text, joined = latents(2, 3, 4, 8), latents(2, 5, 4, 8), latents(2, 8, 4, 8)
-    rotate = (video, text, row(8), row(8), torch.randn(3, 4, 2))
-    yield "norm_modulate", (*modulate, row(3, 6), 1e-6)
-    yield "norm_rotate", (*rotate, 1e-6)
+    rotate = (latents(2, 8, 3, 4, 8), *(row(8) for _ in range(4)), torch.randn(3, 4, 2), 1e-6)
+    yield "norm_modulate", (*modulate, row(3, 6), 1e-6, 2, 1)
+    yield "gated_norm", (latents(3, 4, 6), *modulate[:1], row(3, 6), row(3, 6), row(3, 6), 1e-6)
+    yield "norm_rotate", rotate
     for trained in (False, True):
-        yield "norm_modulate_backward", (latents(3, 4, 6), *modulate, 1e-6, trained)
-        yield "norm_rotate_backward", (joined, *rotate, 1e-6, trained)
+        yield "norm_modulate_backward", (latents(3, 4, 6), *modulate, 1e-6, trained, latents(3, 4, 6))
+        y = latents(3, 4, 6) if trained else None
+        yield "gated_norm_backward", (latents(3, 4, 6), latents(3, 4, 6), *modulate, row(3, 6), y, 1e-6)
+        yield "norm_rotate_backward", (*(latents(2, 8, 4, 8) for _ in range(3)), *rotate, trained)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

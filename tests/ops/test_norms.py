@@ -1,4 +1,4 @@
-"""norm_modulate and norm_rotate against float64, value and every gradient, in C++ and in Triton.
+"""norm_modulate, gated_norm and norm_rotate against float64, value and every gradient, in C++ and in Triton.
 
 Triton's launchers are called directly; without a GPU its interpreter runs them.
 """
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
-from sage_fast.ops import implementation, norm_modulate, norm_rotate
+from sage_fast.ops import gated_norm, implementation, norm_modulate, norm_rotate, residual_norm
+from sage_fast.ops.gated_norm import gated_norm_backward_reference, gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
 from tests.ops.accuracy import assert_accurate, double
@@ -26,22 +27,24 @@ pytestmark = [pytest.mark.gpu] if GPU.type == "cuda" else []
 
 
 def _kernels(name: str) -> tuple[Any, torch.device]:
-    """The four functions of an implementation and where it runs."""
+    """The functions of an implementation and where it runs."""
     if name == "triton":
         pytest.importorskip("triton")
+        from sage_fast.kernels import gated_norm as gated
         from sage_fast.kernels import norm_modulate as modulate
         from sage_fast.kernels import norm_rotate as rotate
 
-        functions = (modulate.norm_modulate, modulate.norm_modulate_backward)
-        functions += (rotate.norm_rotate, rotate.norm_rotate_backward)
         return SimpleNamespace(
-            **dict(zip(("modulate", "modulate_backward", "rotate", "rotate_backward"), functions))
-        ), GPU
+            modulate=modulate.norm_modulate, modulate_backward=modulate.norm_modulate_backward,
+            gated=gated.gated_norm, gated_backward=gated.gated_norm_backward,
+            rotate=rotate.norm_rotate, rotate_backward=rotate.norm_rotate_backward,
+        ), GPU  # fmt: skip
     if implementation(torch.device("cpu")) != "C++":
         pytest.skip("the C++ extension is not built (or SAGE_FAST_OPS is set)")
     ops = torch.ops.sage_fast_cpu
     return SimpleNamespace(
         modulate=ops.norm_modulate, modulate_backward=ops.norm_modulate_backward,
+        gated=ops.gated_norm, gated_backward=ops.gated_norm_backward,
         rotate=ops.norm_rotate, rotate_backward=ops.norm_rotate_backward,
     ), torch.device("cpu")  # fmt: skip
 
@@ -93,10 +96,11 @@ def test_norm_modulate(
     scale, shift = modulation(shape[0], shape[2], modulated, kind, device)
     compare(["out"], functions.modulate, norm_modulate_reference, x, scale, shift, 1e-6)
     for wanted in (False, True):
-        compare(
-            ["dx", "dscale", "dshift"], functions.modulate_backward, norm_modulate_backward_reference,
-            grad, x, scale, 1e-6, wanted,
-        )  # fmt: skip
+        for residual in (None, torch.randn_like(x)):
+            compare(
+                ["dx", "dscale", "dshift"], functions.modulate_backward, norm_modulate_backward_reference,
+                grad, x, scale, 1e-6, wanted, residual,
+            )  # fmt: skip
 
 
 def test_norm_modulate_reads_any_layout(kernels: tuple[Any, torch.device]) -> None:
@@ -131,6 +135,23 @@ def test_norm_modulate_leaves_room(kernels: tuple[Any, torch.device], room: int)
         assert torch.equal(mine, plain)
 
 
+def test_norm_modulate_leaves_spare_rows(kernels: tuple[Any, torch.device]) -> None:
+    """Zeros, and a gradient that stands in them is not read."""
+    functions, device = kernels
+    x, grad = (torch.randn(2, 5, 64, device=device).bfloat16() for _ in range(2))
+    scale, shift = modulation(2, 64, BF16, "chunks", device)
+    out = functions.modulate(x, scale, shift, 1e-6, 8, 3)
+    assert out.shape == (2, 8, 72)
+    assert torch.equal(out[:, :5, :64], functions.modulate(x, scale, shift, 1e-6))
+    assert not out[:, 5:].any()
+    wide = F.pad(grad, (0, 8, 0, 3), value=torch.nan)
+    for mine, plain in zip(
+        functions.modulate_backward(wide, x, scale, 1e-6, True),
+        functions.modulate_backward(grad, x, scale, 1e-6, True),
+    ):
+        assert torch.equal(mine, plain)
+
+
 def test_the_reference_is_layer_norm_and_its_gradients() -> None:
     x, scale, shift = torch.randn(2, 5, 7).double(), torch.randn(2, 7).double(), torch.randn(2, 7).double()
     inputs = [t.requires_grad_() for t in (x, scale, shift)]
@@ -139,6 +160,89 @@ def test_the_reference_is_layer_norm_and_its_gradients() -> None:
     upstream = torch.randn(2, 5, 7).double()
     for mine, theirs in zip(
         torch.autograd.grad(norm_modulate(*inputs), inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_residual_stream_and_its_norm() -> None:
+    """The two gradients added are that of both."""
+    x, scale, shift = torch.randn(2, 5, 8), torch.randn(2, 8), torch.randn(2, 8)
+    inputs = [t.double().requires_grad_() for t in (x, scale, shift)]
+    same, out = residual_norm(*inputs, room=2, spare=1)
+    assert torch.equal(same, inputs[0])
+    assert torch.equal(out, norm_modulate(*inputs, room=2, spare=1))
+    upstream = torch.randn_like(same), torch.randn_like(out)
+    expected = torch.autograd.grad((inputs[0] * 1, norm_modulate(*inputs, room=2, spare=1)), inputs, upstream)
+    for mine, theirs in zip(torch.autograd.grad((same, out), inputs, upstream), expected):
+        torch.testing.assert_close(mine, theirs)
+
+
+# -- gated_norm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["chunks", "expanded"])
+@pytest.mark.parametrize(("dtype", "modulated"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)], ids=str)
+@pytest.mark.parametrize("shape", MODULATE_SHAPES.values(), ids=MODULATE_SHAPES.keys())
+def test_gated_norm(
+    kernels: tuple[Any, torch.device],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    modulated: torch.dtype,
+    kind: str,
+) -> None:
+    functions, device = kernels
+    x, y, grad, grad_sum = (torch.randn(shape, device=device).mul(2).add(0.5).to(dtype) for _ in range(4))
+    scale, shift = modulation(shape[0], shape[2], modulated, kind, device)
+    gate, _ = modulation(shape[0], shape[2], modulated, kind, device)
+    check_gated(functions, x, y, gate, scale, shift, grad_sum, grad)
+
+
+def check_gated(
+    functions: Any, x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, *grads: Tensor
+) -> None:
+    total, out = functions.gated(x, y, gate, scale, shift, 1e-6)
+    plain, exact = (
+        gated_norm_reference(*inputs, 1e-6)[0]
+        for inputs in ((x, y, gate, scale, shift), double(x, y, gate, scale, shift))
+    )
+    assert_accurate("sum", total, plain, exact)
+    # What is normalised is the sum as it is stored.
+    compare(["out"], lambda *_: out, norm_modulate_reference, total, scale, shift, 1e-6)
+    names = ["dx", "dy", "dgate", "dscale", "dshift"]
+    for kept in (None, y):
+        compare(names, functions.gated_backward, gated_norm_backward_reference, *grads, total, gate, scale, kept, 1e-6)
+
+
+def test_gated_norm_reads_any_layout_and_leaves_room(kernels: tuple[Any, torch.device]) -> None:
+    functions, device = kernels
+    x, y, grad_sum, grad = (torch.randn(3, 20, 10, device=device).transpose(1, 2)[:, :, ::2] for _ in range(4))
+    gate, scale, shift = (torch.randn(10, 3, device=device).T for _ in range(3))
+    assert not x.is_contiguous()
+    check_gated(functions, x, y, gate, scale, shift, grad_sum, grad)
+    total, out = functions.gated(x, y, gate, scale, shift, 1e-6, 6)
+    assert out.shape == (3, 10, 16)
+    for mine, plain in zip((total, out[..., :10]), functions.gated(x, y, gate, scale, shift, 1e-6)):
+        assert torch.equal(mine, plain)
+    wide = F.pad(grad, (0, 6), value=torch.nan)
+    for mine, plain in zip(
+        functions.gated_backward(grad_sum, wide, total, gate, scale, y, 1e-6),
+        functions.gated_backward(grad_sum, grad, total, gate, scale, y, 1e-6),
+    ):
+        assert torch.equal(mine, plain)
+
+
+def test_the_gated_reference_is_the_plain_formula_and_its_gradients() -> None:
+    x, y = (torch.randn(2, 5, 7).double().requires_grad_() for _ in range(2))
+    gate, scale, shift = (torch.randn(2, 7).double().requires_grad_() for _ in range(3))
+    inputs = [x, y, gate, scale, shift]
+    total = x + gate[:, None] * y
+    expected = total, F.layer_norm(total, (7,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
+    actual = gated_norm(*inputs)
+    upstream = [torch.randn_like(t) for t in expected]
+    for mine, theirs in zip(actual, expected):
+        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(
+        torch.autograd.grad(actual, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
     ):
         torch.testing.assert_close(mine, theirs)
 
@@ -158,19 +262,19 @@ ROTATE_SHAPES = {  # B, N, L, H, D
 
 
 def rotate_inputs(shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dtype, device: torch.device) -> list[Any]:
+    """Of the operator: joint, four weights, rotary, eps."""
     batch, tokens, texts, heads, width = shape
     angle = 10 * torch.randn(tokens, width // 2)
-    video, text = (torch.randn(batch, count, heads, width).to(dtype) for count in (tokens, texts))
-    video_weight, text_weight = (torch.randn(width).add(1).to(weights) for _ in range(2))
-    tensors = (video, text, video_weight, text_weight, torch.stack([angle.cos(), angle.sin()], -1))
-    return [*(t.to(device) for t in tensors), 1e-6]
+    joint = torch.randn(batch, tokens + texts, 3, heads, width).to(dtype)
+    tensors = (torch.randn(width).add(1).to(weights) for _ in range(4))
+    return [*(t.to(device) for t in (joint, *tensors, torch.stack([angle.cos(), angle.sin()], -1))), 1e-6]
 
 
-def check_rotate(functions: Any, arguments: list[Any], grad: Tensor) -> None:
-    compare(["out"], functions.rotate, norm_rotate_reference, *arguments)
-    names = ["d video", "d text", "d video weight", "d text weight"]
+def check_rotate(functions: Any, arguments: list[Any], grads: list[Tensor]) -> None:
+    compare(["query", "key"], functions.rotate, norm_rotate_reference, *arguments)
+    names = ["d joint", "d weights"]
     for wanted in (False, True):
-        compare(names, functions.rotate_backward, norm_rotate_backward_reference, grad, *arguments, wanted)
+        compare(names, functions.rotate_backward, norm_rotate_backward_reference, *grads, *arguments, wanted)
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)], ids=str)
@@ -180,35 +284,42 @@ def test_norm_rotate(
 ) -> None:
     functions, device = kernels
     batch, tokens, texts, heads, width = shape
-    grad = torch.randn(batch, tokens + texts, heads, width, device=device).to(dtype)
-    check_rotate(functions, rotate_inputs(shape, dtype, weights, device), grad)
+    grads = [torch.randn(batch, tokens + texts, heads, width, device=device).to(dtype) for _ in range(3)]
+    check_rotate(functions, rotate_inputs(shape, dtype, weights, device), grads)
 
 
 def test_norm_rotate_reads_any_layout(kernels: tuple[Any, torch.device]) -> None:
-    """Slices of a joint projection, and the gradient as attention leaves it: heads before tokens."""
+    """A part of a wider tensor, and gradients as attention leaves them: heads before tokens."""
     functions, device = kernels
-    video, text, *rest = rotate_inputs((2, 5, 3, 2, 16), FP32, FP32, device)
-    joint = torch.cat([video, text], dim=1).repeat(1, 1, 1, 2)
-    grad = torch.randn(2, 2, 8, 16, device=device).transpose(1, 2)
-    check_rotate(functions, [joint[:, :5, :, :16], joint[:, 5:, :, 16:], *rest], grad)
-    check_rotate(functions, [joint[:, :5, :, ::2], joint[:, 5:, :, ::2], *rest], grad.flip(-1))
+    joint, *rest = rotate_inputs((2, 5, 3, 2, 32), FP32, FP32, device)
+    rest = [*(weight[::2] for weight in rest[:4]), rest[4][:, ::2], rest[5]]
+    grads = [torch.randn(2, 2, 8, 16, device=device).transpose(1, 2) for _ in range(3)]
+    check_rotate(functions, [joint[..., ::2], *rest], grads)
+    check_rotate(functions, [joint[..., ::2], *rest], [grad.flip(-1) for grad in grads])
 
 
 def test_the_reference_is_that_of_diffusers() -> None:
-    video, text, video_weight, text_weight, rotary, eps = rotate_inputs(
-        (2, 5, 3, 4, 16), FP32, FP32, torch.device("cpu")
-    )
-    inputs = [t.double().requires_grad_() for t in (video, text, video_weight, text_weight)]
-    rotary = rotary.double()
+    """Values, and the gradients of the whole function: queries, keys and values of both streams from two tensors."""
+    joint, *weights, rotary, eps = rotate_inputs((2, 5, 3, 4, 16), FP32, FP32, torch.device("cpu"))
+    joint, text = joint.double(), torch.randn(2, 3, 3, 4, 16).double().requires_grad_()
+    given, own = (joint.clone().requires_grad_() for _ in range(2))
+    weights = [w.double().requires_grad_() for w in weights]
     cos, sin = (part.repeat_interleave(2, dim=1) for part in rotary.unbind(-1))
-    turned = apply_rotary_emb(F.rms_norm(inputs[0], (16,), inputs[2], eps), (cos.float(), sin.float()), sequence_dim=1)
-    expected = torch.cat([turned, F.rms_norm(inputs[1], (16,), inputs[3], eps)], dim=1)
-    out = norm_rotate_reference(*inputs, rotary, eps)
-    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-    upstream = torch.randn(out.shape).double()
-    by_hand = norm_rotate_backward_reference(upstream, *inputs, rotary, eps, True)
-    for mine, theirs in zip(by_hand, torch.autograd.grad(out, inputs, upstream)):
-        torch.testing.assert_close(mine, theirs)
+
+    def expected_of(part: int) -> Tensor:
+        of_video, of_text = weights[2 * part : 2 * part + 2]
+        normed = F.rms_norm(given[:, :5, part], (16,), of_video, eps)
+        turned = apply_rotary_emb(normed, (cos, sin), sequence_dim=1)
+        return torch.cat([turned, F.rms_norm(text[:, :, part], (16,), of_text, eps)], dim=1)
+
+    expected = expected_of(0), expected_of(1), torch.cat([given[:, :5, 2], text[:, :, 2]], dim=1)
+    actual = norm_rotate(own * 1, text, *weights, rotary, eps)
+    upstream = [torch.randn_like(t) for t in expected]
+    for mine, theirs in zip(actual, expected):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    mine = torch.autograd.grad(actual, [own, text, *weights], upstream)
+    for ours, theirs in zip(mine, torch.autograd.grad(expected, [given, text, *weights], upstream)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_several_rows_a_program(monkeypatch: pytest.MonkeyPatch, guarded_empty: None) -> None:
@@ -222,29 +333,34 @@ def test_several_rows_a_program(monkeypatch: pytest.MonkeyPatch, guarded_empty: 
         ["dx", "dscale", "dshift"], functions.modulate_backward, norm_modulate_backward_reference,
         grad, x, scale, 1e-6, True,
     )  # fmt: skip
-    shape = (2, 30, 7, 2, 16)
-    check_rotate(functions, rotate_inputs(shape, FP32, FP32, device), torch.randn(2, 37, 2, 16, device=device))
+    check_gated(functions, x, torch.randn_like(x), scale, shift, scale, torch.randn_like(x), grad)
+    grads = [torch.randn(2, 37, 2, 16, device=device) for _ in range(3)]
+    check_rotate(functions, rotate_inputs((2, 30, 7, 2, 16), FP32, FP32, device), grads)
 
 
-# -- both -------------------------------------------------------------------------------------------------------------
+# -- all of them ------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_bits_twice_and_on_any_number_of_threads(kernels: tuple[Any, torch.device]) -> None:
     functions, device = kernels
-    x, grad = (torch.randn(2, 301, 64, device=device) for _ in range(2))
+    in_cpp = isinstance(functions.modulate, torch._ops.OpOverloadPacket)
+    rows, tokens, counts = (301, 90, (1, 2, 3, 1)) if in_cpp else (37, 20, (1, 1))  # Triton knows no threads
+    x, grad = (torch.randn(2, rows, 64, device=device) for _ in range(2))
     scale, shift = modulation(2, 64, FP32, "chunks", device)
-    heads = rotate_inputs((2, 90, 7, 4, 16), FP32, FP32, device)
-    head_grad = torch.randn(2, 97, 4, 16, device=device)
+    heads = rotate_inputs((2, tokens, 7, 4, 16), FP32, FP32, device)
+    head_grads = [torch.randn(2, tokens + 7, 4, 16, device=device) for _ in range(3)]
     threads = torch.get_num_threads()
     results = []
-    for count in (1, 2, 3, 1):
+    for count in counts:
         torch.set_num_threads(count)
         results.append(
             [
                 functions.modulate(x, scale, shift, 1e-6),
                 *functions.modulate_backward(grad, x, scale, 1e-6, True),
-                functions.rotate(*heads),
-                *functions.rotate_backward(head_grad, *heads, True),
+                *functions.gated(x, grad, scale, scale, shift, 1e-6),
+                *functions.gated_backward(grad, x, grad, scale, shift, x, 1e-6),
+                *functions.rotate(*heads),
+                *functions.rotate_backward(*head_grads, *heads, True),
             ]
         )
     torch.set_num_threads(threads)
@@ -253,37 +369,50 @@ def test_the_same_bits_twice_and_on_any_number_of_threads(kernels: tuple[Any, to
 
 def test_with_and_without_autograd_and_frozen_parts() -> None:
     """One kernel for rollout and training; what is frozen costs no sums."""
-    x = torch.randn(2, 9, 64, requires_grad=True)
+    x, y = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
     scale, shift = torch.randn(2, 64), torch.randn(2, 64)
-    video, text, *rest = rotate_inputs((2, 9, 3, 4, 16), FP32, FP32, torch.device("cpu"))
+    joint, *rest = rotate_inputs((2, 9, 3, 4, 16), FP32, FP32, torch.device("cpu"))
+    text = torch.randn(2, 3, 3, 4, 16)
+
+    def results() -> list[Tensor]:
+        return [
+            norm_modulate(x, scale, shift),
+            *residual_norm(x, scale, shift),
+            *gated_norm(x, y, scale, scale, shift),
+            *norm_rotate(joint * 1, text, *rest),
+        ]
+
     with torch.no_grad():
-        plain = norm_modulate(x, scale, shift), norm_rotate(video, text, *rest)
-    video.requires_grad_()
-    trained = norm_modulate(x, scale, shift), norm_rotate(video, text, *rest)
-    assert all(torch.equal(a, b) for a, b in zip(plain, trained))
-    calls: list[tuple[str, bool]] = []
+        plain = results()
+    for leaf in (x, y, joint, text):
+        leaf.requires_grad_()
+    trained = results()
+    assert all(torch.equal(a, b) for a, b in zip(plain, trained, strict=True))
+    calls: list[tuple[str, object]] = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
             if "backward" in func.name() and func.namespace == "sage_fast":
-                calls.append((func.name(), args[-1]))
-            return func(*args, **(kwargs or {}))
+                calls.append((func.name().removeprefix("sage_fast::"), sum(t.numel() == 0 for t in out)))
+            return out
 
     with Spy():
-        (trained[0].sum() + trained[1].sum()).backward()
-    assert sorted(calls) == [("sage_fast::norm_modulate_backward", False), ("sage_fast::norm_rotate_backward", False)]
-    assert x.grad is not None
-    assert video.grad is not None
+        torch.autograd.backward(trained, [torch.randn_like(t) for t in trained])
+    empty = [("gated_norm_backward", 3), *[("norm_modulate_backward", 2)] * 2, ("norm_rotate_backward", 1)]
+    assert sorted(calls) == empty
+    assert all(leaf.grad is not None for leaf in (x, y, joint, text))
     scale.requires_grad_()
-    norm_modulate(x, scale, shift).sum().backward()
+    gated_norm(x, y, scale, shift, shift)[0].sum().backward()
     assert scale.grad is not None
 
 
 def test_schemas() -> None:
     x, scale, shift = torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 8), torch.randn(2, 8)
     heads = rotate_inputs((2, 5, 3, 2, 8), FP32, FP32, torch.device("cpu"))
-    torch.library.opcheck(torch.ops.sage_fast.norm_modulate.default, (x, scale.requires_grad_(), shift, 1e-6))
-    torch.library.opcheck(torch.ops.sage_fast.norm_rotate.default, (heads[0].requires_grad_(), *heads[1:]))
+    torch.library.opcheck(torch.ops.sage_fast.norm_modulate.default, (x, scale.requires_grad_(), shift, 1e-6, 0, 2))
+    torch.library.opcheck(torch.ops.sage_fast.gated_norm.default, (x, torch.randn_like(x), shift, scale, shift, 1e-6))
+    torch.library.opcheck(torch.ops.sage_fast.norm_rotate.default, tuple(heads))
 
 
 def test_bad_inputs() -> None:
@@ -292,12 +421,19 @@ def test_bad_inputs() -> None:
         norm_modulate(x, row[:1], row)
     with pytest.raises(ValueError, match=r"x: expected \[B, S, d\], got \[2, 8\]"):
         norm_modulate(row, row, row)
-    video, text, weight, _, rotary, _ = rotate_inputs((2, 3, 1, 2, 8), FP32, FP32, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"text: expected torch.float32 \[2, L, 2, 8\], got torch.bfloat16"):
-        norm_rotate(video, text.bfloat16(), weight, weight, rotary)
-    with pytest.raises(ValueError, match=r"rotary: expected float32 \[3, 4, 2\], got torch.float32 \[2, 4, 2\]"):
-        norm_rotate(video, text, weight, weight, rotary[:2])
-    with pytest.raises(ValueError, match=r"video_weight: expected \[8\], got \[7\]"):
-        norm_rotate(video, text, weight[:7], weight, rotary)
+    with pytest.raises(ValueError, match=r"gate: expected \[2, 8\], got \[2, 7\]"):
+        gated_norm(x, x, row[:, :7], row, row)
+    with pytest.raises(ValueError, match=r"y: expected torch.float32 \[2, 3, 8\], got torch.bfloat16"):
+        gated_norm(x, x.bfloat16(), row, row, row)
+    joint, *weights, rotary, _ = rotate_inputs((2, 3, 1, 2, 8), FP32, FP32, torch.device("cpu"))
+    text = torch.zeros(2, 1, 3, 2, 8)
+    with pytest.raises(ValueError, match=r"text: expected torch.float32 \[2, 1, 3, 2, 8\], got torch.bfloat16"):
+        norm_rotate(joint, text.bfloat16(), *weights, rotary)
+    with pytest.raises(ValueError, match=r"text: expected torch.float32 \[2, 2, 3, 2, 8\]"):
+        norm_rotate(joint, text, *weights, rotary[:2])
+    with pytest.raises(ValueError, match=r"rotary: expected float32 \[N, 4, 2\], got torch.float32 \[3, 3, 2\]"):
+        norm_rotate(joint, text, *weights, rotary[:, :3])
+    with pytest.raises(ValueError, match=r"text_key: expected \[8\], got \[7\]"):
+        norm_rotate(joint, text, *weights[:3], weights[3][:7], rotary)
     with pytest.raises(ValueError, match="even D"):
-        norm_rotate(video[..., :7], text[..., :7], weight[:7], weight[:7], rotary)
+        norm_rotate(joint[..., :7], text[..., :7], *(w[:7] for w in weights), rotary)

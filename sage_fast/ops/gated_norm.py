@@ -1,0 +1,117 @@
+"""A gated residual and the AdaLN that reads it, in one pass:
+
+    sum = x + gate y          out = norm_modulate(sum, scale, shift)
+
+The sum is rounded as it is stored before it is normalised. Backward, in one pass too: with the gradient of out taken
+through the norm, dx is that plus the gradient of sum, and dy = gate dx. Nothing but sum, gate and scale is kept, and y
+where the gate is trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops.norm_modulate import check_rows, norm_modulate_backward_reference, norm_modulate_reference
+
+LIBRARY.define(
+    "gated_norm(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps, int room=0) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "gated_norm_backward(Tensor grad_sum, Tensor grad, Tensor sum, Tensor gate, Tensor scale, Tensor? y, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def gated_norm(
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The residual stream of a transformer block after a branch, and its AdaLN for the next one.
+
+    Args:
+        x: `[B, S, d]` residual stream, float32, bfloat16 or float16.
+        y: like x, what the branch gave.
+        gate, scale, shift: `[B, d]`, float32 or the type of x; one row expanded over B will do.
+        eps: added to the variance.
+        room: columns to add on the right of each row of the second result; what they hold is not defined.
+
+    Returns:
+        `[B, S, d]` and `[B, S, d + room]` in the type of x, computed in float32. Differentiable in every tensor.
+
+    Raises:
+        ValueError: a shape, type or device that does not fit, or `room` below 0.
+    """
+    if room < 0:
+        raise ValueError(f"room: expected at least 0, got {room}")
+    check_rows(x, {"gate": gate, "scale": scale, "shift": shift})
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError(f"y: expected {x.dtype} {list(x.shape)}, got {y.dtype} {list(y.shape)}")
+    if y.device != x.device:
+        raise ValueError(f"y: is on {y.device}, x is on {x.device}")
+    return torch.ops.sage_fast.gated_norm(x, y, gate, scale, shift, eps, room)
+
+
+def gated_norm_reference(
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The specification, in plain PyTorch; also differentiable by autograd itself. The room is 0."""
+    dtype = compute_dtype(x)
+    total = (x.to(dtype) + gate.to(dtype)[:, None] * y.to(dtype)).to(x.dtype).contiguous()
+    return total, F.pad(norm_modulate_reference(total, scale, shift, eps), (0, room))
+
+
+def gated_norm_backward_reference(
+    grad_sum: Tensor, grad: Tensor, total: Tensor, gate: Tensor, scale: Tensor, y: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients in x and y, and float32 `[B, d]` in gate, scale and shift; those are empty without `y`.
+
+    grad is `[B, S, d + room]`; what stands in its room is not read.
+    """
+    dtype = compute_dtype(total)
+    wide = total.to(dtype)
+    dx, dscale, dshift = norm_modulate_backward_reference(
+        grad.to(dtype), wide, scale, eps, y is not None, grad_sum.to(dtype)
+    )
+    dy = gate.to(dtype)[:, None] * dx
+    dgate = (dx * y.to(dtype)).sum(1) if y is not None else dx.new_empty(0, dx.shape[2])
+    return dx.to(total.dtype), dy.to(total.dtype).contiguous(), dgate, dscale, dshift
+
+
+LIBRARY.impl("gated_norm", gated_norm_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("gated_norm_backward", gated_norm_backward_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sage_fast::gated_norm", lib=LIBRARY)
+def _fake(x, y, gate, scale, shift, eps, room=0):  # type: ignore[no-untyped-def]
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, x.new_empty(x.shape[0], x.shape[1], x.shape[2] + room)
+
+
+@torch.library.register_fake("sage_fast::gated_norm_backward", lib=LIBRARY)
+def _fake_backward(grad_sum, grad, sum, gate, scale, y, eps):  # type: ignore[no-untyped-def]
+    rows = 0 if y is None else sum.shape[0]
+    gradients = (torch.empty_like(sum, memory_format=torch.contiguous_format) for _ in range(2))
+    return *gradients, *(sum.new_empty(rows, sum.shape[2], dtype=compute_dtype(sum)) for _ in range(3))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, y, gate, scale, shift, ctx.eps, _ = inputs
+    ctx.shift_dtype = shift.dtype
+    ctx.save_for_backward(output[0], gate, scale, *([y] if any(ctx.needs_input_grad[2:5]) else []))
+
+
+def _backward(ctx: Any, grad_sum: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    total, gate, scale, *kept = ctx.saved_tensors
+    y = kept[0] if kept else None
+    dx, dy, *modulation = torch.ops.sage_fast.gated_norm_backward(grad_sum, grad, total, gate, scale, y, ctx.eps)
+    if y is None:
+        return dx, dy, None, None, None, None, None
+    dgate, dscale, dshift = modulation
+    return dx, dy, dgate.to(gate.dtype), dscale.to(scale.dtype), dshift.to(ctx.shift_dtype), None, None
+
+
+torch.library.register_autograd("sage_fast::gated_norm", _backward, setup_context=_setup_context, lib=LIBRARY)

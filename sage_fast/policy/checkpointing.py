@@ -1,0 +1,98 @@
+"""What a transformer block keeps for its backward: `model.gradient_checkpointing`, and how many bytes that is.
+
+`full` keeps a block's inputs and runs the whole block again. `attention` keeps what attention gave as well, so that the
+second forward has no attention in it: at 480p that is 73 % of its FLOPs. Both give the gradients of `none` to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sage_fast.policy.block import TextToVideoBlock
+
+MODES = ("none", "attention", "full")
+"""From the fastest to the one that needs the least memory."""
+
+ATTENTION_OPERATORS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention", "flash_fwd")
+"""Parts of the names of attention's operators: PyTorch's, those of flash-attn 2 and 3, and those of xformers."""
+
+# What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
+# and of the adapter's rank a token. tests/test_plan.py counts each; whoever changes the block changes them here.
+INPUT_OF_BLOCK = 1
+KEPT_BY_BLOCK, KEPT_RANKS = 19, 6
+"""From the forward of a video token in one block to its backward, the block's input included: input, the normed rows of
+both matmuls, and video after attention (4), q, k, v, and q and k after rotation (5), attention's output as it came and
+as a matmul's input (2), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
+room for the adapters: 3 r, r, r and r. Text tokens keep less, and are few."""
+GRADIENTS, GRADIENT_RANKS = 5, 1
+"""At work at the peak of the backward of one block, beside what is kept: the gradient of the stream (1) and that of the
+feed-forward's inner rows (4 d + r)."""
+
+
+def set_checkpointing(transformer: HunyuanVideo15Transformer3DModel, mode: str) -> None:
+    """Give the transformer one of `MODES`, by diffusers' own switch."""
+    if mode == "none":
+        transformer.disable_gradient_checkpointing()
+    elif mode == "full":
+        transformer.enable_gradient_checkpointing()
+    else:
+        transformer.enable_gradient_checkpointing(_keep_attention)
+
+
+def _keep_attention(block: TextToVideoBlock, *arguments: Any) -> tuple[Tensor, Tensor]:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(block, *arguments, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_attention(operator: Any) -> bool:
+    """Whether an operator is the forward of an attention kernel."""
+    name = str(operator)
+    return any(part in name for part in ATTENTION_OPERATORS) and "backward" not in name and "bwd" not in name
+
+
+def activation_bytes(
+    mode: str,
+    architecture: Mapping[str, Any],
+    tokens: int,
+    bytes_per_value: int,
+    *,
+    rank: int,
+    batch_size: int = 1,
+    passes: int = 1,
+) -> float:
+    """Most bytes of a micro-batch's activations and their gradients, which is at the start of the backward.
+
+    Args:
+        mode: one of `MODES`.
+        architecture: the transformer's config.
+        tokens: of video and text.
+        bytes_per_value: of an activation.
+        rank: of the adapter; 0 for none.
+        batch_size: transitions of a micro-batch.
+        passes: 2 with guidance, whose passes are kept both and go backward one after the other.
+    """
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    block = bytes_per_value * (KEPT_BY_BLOCK * d + KEPT_RANKS * rank)
+    of_input = bytes_per_value * INPUT_OF_BLOCK * d
+    output = attention_output_bytes(architecture, bytes_per_value)
+    kept, again = {"none": (block, 0), "attention": (of_input + output, block - output), "full": (of_input, block)}[
+        mode
+    ]
+    at_work = bytes_per_value * (GRADIENTS * d + GRADIENT_RANKS * rank) + again
+    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + at_work))
+
+
+def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:
+    """What attention gives for a token in one block: the output, and a float32 log-sum-exp of each head."""
+    heads = architecture["num_attention_heads"]
+    return heads * (architecture["attention_head_dim"] * bytes_per_value + 4)

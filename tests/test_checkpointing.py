@@ -1,0 +1,99 @@
+"""What each mode of checkpointing computes again and keeps, and which one `auto` takes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sage_fast.errors import UserError
+from sage_fast.policy.checkpointing import MODES, activation_bytes, attention_output_bytes, is_attention
+from sage_fast.run import setup
+from tests.test_forward import PROMPTS, inputs
+from tests.tiny import settings, tiny_model
+
+
+class Attentions(TorchDispatchMode):
+    """Forwards and backwards of attention, and the bytes that the forwards gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = self.backwards = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_attention(func):
+            self.forwards += 1
+            self.bytes += sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
+        elif "scaled_dot_product" in str(func):
+            self.backwards += 1
+        return out
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("attention", 0), ("full", 1)])
+def test_attention_runs_once(mode: str, again: int) -> None:
+    model = tiny_model(settings())
+    model.set_checkpointing(mode)
+    x, sigma, text = inputs(PROMPTS)
+    conditioning = model.policy.condition(sigma, text)
+    layers = len(model.policy.forward.blocks)
+    with Attentions() as forward:
+        v = model.policy.velocity(x, conditioning)
+    with Attentions() as backward:
+        torch.autograd.backward(v, torch.randn_like(v))
+    assert (forward.forwards, backward.forwards) == (layers, again * layers)
+    assert backward.backwards == layers
+    joint = 80 + conditioning.context.shape[1]
+    per_token = attention_output_bytes(model.policy.transformer.config, 4)
+    assert forward.bytes == len(PROMPTS) * layers * joint * per_token
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn_3::fwd",
+        "xformers_flash::flash_fwd",
+        "xformers_flash3::flash_fwd",
+    ],
+)
+def test_the_kernels_of_every_backend_are_known(name: str) -> None:
+    assert is_attention(name)
+    assert not is_attention(name.replace("forward", "backward").replace("fwd", "bwd") + "_backward")
+
+
+def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
+    model = tiny_model(settings())
+    needs = [
+        activation_bytes(
+            mode,
+            model.policy.transformer.config,
+            model.joint_tokens(config.sampling),
+            4,
+            rank=4,
+            batch_size=8,
+        )
+        for mode in MODES
+    ]
+    assert needs == sorted(needs, reverse=True)
+    trained = sum(p.numel() for p in model.policy.parameters().values())
+    coming = (4 + 8) * trained  # gradients, and the two moments of AdamW
+    for mode, need in zip(MODES, needs):
+        for spare, expected in ((1, mode), (-1, MODES[min(MODES.index(mode) + 1, 2)])):
+            free = (need + coming + spare) / setup.MEMORY_SHARE
+            monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
+            assert setup.choose_checkpointing(config, model) == expected
+    assert setup.choose_checkpointing(settings(model__gradient_checkpointing="attention"), model) == "attention"
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_switch_of_before_is_told_its_new_name(value: bool) -> None:
+    expected = "full" if value else "none"
+    with pytest.raises(UserError, match=f"model.gradient_checkpointing = {value}.*{expected}"):
+        settings(model__gradient_checkpointing=value)
