@@ -141,6 +141,7 @@ def test_training_flops(tuning: str) -> None:
         ("lora", 16, torch.bfloat16),
         ("lora", 16, torch.float32),
         ("full", 0, torch.float32),
+        ("full", 0, torch.bfloat16),
     ],
 )
 def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> None:
@@ -176,7 +177,7 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
     formula = activation_bytes(mode, architecture, 1024, dtype.itemsize, rank=rank)
     # With all weights trained and checkpointing the peak is that of the block before the last: one input less.
     less = 1024 * 128 * dtype.itemsize if tuning == "full" and mode != "none" else 0
-    assert peaks[8] - peaks[4] == pytest.approx(formula - less, rel=0.02)
+    assert peaks[8] - peaks[4] == pytest.approx(formula - less, rel=0.01)
 
 
 def test_guidance_keeps_two_passes_and_runs_one_backward_at_a_time() -> None:

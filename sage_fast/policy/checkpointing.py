@@ -24,12 +24,12 @@ ATTENTION_OPERATORS = ("scaled_dot_product", "flash_attn", "flash_attention", "e
 
 # What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
 # and of the adapter's rank a token. tests/test_plan.py counts each; whoever changes the block changes them here.
-INPUT_OF_BLOCK = 1
-KEPT_BY_BLOCK, KEPT_RANKS = 19, 6
-"""From the forward of a video token in one block to its backward, the block's input included: input, the normed rows of
-both matmuls, and video after attention (4), q, k, v, and q and k after rotation (5), attention's output as it came and
-as a matmul's input (2), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
-room for the adapters: 3 r, r, r and r. Text tokens keep less, and are few."""
+KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK, KEPT_RANKS = 17, 18, 6
+"""From the forward of a video token in one block to its backward, beside the block's input and what attention gave: the
+normed rows of both matmuls and video after attention (3), q, k, v, and q and k after rotation (5), attention's output
+as a matmul's input (1), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
+room for the adapters: 3 r, r, r and r. Where all weights are trained, attention's output is no copy, and what both
+gates multiply is kept (-1, +2). Text tokens keep less, and are few."""
 GRADIENTS, GRADIENT_RANKS = 5, 1
 """At work at the peak of the backward of one block, beside what is kept: the gradient of the stream (1) and that of the
 feed-forward's inner rows (4 d + r)."""
@@ -77,19 +77,21 @@ def activation_bytes(
         architecture: the transformer's config.
         tokens: of video and text.
         bytes_per_value: of an activation.
-        rank: of the adapter; 0 for none.
+        rank: of the adapter; 0 where all weights are trained.
         batch_size: transitions of a micro-batch.
         passes: 2 with guidance, whose passes are kept both and go backward one after the other.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    block = bytes_per_value * (KEPT_BY_BLOCK * d + KEPT_RANKS * rank)
-    of_input = bytes_per_value * INPUT_OF_BLOCK * d
-    output = attention_output_bytes(architecture, bytes_per_value)
-    kept, again = {"none": (block, 0), "attention": (of_input + output, block - output), "full": (of_input, block)}[
-        mode
-    ]
-    at_work = bytes_per_value * (GRADIENTS * d + GRADIENT_RANKS * rank) + again
-    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + at_work))
+    stream = bytes_per_value * d  # a block's input, and its output, which is computed again too
+    of_attention = attention_output_bytes(architecture, bytes_per_value)
+    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + KEPT_RANKS * rank)
+    kept, again = {
+        "none": (stream + of_attention + inner, 0),
+        "attention": (stream + of_attention, inner + stream),
+        "full": (stream, of_attention + inner + stream),
+    }[mode]
+    gradients = bytes_per_value * (GRADIENTS * d + GRADIENT_RANKS * rank)
+    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + again + gradients))
 
 
 def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:
