@@ -151,8 +151,6 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
         _, _, package, *arguments = commands[part]
         assert package == "sage_fast"
         options, rest = cli._parser().parse_known_args(arguments)
-        while rest[:1] in (["--budget"], ["--part"]):  # options of a `bench rollout` that is on its way
-            rest = rest[2:]
         overrides = cli._overrides(arguments[0], rest)
         assert part in ("demo", "iteration") or not overrides
         if overrides:

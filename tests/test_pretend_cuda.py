@@ -157,7 +157,7 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param({"model__gradient_checkpointing": True}, id="lora"),
+        pytest.param({"model__gradient_checkpointing": "full"}, id="lora"),
         pytest.param({"model__tuning": "full", "train__optimizer": "muon"}, id="full"),
         pytest.param({"model__tuning": "full", "model__dtype": "bfloat16", "objective__clip_range": 1}, id="bfloat16"),
         pytest.param({"sampling__guidance_scale": 3, "reward__on_failure": "drop"}, id="guidance"),

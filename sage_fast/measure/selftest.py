@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.measure.harness import host_timer, matmul_ceiling
 from sage_fast.measure.verdict import Check, in_one_line, tried
+from sage_fast.ops.gated_norm import gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_reference
@@ -59,6 +60,7 @@ OPERATORS: dict[str, Reference] = {
     "transition_step": transition_step_reference,
     "transition_score": transition_score_reference,
     "norm_modulate": norm_modulate_reference,
+    "gated_norm": gated_norm_reference,
     "norm_rotate": norm_rotate_reference,
 }
 
@@ -92,9 +94,14 @@ def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool 
     if operator == "norm_modulate":
         row = (batch, heads * width)
         return [random(batch, tokens, row[1]).requires_grad_(), random(*row), random(*row), 1e-6]
-    streams = [random(batch, count, heads, width).requires_grad_() for count in (tokens, texts)]
+    if operator == "gated_norm":
+        row = (batch, heads * width)
+        streams = [random(batch, tokens, row[1]).requires_grad_() for _ in range(2)]
+        return [*streams, random(*row), random(*row), random(*row), 1e-6]
+    joint = random(batch, tokens + texts, 3, heads, width)
+    weights = [random(width) for _ in range(4)]
     angles = torch.rand(tokens, width // 2, device=device) * 6.3
-    return [*streams, random(width), random(width), torch.stack([angles.cos(), angles.sin()], -1), 1e-6]
+    return [joint, *weights, torch.stack([angles.cos(), angles.sin()], -1), 1e-6]
 
 
 def fused(operator: str) -> Callable[..., Any]:
