@@ -15,7 +15,7 @@
 set -u
 
 PARTS=(install doctor tests demo operators rollout rollout-480p iteration ncu-step ncu-block)
-LIMITS=(150 90 300 120 150 300 480 480 150 200)
+LIMITS=(150 180 300 120 150 300 480 480 150 200)
 GPU_VENV=${GPU_VENV:-${TMPDIR:-/tmp}/sage-fast-gpu}
 
 fail() { echo "scripts/gpu.sh: $*" >&2; exit 2; }
