@@ -113,8 +113,8 @@ def profile_iteration(
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
         if trainer.anchor_is_current:
             flops["anchor"] = 0.0  # the rollout's own velocities serve
-        profiler = contextlib.nullcontext() if window_only else torch.profiler.profile()
-        with profiler:
+        profiler = None if window_only else torch.profiler.profile()
+        with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
     flops["train"] *= _trained_share(config, row, expected.samples)
     result = {
@@ -131,7 +131,7 @@ def profile_iteration(
         "trace": None if window_only else str(folder / "trace.json.gz"),
         "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2),
     }
-    if isinstance(profiler, torch.profiler.profile):
+    if profiler is not None:
         write_json(result, folder / "profile.json")  # a million events take minutes to read
         say("reading the trace")
         work, changes = _read(list(profiler.events() or []), device)
