@@ -9,17 +9,19 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 
+from sage_fast.console import say
 from sage_fast.environment import environment
 from sage_fast.files import write_json
 from sage_fast.measure.harness import head_line
@@ -42,18 +44,23 @@ COMPILED = {"triton": "triton", "nvtx": "nvtx", "flash-attn": "flash_attn", "xfo
 """distribution -> module of those that can be installed and broken, of another torch or CUDA."""
 
 
-def run(device: torch.device | None = None) -> dict[str, Any]:
-    """All checks, on `device` or on a GPU if there is one; what `sage-fast doctor` writes as JSON."""
+def run(device: torch.device | None = None, tell: Callable[[Check], object] = lambda check: None) -> dict[str, Any]:
+    """All checks, on `device` or on a GPU if there is one; what `sage-fast doctor` writes as JSON.
+
+    Args:
+        device: where.
+        tell: told each check when it is done: kernels that compile for the first time take minutes, or hang.
+    """
     start = time.perf_counter()
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = environment(device)  # first: after an illegal access nothing can be asked any more
     torch.manual_seed(0)
-    checks = [*packages(), *tools(device), *tried("the package", lambda: _selftest(device))]
-    return {
-        "environment": environment(device),
-        "seconds": time.perf_counter() - start,
-        "checks": [dataclasses.asdict(check) for check in checks],
-    }
+    checks = []
+    for check in itertools.chain(packages(), tools(device), tried("the package", lambda: _selftest(device))):
+        tell(check)
+        checks.append(dataclasses.asdict(check))
+    return {"environment": about, "seconds": time.perf_counter() - start, "checks": checks}
 
 
 def _selftest(device: torch.device) -> Iterator[Check]:
@@ -166,21 +173,21 @@ def tools(device: torch.device) -> Iterator[Check]:
 
 def doctor(json: str | None = None) -> int:
     """Print the table, write it to the file `json`, and return the exit status: 1 if anything is wrong."""
-    result = run()
-    print(format_doctor(result))
+    result = run(tell=lambda check: say(format_check(check)))
+    say(format_summary(result))
     if json is not None:
         write_json(result, Path(json))
     return int(any(check["verdict"] == "wrong" for check in result["checks"]))
 
 
-def format_doctor(result: Mapping[str, Any]) -> str:
-    """The table for a terminal; what to do stands under its row."""
-    width = max(len(check["name"]) for check in result["checks"]) + 2
-    lines = [head_line(result["environment"]), ""]
-    for check in result["checks"]:
-        lines.append(f"{check['verdict']:<9}{check['name']:<{width}}{check['found']}")
-        if check["advice"]:
-            lines.append(" " * (9 + width) + f"-> {check['advice']}")
+def format_check(check: Check) -> str:
+    """A row for a terminal; what to do stands under it."""
+    advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
+    return f"{check.verdict:<9}{check.name:<34}{check.found}{advice}"
+
+
+def format_summary(result: Mapping[str, Any]) -> str:
+    """The lines below the rows: what machine this is, and the count of each verdict."""
     counts = {verdict: sum(check["verdict"] == verdict for check in result["checks"]) for verdict in VERDICTS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return "\n".join([*lines, "", f"{summary}, in {result['seconds']:.0f} s"])
+    return "\n".join(["", head_line(result["environment"]), f"{summary}, in {result['seconds']:.0f} s"])

@@ -9,6 +9,7 @@ time can use CUPTI. FLOPs are those of measure/plan.py; the ceiling is a matrix 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import re
 import shlex
 from collections import defaultdict
@@ -112,16 +113,10 @@ def profile_iteration(
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
         if trainer.anchor_is_current:
             flops["anchor"] = 0.0  # the rollout's own velocities serve
-        if window_only:
-            row, events = _window(trainer, warmup), []
-        else:
-            with torch.profiler.profile() as profiler:
-                row = _window(trainer, warmup)
-            say("reading the trace")
-            profiler.export_chrome_trace(str(folder / "trace.json.gz"))
-            events = list(profiler.events() or [])
+        profiler = None if window_only else torch.profiler.profile()
+        with profiler or contextlib.nullcontext():
+            row = _window(trainer, warmup)
     flops["train"] *= _trained_share(config, row, expected.samples)
-    work, changes = _read(events, device)
     result = {
         "environment": environment(device) | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
         "source": source,
@@ -129,15 +124,21 @@ def profile_iteration(
         "warmup": warmup,
         "text_tokens": expected.text_tokens,
         "ceiling_flops_per_second": ceiling,
-        "phases": phase_table(row, flops, ceiling, busy_seconds(work, changes) if device.type == "cuda" else {}),
+        "phases": phase_table(row, flops, ceiling, {}),
         "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
         "planned_bytes": sum(expected.memory.values()),
-        "families": family_table(work, changes),
+        "families": [],
         "trace": None if window_only else str(folder / "trace.json.gz"),
         "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2),
     }
-    if not window_only:
+    if profiler is not None:
+        write_json(result, folder / "profile.json")  # a million events take minutes to read
+        say("reading the trace")
+        work, changes = _read(list(profiler.events() or []), device)
+        busy = busy_seconds(work, changes) if device.type == "cuda" else {}
+        result |= {"phases": phase_table(row, flops, ceiling, busy), "families": family_table(work, changes)}
         write_json(result, folder / "profile.json")
+        profiler.export_chrome_trace(str(folder / "trace.json.gz"))
     return result
 
 

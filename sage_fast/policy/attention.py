@@ -167,24 +167,25 @@ def try_attention(
         out = attention(query, key, value, None)
         return out, *torch.autograd.grad(out, inputs, upstream)
 
+    times = []
     try:
         results = forward_and_backward()
+        errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
+        del results
+        for _ in range(3):
+            _synchronize(device)
+            start = time.perf_counter()
+            forward_and_backward()
+            _synchronize(device)
+            times.append(1e3 * (time.perf_counter() - start))
     except Exception as error:  # whatever a broken package raises, from ImportError to a compiler's own
         return Trial(problem=f"it does not run: {type(error).__name__}: {_first_line(error)}")
-    errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
     limit = LARGEST_ERROR[dtype]
     wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]
     largest = max(errors.values())
     if wrong:
         why = f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected at most {limit:.0e}"
         return Trial(error=largest, problem=why)
-    times = []
-    for _ in range(3):
-        _synchronize(device)
-        start = time.perf_counter()
-        forward_and_backward()
-        _synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
     return Trial(milliseconds=statistics.median(times), error=largest)
 
 
