@@ -269,9 +269,10 @@ class KLController:
         config = self.config
         if share < 1:  # else the whole policy part was clipped, and there is nothing to compare with
             self.history.append(share / (1 - share) / self.value)
-        mean = sum(self.history) / max(len(self.history), 1)
-        if mean > 0:
-            wanted = config.target_share / (1 - config.target_share) / mean
+        # Squares are what is estimated without bias when the term is taken on a share of the steps.
+        size = (sum(ratio**2 for ratio in self.history) / max(len(self.history), 1)) ** 0.5
+        if size > 0:
+            wanted = config.target_share / (1 - config.target_share) / size
             factor = LARGEST_FACTOR if len(self.history) == config.history else FIRST_FACTOR
             wanted = min(max(wanted, self.value / factor), self.value * factor)
             self.value = min(max(wanted, config.lambda_min), config.lambda_limit)

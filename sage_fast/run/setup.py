@@ -87,7 +87,8 @@ MEMORY_SHARE = 0.9
 
 def choose_checkpointing(config: Config, model: Model) -> str:
     """The mode of `model.gradient_checkpointing`; with `auto` the fastest whose activations fit beside what is to come:
-    gradients, the optimizer's state, anchor and EMA, and the stored rollouts. The gradients do not depend on it.
+    gradients, the optimizer's state, anchor and EMA, autocast's copies and the stored rollouts. The gradients do not
+    depend on it. All ranks take that of the one with the least memory, for which they would wait.
     """
     asked, device = config.model.gradient_checkpointing, model.policy.device
     if asked != "auto":
@@ -98,6 +99,8 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     coming = sum((4 + 4 * snapshots + state_bytes(name, p)) * p.numel() for name, p in trained.items())
     if not config.sampling.offload_trajectories:
         coming += _trajectories(config, model)
+    if config.model.tuning == "full" and model.policy.dtype != torch.float32:
+        coming += model.policy.dtype.itemsize * sum(p.numel() for p in model.policy.transformer.parameters())
     room = MEMORY_SHARE * free_bytes(device) - coming
     for mode in MODES:
         needed = activation_bytes(
@@ -110,8 +113,8 @@ def choose_checkpointing(config: Config, model: Model) -> str:
             passes=2 if model.policy.uses_guidance else 1,
         )
         if needed <= room:
-            return mode
-    return MODES[-1]
+            break
+    return MODES[max(all_gather_object(MODES.index(mode)))]
 
 
 def _samples(config: Config) -> int:
