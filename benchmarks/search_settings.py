@@ -1,15 +1,19 @@
-"""`python -m benchmarks.search_settings FOLDER [--workers N]`: the demo's learning rate, KL and EMA, chosen by trial.
+"""`python -m benchmarks.search_settings {settings,ratio} FOLDER [--workers N]`: the demo's settings, by trial.
 
-Every point of the grid gets the same number of iterations and the same seeds, through the command that a user runs.
-Runs that stand in FOLDER already are kept, so that the search can go on another day. The table goes to
-`FOLDER/search.json` and to the screen: held-out composite after `ITERATIONS` and its course, mean over the seeds with a
-95 % interval (Student's t), and the judge that no run is trained on.
+    settings   learning rate x KL x EMA
+    ratio      `objective.ratio` in bfloat16
+
+Every point of a grid gets the same number of iterations and the same seeds, through the command that a user runs; what
+a grid does not name is as in configs/demo.yaml. Runs that stand in FOLDER already are kept, so that a search can go on
+another day. The table goes to `FOLDER/search.json` and to the screen: held-out composite over the iterations, mean over
+the seeds with a 95 % interval (Student's t), and the judge that no run is trained on.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import os
 import statistics
@@ -17,7 +21,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,30 +28,52 @@ from sage_fast.environment import environment
 from sage_fast.files import read_json, write_json
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
-ITERATIONS = 150
 SEEDS = (0, 1, 2)
-LEARNING_RATES = (3e-4, 1e-3)
-KLS: dict[str, dict[str, Any]] = {
-    "none": {"kl.strategy": "none"},
-    "0.2": {"kl.lambda_min": 0.2, "kl.lambda_max": 0.2},
-    "1": {"kl.lambda_min": 1.0, "kl.lambda_max": 1.0},
-}
-"""By lambda; the rest of the KL as in the demo."""
-EMAS = (0.0, 0.9)
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's t by number of seeds."""
 
 
-def run(folder: Path, overrides: Mapping[str, Any]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Settings to be combined: name -> the values tried; what all runs share; iterations."""
+
+    axes: Mapping[str, tuple[object, ...]]
+    iterations: int
+    shared: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    def points(self) -> list[dict[str, object]]:
+        return [dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())]
+
+
+GRIDS = {
+    "settings": Grid(
+        {
+            "train.learning_rate": (3e-4, 1e-3),
+            "kl.strategy": ("none", "dual"),
+            "train.ema_decay": (0.0, 0.95),
+        },
+        iterations=60,
+        shared={"train.schedule": "constant"},  # the fall at the end of a long run is not what is searched
+    ),
+    "ratio": Grid(
+        {"objective.ratio": ("plain", "centred", "normalised")},
+        iterations=60,
+        shared={"train.schedule": "constant", "model.dtype": "bfloat16", "train.parity_gate": False},
+    ),
+}
+
+
+def run(folder: Path, grid: Grid, overrides: Mapping[str, object]) -> None:
     """One run of the command, unless it is finished; continued where an earlier one was stopped."""
     if (folder / "eval" / "after.json").is_file():
         return
     settings = {
         "output": folder,
-        "train.iterations": ITERATIONS,
-        "train.checkpoint_interval": ITERATIONS,
-        "eval.interval": 30,
+        "train.iterations": grid.iterations,
+        "train.checkpoint_interval": grid.iterations,
+        "eval.interval": 20,
         "tracking.trackers": "[]",
+        **grid.shared,
         **overrides,
     }
     arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
@@ -72,40 +97,44 @@ def scores(folder: Path) -> dict[int, dict[str, float]]:
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half the width of its 95 % interval."""
-    spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return statistics.mean(values), T_95.get(len(values), 1.96) * spread
+    return statistics.mean(values), T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", choices=GRIDS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    points = {
-        (rate, kl, ema, seed): options.folder / f"lr{rate:g}-kl-{kl}-ema{ema:g}-seed{seed}"
-        for seed, rate, kl, ema in itertools.product(SEEDS, LEARNING_RATES, KLS, EMAS)
-    }
+    grid = GRIDS[options.grid]
+
+    def place(point: Mapping[str, object], seed: int) -> Path:
+        words = [f"{name.rpartition('.')[2]}-{value}" for name, value in point.items()]
+        return options.folder / "-".join([*words, f"seed-{seed}"])
+
     options.folder.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
         jobs = [
-            pool.submit(run, folder, {"train.learning_rate": rate, "train.ema_decay": ema, "seed": seed, **KLS[kl]})
-            for (rate, kl, ema, seed), folder in points.items()
+            pool.submit(run, place(point, seed), grid, point | {"seed": seed})
+            for seed in SEEDS
+            for point in grid.points()
         ]
         for job in concurrent.futures.as_completed(jobs):
             job.result()
     rows = []
-    for rate, kl, ema in itertools.product(LEARNING_RATES, KLS, EMAS):
-        runs = [scores(points[rate, kl, ema, seed]) for seed in SEEDS]
+    for point in grid.points():
+        runs = [scores(place(point, seed)) for seed in SEEDS]
         course = {
             iteration: {name: interval([one[iteration][name] for one in runs]) for name in runs[0][iteration]}
             for iteration in runs[0]
         }
-        rows.append({"learning_rate": rate, "kl": kl, "ema": ema, "course": course})
-        mean, half = course[ITERATIONS]["composite"]
-        middle = "  ".join(f"{iteration}: {value['composite'][0]:.3f}" for iteration, value in course.items())
-        print(f"lr {rate:g}  kl {kl:4s}  ema {ema:g}  {mean:.3f} +- {half:.3f}   {middle}")
-    about = {"environment": environment(torch.device("cpu")), "iterations": ITERATIONS, "seeds": SEEDS}
-    write_json(about | {"rows": rows}, options.folder / "search.json")
+        rows.append({"settings": point, "course": course})
+        means = {iteration: values["composite"] for iteration, values in course.items()}
+        middle = "  ".join(f"{iteration}: {mean:.3f} +- {half:.3f}" for iteration, (mean, half) in means.items())
+        print("  ".join(f"{name} {value}" for name, value in point.items()), middle, sep="   ")
+    about = {"environment": environment(torch.device("cpu")), "config": CONFIG.read_text(), "seeds": SEEDS}
+    shared = {"iterations": grid.iterations, "shared": grid.shared}
+    write_json(about | shared | {"rows": rows}, options.folder / "search.json")
 
 
 if __name__ == "__main__":

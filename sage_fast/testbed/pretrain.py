@@ -34,7 +34,7 @@ def pretrain(
     seed: int = 0,
     vae_steps: int = 9000,
     decoder_steps: int = 6000,
-    steps: int = 1700,
+    steps: int = 1300,
     vae_batch: int = 4,
     batch: int = 64,
     videos_per_prompt: int = 32,
