@@ -182,8 +182,7 @@ def test_training_gives_the_metrics_of_the_cpu(
         assert isinstance(next(trainer.policy.transformer.parameters()), CudaTensor)
 
     for row, expected_row in zip(rows, expected, strict=True):
-        assert row.keys() == expected_row.keys()
-        assert {k: v for k, v in row.items() if not k.startswith("time/")} == {
+        assert {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} == {
             k: v for k, v in expected_row.items() if not k.startswith("time/")
         }
     assert evaluation.to_json() == expected_evaluation.to_json()

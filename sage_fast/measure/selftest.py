@@ -15,7 +15,7 @@ from sage_fast.measure.harness import host_timer, matmul_ceiling
 from sage_fast.measure.verdict import Check, in_one_line, tried
 from sage_fast.ops.gated_norm import gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
-from sage_fast.ops.norm_rotate import norm_rotate_reference
+from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 from sage_fast.policy.attention import ATTENTION, INSTALL, try_attention, usable
@@ -56,12 +56,19 @@ def checks(device: torch.device) -> Iterator[Check]:
 # -- the operators ----------------------------------------------------------------------------------------------------
 
 Reference = Callable[..., Any]
+
+
+def _norm_rotate_reference(joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    joint = torch.cat([joint[:, : joint.shape[1] - text.shape[1]], text], dim=1)
+    return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
+
+
 OPERATORS: dict[str, Reference] = {
     "transition_step": transition_step_reference,
     "transition_score": transition_score_reference,
     "norm_modulate": norm_modulate_reference,
     "gated_norm": gated_norm_reference,
-    "norm_rotate": norm_rotate_reference,
+    "norm_rotate": _norm_rotate_reference,
 }
 
 
@@ -98,15 +105,15 @@ def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool 
         row = (batch, heads * width)
         streams = [random(batch, tokens, row[1]).requires_grad_() for _ in range(2)]
         return [*streams, random(*row), random(*row), random(*row), 1e-6]
-    joint = random(batch, tokens + texts, 3, heads, width)
+    joint, text = (random(batch, n, 3, heads, width).requires_grad_() for n in (tokens + texts, texts))
     weights = [random(width) for _ in range(4)]
     angles = torch.rand(tokens, width // 2, device=device) * 6.3
-    return [joint, *weights, torch.stack([angles.cos(), angles.sin()], -1), 1e-6]
+    return [joint, text, *weights, torch.stack([angles.cos(), angles.sin()], -1), 1e-6]
 
 
 def fused(operator: str) -> Callable[..., Any]:
     """The operator itself, with the arguments of its reference."""
-    return getattr(torch.ops.sage_fast, operator).default
+    return norm_rotate if operator == "norm_rotate" else getattr(torch.ops.sage_fast, operator).default
 
 
 def operators(device: torch.device) -> Iterator[Check]:
@@ -192,8 +199,11 @@ def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
         ]
         function = fused(operator)
         out = function(*arguments)
-        tensors = [*arguments, *([out] if isinstance(out, Tensor) else out)]
-        moved = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        outputs, given = [out] if isinstance(out, Tensor) else out, [a for a in arguments if isinstance(a, Tensor)]
+        # An output that is a part of an argument is neither read nor written.
+        places = {a.untyped_storage().data_ptr() for a in given}
+        moved = sum(a.nbytes for a in given)
+        moved += sum(-o.nbytes if o.untyped_storage().data_ptr() in places else o.nbytes for o in outputs)
         call = functools.partial(function, *arguments)
         share = moved / _seconds(call, device, 10 if device.type == "cuda" else 1) / bandwidth
         found = f"forward at {share:.0%} of the bandwidth of a copy, {moved / 1e6:,.0f} MB"

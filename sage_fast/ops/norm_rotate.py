@@ -70,6 +70,10 @@ def norm_rotate(
     for name, tensor in {"text": text, **weights, "rotary": rotary}.items():
         if tensor.device != joint.device:
             raise ValueError(f"{name}: is on {tensor.device}, joint is on {joint.device}")
+    if torch.compiler.is_compiling():  # Dynamo takes no write into an argument, and Inductor makes one pass of this
+        joint = torch.cat([joint[:, : len(rotary)], text], dim=1)
+        query, key = norm_rotate_reference(joint, video_query, text_query, video_key, text_key, rotary, eps)
+        return query, key, joint[:, :, 2]
     return _Joined.apply(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
 
 
