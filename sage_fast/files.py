@@ -60,7 +60,8 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1) + "\n"
     if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
-        path.write_text(text, encoding="utf-8")
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
         return
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:

@@ -105,7 +105,7 @@ command_of() {
         install) printf '%s\n' install_part ;;
         doctor) printf '%s\n' "${sage[@]}" doctor --json "$out/doctor.json" ;;
         tests)
-            size=(-n 8 tests/ops tests/test_graphs.py tests/test_decode.py tests/test_attention.py)
+            size=(-n 8 -m gpu tests/ops tests/test_graphs.py tests/test_decode.py tests/test_attention.py tests/test_trainer.py)
             $tiny && size=(tests/ops/test_layouts.py)
             printf '%s\n' "$py" -m pytest -p no:cacheprovider "${size[@]}"
             ;;

@@ -41,13 +41,13 @@ PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "t
 
 PYTHON = "Python between operators"
 FAMILIES = {
-    "sage_fast operators": r"sage_fast|transition_(step|score)|norm_(modulate|rotate)|philox",
+    "sage_fast operators": r"sage_fast|transition_(step|score)|norm_(modulate|rotate)|gated_norm|residual_norm|philox",
     "attention": r"attention|attn|flash|fmha|softmax",
     "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
     "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcdiv)",
     "matmul": r"gemm|gemv|mm\b|matmul|linear\b|nvjet|cutlass|cublas|splitk",
     "reductions": r"reduce|vector_norm|aten::(sum|mean|std|amin|amax|max|min|any|all|cumsum)\b",
-    "views and autograd": r"autograd::|backward\d*$|^detach|aten::(as_strided|view|_?reshape|t\b|transpose|permute"
+    "views and autograd": r"autograd::|backward\d*$|^_|^detach|aten::(as_strided|view|_?reshape|t\b|transpose|permute"
     r"|expand|empty|slice|select|narrow|unsqueeze|squeeze|split|chunk|unbind|unflatten|flatten|detach|alias|item"
     r"|resolve_|_local_scalar|result_type|promote_types|new_empty|resize|lift|_unsafe_view|_conj|dropout|contiguous)",
     "copies": r"copy|memcpy|memset|catarray|replication_pad|aten::(cat\b|to\b|_to_|type_as|clone|stack|fill|zero|ones"
