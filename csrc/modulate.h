@@ -53,7 +53,8 @@ inline void modulate_forward(const ModulateInputs& in, const Tensor& out, const 
 }
 
 // dx, with a gate dy, and `count` sums over the rows of each sample, if wanted.
-inline void modulate_backward(const ModulateInputs& in, const Tensor& dx, const Tensor* dy, Tensor* sums, int64_t count, bool wanted) {
+inline void modulate_backward(const ModulateInputs& in, const Tensor& dx, const Tensor* dy, Tensor* sums,
+                              int64_t count, bool wanted) {
   Partials partials(wanted, in.xs.count(), in.rows, in.width, count, in.width);
   for_each_rows(in.xs.count(), in.rows, in.width, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
     std::vector<float> scratch(kModulateScratch * in.width);

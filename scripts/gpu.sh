@@ -77,9 +77,9 @@ ncu_part() {
 
 STEP_CODE='
 import torch
-from sage_fast.measure import selftest
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-arguments = selftest.inputs("transition_step", device, selftest.usual_dtype(device), large=True)
+from sage_fast.measure import harness, selftest
+device = harness.best_device()
+arguments = selftest.inputs("transition_step", device, harness.usual_dtype(device), large=True)
 for _ in range(3):
     x_next, _ = selftest.fused("transition_step")(*arguments)
 print("transition_step of", list(x_next.shape))'

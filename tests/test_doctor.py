@@ -20,6 +20,7 @@ from sage_fast.measure.selftest import OPERATORS
 from sage_fast.measure.verdict import VERDICTS, Check
 from sage_fast.policy.attention import ATTENTION
 from sage_fast.rollout.graphs import Run
+from tests.test_graphs import rerun
 
 CPU = torch.device("cpu")
 
@@ -146,17 +147,6 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     check = found(doctor.tools(CPU), "C++ compiler")
     assert (check.verdict, check.found) == ("missing", "none; the C++ operators need it")
-
-
-def rerun(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
-    """What a CUDA graph does, by running the step again over its buffers."""
-    outputs = run()
-
-    def replay() -> None:
-        for output, value in zip(outputs, run()):
-            output.copy_(value)
-
-    return replay, outputs, 100
 
 
 def stale(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:

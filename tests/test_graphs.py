@@ -25,6 +25,7 @@ STEPS = 5
 
 
 def rerun(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+    """What a CUDA graph does, by running the step again over its buffers."""
     outputs = run()
 
     def replay() -> None:

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from sage_fast.console import say
 from sage_fast.environment import environment
 from sage_fast.files import write_json
-from sage_fast.measure.harness import head_line
+from sage_fast.measure.harness import best_device, head_line
 from sage_fast.measure.verdict import VERDICTS, Check, Verdict, in_one_line, tried
 from sage_fast.ops import implementation
 from sage_fast.policy.attention import INSTALL
@@ -52,8 +52,7 @@ def run(device: torch.device | None = None, tell: Callable[[Check], object] = la
         tell: told each check when it is done: kernels that compile for the first time take minutes, or hang.
     """
     start = time.perf_counter()
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or best_device()
     about = environment(device)  # first: after an illegal access nothing can be asked any more
     torch.manual_seed(0)
     checks = []

@@ -39,6 +39,16 @@ class Budget:
         return self._end - time.monotonic()
 
 
+def best_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """Of activations, in a run there."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type == "cuda":

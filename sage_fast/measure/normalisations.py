@@ -12,36 +12,29 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sage_fast.ops import gated_norm, norm_modulate
+from sage_fast.measure.harness import usual_dtype
+from sage_fast.ops import gated_norm, norm_modulate, norm_rotate
 from sage_fast.ops.gated_norm import gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
-from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_reference
+from sage_fast.ops.norm_rotate import joined_reference
 
 SIZES = {"testbed batch 32": (32, 80, 7, 4, 16), "8192 tokens": (1, 8000, 192, 16, 128)}
 """name -> samples, video tokens, text tokens, heads, width of a head."""
 NAMES = ("fused", "eager", "compiled")
 
 
-def _norm_rotate(joint: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Without text to join."""
-    return norm_rotate(joint, joint[:, len(rest[-2]) :].detach(), *rest)
-
-
-def _norm_rotate_plain(joint: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
-
-
-_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "gated_norm": (gated_norm, gated_norm_reference),
     "norm_modulate": (norm_modulate, norm_modulate_reference),
-    "norm_rotate": (_norm_rotate, _norm_rotate_plain),
+    "norm_rotate": (norm_rotate, joined_reference),
 }
+"""name -> the operator and its reference."""
 
 
-def inputs(operator: str, size: tuple[int, ...], device: torch.device) -> list[Any]:
-    """Arguments of an operator: bf16 on a GPU, float32 on the CPU; activations want gradients."""
+def inputs(operator: str, size: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> list[Any]:
+    """Arguments of an operator, by default of the usual type on the device; activations want gradients."""
     batch, tokens, texts, heads, width = size
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype or usual_dtype(device)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -55,9 +48,10 @@ def inputs(operator: str, size: tuple[int, ...], device: torch.device) -> list[A
             *(random(batch, shape[2]) for _ in range(3)),
             1e-6,
         ]
-    joint = random(batch, tokens + texts, 3, heads, width).requires_grad_()
-    rotary = torch.randn(tokens, width // 2, 2, device=device)
-    return [joint, *(random(width) for _ in range(4)), rotary, 1e-6]
+    joint, text = (random(batch, rows, 3, heads, width).requires_grad_() for rows in (tokens + texts, texts))
+    angles = 6.3 * torch.rand(tokens, width // 2, device=device)
+    rotary = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return [joint, text, *(random(width) for _ in range(4)), rotary, 1e-6]
 
 
 def contender(operator: str, name: str, arguments: list[Any]) -> Callable[[], Any]:
@@ -66,7 +60,7 @@ def contender(operator: str, name: str, arguments: list[Any]) -> Callable[[], An
     Raises:
         AssertionError: it differs from the reference by more than rounding.
     """
-    fused, reference = _OPERATORS[operator]
+    fused, reference = OPERATORS[operator]
     function = {"fused": fused, "eager": reference, "compiled": torch.compile(reference, dynamic=False)}[name]
     torch.testing.assert_close(function(*arguments), reference(*arguments), rtol=2e-2, atol=2e-2)
     trained = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]

@@ -23,6 +23,7 @@ from sage_fast.measure.harness import (
     H200_BF16_FLOPS,
     H200_BYTES_PER_SECOND,
     Save,
+    best_device,
     fresh_compilation,
     head_line,
     host_timer,
@@ -268,7 +269,7 @@ def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = 
     """Measure every operator at `sizes`; the result, which `save` is told after every row, is what `sage-fast bench`
     writes as JSON.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if name != "tiny"])
     rows: list[dict[str, Any]] = []
     result = {"environment": environment(device), "rows": rows}

@@ -19,12 +19,12 @@ from sage_fast.config import Config
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.objective import uses_anchor
-from sage_fast.optimizers import OPTIMIZERS
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.rollout.schedule import configured_table, iteration_table, position_steps, trained_steps
 from sage_fast.rollout.trajectories import trajectory_bytes
+from sage_fast.run.setup import training_bytes
 from sage_fast.testbed.model import TestbedTransformer, tiny_vae
 
 TESTBED_TEXT_TOKENS = 7
@@ -178,8 +178,7 @@ def plan(
     """
     transformer = build_meta(config, architecture)
     built = transformer.config
-    trained_weights = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
-    trainable = sum(p.numel() for p in trained_weights.values())
+    trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     base = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" not in name)
 
     s, train = config.sampling, config.train
@@ -220,16 +219,11 @@ def plan(
     width = 2 if config.model.dtype == "bfloat16" else 4
     frozen_width = 4 if config.model.tuning == "full" else width
     mine = -(-samples // ranks)
-    state_bytes = OPTIMIZERS[train.optimizer].state_bytes
-    snapshots = int(uses_anchor(config.kl)) + int(train.ema_decay > 0)
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     memory = {
         "frozen weights": float((base - (trainable if config.model.tuning == "full" else 0)) * frozen_width),
-        "trained weights, gradients": 8.0 * trainable,
-        f"state of the optimizer ({train.optimizer})": sum(
-            state_bytes(name, p) * p.numel() for name, p in trained_weights.items()
-        ),
-        "anchor and EMA": 4.0 * trainable * snapshots,
+        "trained weights": 4.0 * trainable,
+        **training_bytes(config, transformer),
         "autoencoder": float(width * sum(p.numel() for p in vae.parameters())),
     }
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
@@ -237,8 +231,6 @@ def plan(
         host = {f"{part}, pinned host memory": size for part, size in trajectories.items()}
     else:
         memory, host = memory | trajectories, {}
-    if config.model.tuning == "full" and width == 2:
-        memory["bf16 copies of the weights (autocast)"] = 2.0 * base
     rank = config.model.lora_rank if config.model.tuning == "lora" else 0
     activations = {
         name: activation_bytes(name, built, joint, width, rank=rank, batch_size=train.batch_size, passes=passes)

@@ -22,12 +22,14 @@ from sage_fast.errors import UserError
 from sage_fast.measure.harness import (
     Budget,
     Save,
+    best_device,
     fresh_compilation,
     head_line,
     host_timer,
     interleaved,
     matmul_ceiling,
     save_nothing,
+    usual_dtype,
 )
 from sage_fast.measure.rung import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, random_decoders, random_transformer
 
@@ -132,8 +134,8 @@ def run(
         save: told the result after every row.
     """
     clock = Budget(budget)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device = best_device()
+    dtype = usual_dtype(device)
     work = chosen_paths(parts, paths)
     sizes = names or (GPU_SIZES if device.type == "cuda" else CPU_SIZES)
     rows: list[dict[str, Any]] = []

@@ -99,7 +99,7 @@ class Rung:
     Args:
         transformer: shared by all contenders.
         size: of the inputs.
-        decoders: path -> decoder, if the decode takes part; from `decoders_of`.
+        decoders: path -> decoder, if the decode takes part; from `random_decoders`.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.measure.harness import host_timer, matmul_ceiling
+from sage_fast.measure import normalisations
+from sage_fast.measure.harness import host_timer, matmul_ceiling, usual_dtype
 from sage_fast.measure.verdict import Check, in_one_line, tried
-from sage_fast.ops.gated_norm import gated_norm_reference
-from sage_fast.ops.norm_modulate import norm_modulate_reference
-from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 from sage_fast.policy.attention import ATTENTION, INSTALL, try_attention, usable
@@ -31,11 +30,6 @@ from sage_fast.transitions import sigma_schedule, transition_table
 PROMPT = "a red circle moves left quickly"
 LEAST_SHARE = {"operator": 0.8, "attention": 0.4, "transformer": 0.5}
 """Below it a row is slow, on a GPU: of the bandwidth of a copy, or of the ceiling of a matrix product."""
-
-
-def usual_dtype(device: torch.device) -> torch.dtype:
-    """Of activations, in a run there."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -55,21 +49,12 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 # -- the operators ----------------------------------------------------------------------------------------------------
 
-Reference = Callable[..., Any]
-
-
-def _norm_rotate_reference(joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    joint = torch.cat([joint[:, : joint.shape[1] - text.shape[1]], text], dim=1)
-    return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
-
-
-OPERATORS: dict[str, Reference] = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "transition_step": transition_step_reference,
     "transition_score": transition_score_reference,
-    "norm_modulate": norm_modulate_reference,
-    "gated_norm": gated_norm_reference,
-    "norm_rotate": _norm_rotate_reference,
+    **{name: reference for name, (_, reference) in normalisations.OPERATORS.items()},
 }
+"""name -> reference."""
 
 
 def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool = False) -> list[Any]:
@@ -82,38 +67,26 @@ def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool 
         large: of the size at which a copy is limited by memory alone, or an odd one.
     """
     gpu = device.type == "cuda"
-
-    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    if operator.startswith("transition"):
-        shape = ((24 if gpu else 2), 32, 21, 45, 80) if large else (3, 32, 5, 7, 9)
-        table = transition_table(sigma_schedule(20, 5.0), "flow", 0.7)
-        coefs = table.coefficients(shape[1] * shape[2] * shape[3] * shape[4]).to(device)
-        step = torch.tensor(7, device=device)
-        x, v, other = random(*shape, dtype=torch.float32), random(*shape), random(*shape)
-        if operator == "transition_step":
-            guidance = None if large else torch.tensor(6.0, device=device)
-            return [x, v, None if large else other, guidance, coefs, step, torch.arange(shape[0], device=device)]
-        x_next = float(table.a[7]) * x + float(table.b[7]) * v.float() + float(table.c[7]) * torch.randn_like(x)
-        return [x, x_next, v.requires_grad_(), other, None, coefs, step]
-    batch, tokens, texts, heads, width = ((4 if gpu else 1), 8000, 192, 16, 128) if large else (2, 75, 11, 2, 64)
-    if operator == "norm_modulate":
-        row = (batch, heads * width)
-        return [random(batch, tokens, row[1]).requires_grad_(), random(*row), random(*row), 1e-6]
-    if operator == "gated_norm":
-        row = (batch, heads * width)
-        streams = [random(batch, tokens, row[1]).requires_grad_() for _ in range(2)]
-        return [*streams, random(*row), random(*row), random(*row), 1e-6]
-    joint, text = (random(batch, n, 3, heads, width).requires_grad_() for n in (tokens + texts, texts))
-    weights = [random(width) for _ in range(4)]
-    angles = torch.rand(tokens, width // 2, device=device) * 6.3
-    return [joint, text, *weights, torch.stack([angles.cos(), angles.sin()], -1), 1e-6]
+    if operator in normalisations.OPERATORS:
+        size = ((4 if gpu else 1), 8000, 192, 16, 128) if large else (2, 75, 11, 2, 64)
+        return normalisations.inputs(operator, size, device, dtype)
+    shape = ((24 if gpu else 2), 32, 21, 45, 80) if large else (3, 32, 5, 7, 9)
+    table = transition_table(sigma_schedule(20, 5.0), "flow", 0.7)
+    coefs = table.coefficients(math.prod(shape[1:])).to(device)
+    step = torch.tensor(7, device=device)
+    x, v, other = (torch.randn(shape, device=device, dtype=kind) for kind in (torch.float32, dtype, dtype))
+    if operator == "transition_step":
+        guidance = None if large else torch.tensor(6.0, device=device)
+        return [x, v, None if large else other, guidance, coefs, step, torch.arange(shape[0], device=device)]
+    x_next = float(table.a[7]) * x + float(table.b[7]) * v.float() + float(table.c[7]) * torch.randn_like(x)
+    return [x, x_next, v.requires_grad_(), other, None, coefs, step]
 
 
 def fused(operator: str) -> Callable[..., Any]:
     """The operator itself, with the arguments of its reference."""
-    return norm_rotate if operator == "norm_rotate" else getattr(torch.ops.sage_fast, operator).default
+    if operator in normalisations.OPERATORS:
+        return normalisations.OPERATORS[operator][0]
+    return getattr(torch.ops.sage_fast, operator).default
 
 
 def operators(device: torch.device) -> Iterator[Check]:
@@ -290,7 +263,7 @@ def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder
     policy = tiny_policy(device)
     replayed = StepGraphs(policy, recorder(), 2**30, said.append)
     table = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
-    coefs = table.coefficients(LATENT_SHAPE[0] * LATENT_SHAPE[1] * LATENT_SHAPE[2] * LATENT_SHAPE[3]).to(device)
+    coefs = table.coefficients(math.prod(LATENT_SHAPE)).to(device)
     conditioning = policy.conditioning_table(table.sigmas[:-1], {"": prompt(), PROMPT: prompt()})
 
     def roll(index: int, using: StepGraphs | None) -> list[Tensor]:

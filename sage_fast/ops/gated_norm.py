@@ -45,9 +45,7 @@ def gated_norm(
     Raises:
         ValueError: a shape, type or device that does not fit, or `room` below 0.
     """
-    if room < 0:
-        raise ValueError(f"room: expected at least 0, got {room}")
-    check_rows(x, {"gate": gate, "scale": scale, "shift": shift})
+    check_rows(x, {"gate": gate, "scale": scale, "shift": shift}, room=room)
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(f"y: expected {x.dtype} {list(x.shape)}, got {y.dtype} {list(y.shape)}")
     if y.device != x.device:

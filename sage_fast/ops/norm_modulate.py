@@ -41,11 +41,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, ro
     Raises:
         ValueError: a shape or device that does not fit, or `room` or `spare` below 0.
     """
-    if room < 0:
-        raise ValueError(f"room: expected at least 0, got {room}")
-    if spare < 0:
-        raise ValueError(f"spare: expected at least 0, got {spare}")
-    check_rows(x, {"scale": scale, "shift": shift})
+    check_rows(x, {"scale": scale, "shift": shift}, room=room, spare=spare)
     return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room, spare)
 
 
@@ -57,15 +53,18 @@ def residual_norm(
     The backward adds the gradients of both in the pass of the norm, in place of a pass of its own. Arguments and errors
     as for `norm_modulate`.
     """
-    check_rows(x, {"scale": scale, "shift": shift})
+    check_rows(x, {"scale": scale, "shift": shift}, room=room, spare=spare)
     return _Residual.apply(x, scale, shift, eps, room, spare)
 
 
-def check_rows(x: Tensor, vectors: dict[str, Tensor]) -> None:
+def check_rows(x: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
     """
     Raises:
-        ValueError: x is not `[B, S, d]`, or one of `vectors` not `[B, d]` on its device.
+        ValueError: x is not `[B, S, d]`, one of `vectors` not `[B, d]` on its device, or `room` or `spare` below 0.
     """
+    for name, count in further.items():
+        if count < 0:
+            raise ValueError(f"{name}: expected at least 0, got {count}")
     if x.ndim != 3:
         raise ValueError(f"x: expected [B, S, d], got {list(x.shape)}")
     for name, tensor in vectors.items():

@@ -71,9 +71,7 @@ def norm_rotate(
         if tensor.device != joint.device:
             raise ValueError(f"{name}: is on {tensor.device}, joint is on {joint.device}")
     if torch.compiler.is_compiling():  # Dynamo takes no write into an argument, and Inductor makes one pass of this
-        joint = torch.cat([joint[:, : len(rotary)], text], dim=1)
-        query, key = norm_rotate_reference(joint, video_query, text_query, video_key, text_key, rotary, eps)
-        return query, key, joint[:, :, 2]
+        return joined_reference(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
     return _Joined.apply(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
 
 
@@ -131,6 +129,12 @@ def norm_rotate_reference(
 
     query, key, _ = joint.unbind(2)
     return normed(query, video_query, text_query), normed(key, video_key, text_key)
+
+
+def joined_reference(joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_rotate` in plain PyTorch: queries, keys and values; joint is left as it is."""
+    joint = torch.cat([joint[:, : joint.shape[1] - text.shape[1]], text], dim=1)
+    return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
 
 
 def norm_rotate_backward_reference(

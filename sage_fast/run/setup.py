@@ -85,6 +85,24 @@ MEMORY_SHARE = 0.9
 """Of the free memory, what `auto` counts on: the rest is for decoding, workspaces and fragments."""
 
 
+def training_bytes(config: Config, transformer: torch.nn.Module) -> dict[str, float]:
+    """Part -> bytes that training adds to the weights, activations and rollouts aside; on the meta device too."""
+    trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    count = sum(p.numel() for p in trained.values())
+    state_bytes = OPTIMIZERS[config.train.optimizer].state_bytes
+    snapshots = int(uses_anchor(config.kl)) + int(config.train.ema_decay > 0)
+    parts = {
+        "gradients": 4.0 * count,
+        f"state of the optimizer ({config.train.optimizer})": float(
+            sum(state_bytes(name, p) * p.numel() for name, p in trained.items())
+        ),
+        "anchor and EMA": 4.0 * count * snapshots,
+    }
+    if config.model.tuning == "full" and config.model.dtype != "float32":
+        parts["bf16 copies of the weights (autocast)"] = 2.0 * sum(p.numel() for p in transformer.parameters())
+    return parts
+
+
 def choose_checkpointing(config: Config, model: Model) -> str:
     """The mode of `model.gradient_checkpointing`; with `auto` the fastest whose activations fit beside what is to come:
     gradients, the optimizer's state, anchor and EMA, autocast's copies and the stored rollouts. The gradients do not
@@ -93,14 +111,9 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     asked, device = config.model.gradient_checkpointing, model.policy.device
     if asked != "auto":
         return asked
-    trained = model.policy.parameters()
-    state_bytes = OPTIMIZERS[config.train.optimizer].state_bytes
-    snapshots = int(uses_anchor(config.kl)) + int(config.train.ema_decay > 0)
-    coming = sum((4 + 4 * snapshots + state_bytes(name, p)) * p.numel() for name, p in trained.items())
+    coming = sum(training_bytes(config, model.policy.transformer).values())
     if not config.sampling.offload_trajectories:
         coming += _trajectories(config, model)
-    if config.model.tuning == "full" and model.policy.dtype != torch.float32:
-        coming += model.policy.dtype.itemsize * sum(p.numel() for p in model.policy.transformer.parameters())
     room = MEMORY_SHARE * free_bytes(device) - coming
     for mode in MODES:
         needed = activation_bytes(

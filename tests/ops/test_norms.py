@@ -74,6 +74,18 @@ MODULATE_SHAPES = {
 }
 
 
+def modulated_cases(test: Callable[..., None]) -> Callable[..., None]:
+    """Every shape, type, and layout of scale and shift."""
+    types = [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)]
+    for mark in (
+        pytest.mark.parametrize("shape", MODULATE_SHAPES.values(), ids=MODULATE_SHAPES.keys()),
+        pytest.mark.parametrize(("dtype", "modulated"), types, ids=str),
+        pytest.mark.parametrize("kind", ["chunks", "expanded"]),
+    ):
+        test = mark(test)
+    return test
+
+
 def modulation(batch: int, width: int, dtype: torch.dtype, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """scale and shift as the model passes them: chunks of [B, 6 d], or one row for all samples."""
     rows = torch.randn(1 if kind == "expanded" else batch, 6, width, dtype=dtype, device=device)
@@ -81,9 +93,7 @@ def modulation(batch: int, width: int, dtype: torch.dtype, kind: str, device: to
     return parts[1], parts[0]
 
 
-@pytest.mark.parametrize("kind", ["chunks", "expanded"])
-@pytest.mark.parametrize(("dtype", "modulated"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)], ids=str)
-@pytest.mark.parametrize("shape", MODULATE_SHAPES.values(), ids=MODULATE_SHAPES.keys())
+@modulated_cases
 def test_norm_modulate(
     kernels: tuple[Any, torch.device],
     shape: tuple[int, int, int],
@@ -180,9 +190,7 @@ def test_the_residual_stream_and_its_norm() -> None:
 # -- gated_norm -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["chunks", "expanded"])
-@pytest.mark.parametrize(("dtype", "modulated"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)], ids=str)
-@pytest.mark.parametrize("shape", MODULATE_SHAPES.values(), ids=MODULATE_SHAPES.keys())
+@modulated_cases
 def test_gated_norm(
     kernels: tuple[Any, torch.device],
     shape: tuple[int, int, int],
