@@ -1,6 +1,7 @@
 """`python -m benchmarks.search_settings {settings,ratio} FOLDER [--workers N]`: the demo's settings, by trial.
 
     settings   learning rate x KL x EMA
+    advantage  `objective.advantage_std`, over a whole run
     ratio      `objective.ratio` in bfloat16
 
 Every point of a grid gets the same number of iterations and the same seeds, through the command that a user runs; what
@@ -54,6 +55,11 @@ GRIDS = {
         },
         iterations=60,
         shared={"train.schedule": "constant"},  # the fall at the end of a long run is not what is searched
+    ),
+    "advantage": Grid(
+        {"objective.advantage_std": ("group", "batch")},
+        iterations=300,
+        shared={"eval.interval": 50},
     ),
     "ratio": Grid(
         {"objective.ratio": ("plain", "centred", "normalised")},

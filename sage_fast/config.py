@@ -18,6 +18,7 @@ Sampler = Literal["sage", "flow", "dance", "cps", "exact", "ode"]
 Reduction = Literal["mean", "sum", "unscaled"]
 Surrogate = Literal["clip", "log_prob"]
 Ratio = Literal["plain", "centred", "normalised"]
+AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
 VelocityTerm = Literal["rollout", "closed_form"]
 Feedback = Literal["paper", "ppo", "share", "none"]
@@ -166,8 +167,11 @@ class ObjectiveConfig(Section):
     """Reduction of the log-prob over the elements of a sample; `unscaled` is -mean((x_next - mu)^2)."""
     equalizer: bool = True
     """Temporal gradient equalizer S_t (Eq. 9)."""
+    advantage_std: AdvantageStd = "group"
+    """Standard deviation that an advantage is in units of: `group`, that of its own group (Eq. 10), or `batch`, that of
+    the iteration's samples about the means of their groups: a group that is nearly equal then weighs little."""
     advantage_clamp: float = within(5.0, above=0)
-    """Largest |advantage|, in standard deviations of a group's rewards."""
+    """Largest |advantage|, in those standard deviations."""
     drop_equal_groups: bool = True
     """Skip groups whose rewards are all equal in the update."""
 

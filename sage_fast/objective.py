@@ -12,16 +12,21 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config import Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
+from sage_fast.config import AdvantageStd, Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
+from sage_fast.distributed import all_gather_object
 from sage_fast.ops import Row
 
 
-def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """A_i = (R_i - mean) / (std + eps) within each group, population std (Eq. 10), clamped.
+def group_advantages(
+    rewards: Tensor, valid: Tensor, *, std: AdvantageStd = "group", clamp: float = 5.0, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """A_i = (R_i - mean of its group) / (std + eps), clamped (Eq. 10).
 
     Args:
         rewards: float `[P, G]`, one row per group.
-        valid: bool `[P, G]`; False excludes a sample from its group's statistics and gives it advantage 0.
+        valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
+        std: population std of the `group`, or of the `batch`: all groups of all ranks, about their groups' means. The
+            latter is a collective: every rank must call.
         clamp: bound on |A|.
         eps: constant of Eq. 10.
 
@@ -32,11 +37,14 @@ def group_advantages(rewards: Tensor, valid: Tensor, *, clamp: float = 5.0, eps:
     filled = torch.where(valid, rewards, 0.0)
     mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(valid, rewards - mean, 0.0)
-    std = (centred.square().sum(1, keepdim=True) / count.clamp(min=1)).sqrt()
+    squares, size = centred.square().sum(1, keepdim=True), count.clamp(min=1)
+    if std == "batch":
+        ranks = all_gather_object((squares.sum().item(), count.sum().item()))
+        squares, size = squares.new_tensor(sum(s for s, _ in ranks)), max(1, sum(n for _, n in ranks))
     high = torch.where(valid, rewards, -torch.inf).amax(1)
     low = torch.where(valid, rewards, torch.inf).amin(1)
     equal = (count[:, 0] < 2) | (high == low)
-    advantages = torch.where(equal[:, None], 0.0, centred / (std + eps))
+    advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size).sqrt() + eps))
     return advantages.clamp(-clamp, clamp), equal
 
 

@@ -119,7 +119,10 @@ class Trainer:
 
         size = (len(groups), self.config.train.group_size)
         valid = rewards.isfinite().view(size)
-        advantages, equal = group_advantages(rewards.view(size), valid, clamp=self.config.objective.advantage_clamp)
+        objective = self.config.objective
+        advantages, equal = group_advantages(
+            rewards.view(size), valid, std=objective.advantage_std, clamp=objective.advantage_clamp
+        )
         metrics = Metrics()
         record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal, self.device)
 

@@ -32,6 +32,25 @@ def test_advantages_leave_failed_samples_out() -> None:
     assert equal.tolist() == [False, True]
 
 
+def test_advantages_in_units_of_the_batch() -> None:
+    """One scale for all groups, of all their valid samples: a nearly equal group has small advantages."""
+    rewards = torch.tensor([[1.0, 3.0, math.nan], [2.0, 2.2, 2.1], [math.nan, 7.0, math.nan]])
+    advantages, equal = group_advantages(rewards, rewards.isfinite(), std="batch", eps=0.0)
+    std = math.sqrt((1 + 1 + 0.1**2 + 0.1**2) / 6)
+    assert advantages.flatten().tolist() == pytest.approx(
+        [-1 / std, 1 / std, 0, -0.1 / std, 0.1 / std, 0, 0, 0, 0], abs=1e-6
+    )
+    assert equal.tolist() == [False, False, True]
+
+
+def test_advantages_of_an_equal_batch_are_zero() -> None:
+    rewards = torch.full((2, 3), 0.1)
+    for valid in (torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.bool)):
+        advantages, equal = group_advantages(rewards, valid, std="batch")
+        assert not advantages.any()
+        assert equal.all()
+
+
 def test_advantages_are_clamped() -> None:
     rewards = torch.zeros(1, 101)
     rewards[0, 0] = 1.0

@@ -314,7 +314,8 @@ torch.set_num_threads(1)
 from sage_fast.distributed import initialize, rank, shutdown
 from tests.tiny import settings, tiny_trainer
 device = initialize()
-trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4), device=device)
+config = settings(train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch")
+trainer = tiny_trainer(config, device=device)
 rows = [trainer.iteration(i) for i in range(2)]
 if rank() == 0:
     open(sys.argv[1], "w").write(json.dumps(rows))
@@ -346,7 +347,8 @@ def on_two_ranks(code: str, folder: Path) -> Any:
 def test_two_ranks_train_as_one(backend: str, tmp_path: Path) -> None:
     """Seeds follow the group, not the rank: two ranks make the rollouts and the update of a single process."""
     rows = on_two_ranks(TWO_RANKS, tmp_path)
-    trainer: Trainer = tiny_trainer(settings(train__optimizer_steps=2, train__group_size=4))
+    config = settings(train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch")
+    trainer: Trainer = tiny_trainer(config)
     for index, row in enumerate(rows):
         alone = trainer.iteration(index)
         for key in (
