@@ -308,8 +308,7 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _make_folder_of(options.json)
     from sage_fast.measure.command import bench
 
-    bench(options)
-    return 0
+    return bench(options)
 
 
 def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,6 +24,8 @@ from sage_fast.measure import rollout as rollout_bench
 from sage_fast.measure.harness import fresh_compilation
 from sage_fast.measure.rung import PARTS, Rung, random_decoders, random_transformer
 from sage_fast.measure.rung import SIZES as RUNGS
+from sage_fast.measure.stock import StockPolicy
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.projection import Projection
 from sage_fast.settings import dump
 from tests.tiny import settings
@@ -129,15 +132,16 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
 
 @pytest.mark.usefixtures("dynamo_only")
 def test_compiled_blocks_never_fall_back_to_eager() -> None:
-    """Of a training step the first block, those between and the last compile apart: three entries a row."""
-    transformer = random_transformer(True, CPU, torch.float32)
-    rungs = [Rung(transformer, RUNGS[name]) for name in ("tiny", "testbed batch 1")]
-    with torch._dynamo.config.patch(recompile_limit=3):
-        for rung in rungs:
-            for part in ("forward", "train"):
-                rollout_bench.measure(rung.contenders(part, ["compiled"]), CPU, 1)
-    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):
-        rollout_bench.measure(rungs[0].contenders("train", ["compiled"]), CPU, 1)
+    """With and without gradients, the first block, those between and the last compile apart: at most six entries a size."""
+    compiled: dict[str, Any] = {"names": ["tiny", "testbed batch 1"], "rounds": 1, "paths": ["compiled"]}
+    with torch._dynamo.config.patch(recompile_limit=6):
+        result = rollout_bench.run(**compiled)
+    assert [row["part"] for row in result["rows"]] == ["forward", "step", "rollout", "train"] * 2
+    assert all(row["seconds"]["compiled"] > 0 for row in result["rows"])
+    with torch._dynamo.config.patch(recompile_limit=5):
+        result = rollout_bench.run(**compiled)
+    assert [list(row["failed"]) for row in result["rows"][:4]] == [[], [], [], ["compiled"]]
+    assert result["rows"][3]["failed"]["compiled"].startswith("FailOnRecompileLimitHit")
 
 
 @pytest.mark.usefixtures("dynamo_only")
@@ -147,7 +151,7 @@ def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[Projection] = []
     join = Projection._join
     monkeypatch.setattr(Projection, "_join", lambda self, *a: joined.append(self) or join(self, *a))
-    rung.check()
+    assert rung.check("forward") == {}
     first = len(joined)
     assert 0 < first == len(set(map(id, joined)))
     for part in ("forward", "train"):
@@ -196,10 +200,11 @@ def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_wrong_velocities_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     size = RUNGS["tiny"]
     rung = Rung(random_transformer(True, CPU, torch.float32), size)
-    rung.check()
+    assert rung.check("forward", ["stock", "eager", "graphed"]) == {}
     monkeypatch.setattr(rung.ours.forward, "blocks", rung.ours.forward.blocks[:-1])
-    with pytest.raises(AssertionError, match="eager is off by"):
-        rung.check()
+    problems = rung.check("forward", ["stock", "graphed"])
+    assert problems.keys() == {"eager", "graphed"}  # a graph replays what runs eagerly
+    assert problems["graphed"].startswith("wrong: off by")
 
 
 def test_padding_changes_the_stock_time_alone() -> None:
@@ -207,7 +212,7 @@ def test_padding_changes_the_stock_time_alone() -> None:
     size = dataclasses.replace(RUNGS["tiny"], testbed=False)  # at which the padded path takes part
     rung = Rung(random_transformer(True, CPU, torch.float32), size)
     assert "stock padded" in rung.contenders("forward")
-    rung.check(["stock", "stock padded"])
+    assert rung.check("forward", ["stock", "stock padded"]) == {}
 
 
 def test_parts_paths_and_a_budget(
@@ -225,7 +230,7 @@ def test_parts_paths_and_a_budget(
         [60.0, 60.0, 1.0, 60.0, 60.0]
     )  # before and in the first row, before the second, before and in the third
     monkeypatch.setattr(rollout_bench, "Budget", lambda seconds: SimpleNamespace(left=lambda: next(left)))
-    timed = {"seconds": {"eager": 2.0}, "peak_bytes": {}, "rounds": 1, "out_of_memory": []}
+    timed = {"seconds": {"eager": 2.0}, "peak_bytes": {}, "rounds": 1, "failed": {}}
     monkeypatch.setattr(rollout_bench, "measure", lambda *arguments: timed)
     parts = ["--part", "forward", "--part", "rollout", "--part", "step", "--path", "eager"]
     assert main([*command, *parts, "--budget", "60"]) == 0
@@ -235,6 +240,35 @@ def test_parts_paths_and_a_budget(
     assert (skipped["size"], skipped["part"]) == ("tiny", "rollout")
     assert skipped["expected_seconds"] == pytest.approx(3 * 10 * 2.0)  # two warm-ups and one round of ten steps
     assert "not run: tiny, rollout: about 60 s, and 1 s of 60 s are left" in capsys.readouterr().out
+
+
+def test_a_path_that_fails_is_named_and_the_others_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the gate, or after it; what stock cannot do leaves nothing to compare with."""
+    velocity = HunyuanVideo15Policy.velocity
+
+    def broken(self: HunyuanVideo15Policy, x: Tensor, conditioning: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no such kernel")
+        return velocity(self, x, conditioning)
+
+    monkeypatch.setattr(HunyuanVideo15Policy, "velocity", broken)
+    file = tmp_path / "rollout.json"
+    command = ["bench", "rollout", "--size", "tiny", "--repetitions", "1", "--json", str(file)]
+    of_them = ["--path", "stock", "--path", "eager"]
+    assert main([*command, *of_them, "--part", "forward", "--part", "train"]) == 1
+    forward, train = json.loads(file.read_text())["rows"]
+    assert (list(forward["seconds"]), list(train["seconds"])) == (["stock", "eager"], ["stock"])
+    assert train["failed"] == {"eager": "RuntimeError: no such kernel"}
+    assert "eager          RuntimeError: no such kernel" in capsys.readouterr().out
+
+    monkeypatch.setattr(StockPolicy, "velocity", lambda self, *a: 1 / 0)
+    assert main([*command, *of_them, "--part", "forward", "--part", "decode", "--path", "contiguous"]) == 1
+    forward, decode = json.loads(file.read_text())["rows"]
+    why = "nothing to compare with: stock ZeroDivisionError: division by zero"
+    assert (forward["seconds"], forward["failed"]) == ({}, {"stock": why, "eager": why})
+    assert set(decode["seconds"]) == {"stock", "contiguous"}
 
 
 def test_paths_that_are_not_here_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,10 +306,14 @@ def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named(monke
 
     monkeypatch.setattr(rollout_bench, "host_timer", half_a_second)
     monkeypatch.setattr(rollout_bench, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    contenders = {"one": int, "large": too_large, "two": int}
+
+    def broken() -> None:
+        raise ValueError("no kernel\nof that size")
+
+    contenders = {"one": int, "large": too_large, "broken": broken, "two": int}
     measured = rollout_bench.measure(contenders, CPU, 100, left=10)
     assert measured["seconds"] == {"one": 0.5, "two": 0.5}
-    assert measured["out_of_memory"] == ["large"]
+    assert measured["failed"] == {"large": "out of memory", "broken": "ValueError: no kernel"}
     assert measured["rounds"] == 8  # of a second each, after two seconds of warm-up
     assert rollout_bench.measure(contenders, CPU, 5, left=10)["rounds"] == 5
     assert rollout_bench.measure(contenders, CPU, 5, left=1)["rounds"] == 1
@@ -289,11 +327,12 @@ def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
         assert all(p.is_contiguous(memory_format=layout) for p in weights)
     rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["testbed batch 1"], decoders)
     assert list(rung.contenders("decode")) == list(PARTS["decode"])
-    rung.check(["stock", *layouts])
+    assert rung.check("decode") == {}
     with torch.no_grad():
         decoders["channels last"].vae.decoder.conv_out.conv.weight.mul_(1.1)
-    with pytest.raises(AssertionError, match="decode channels last is off"):
-        rung.check(["stock", *layouts])
+    problems = rung.check("decode")
+    assert problems.keys() == {"channels last"}
+    assert problems["channels last"].startswith("wrong: off by")
 
 
 @pytest.mark.parametrize(
@@ -304,7 +343,7 @@ def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
         (["rollout", "--budget", "0"], "--budget 0: expected seconds above 0"),
         (["rollout", "--part", "froward"], "did you mean 'forward'"),
         (["rollout", "--path", "compield"], "did you mean 'compiled'"),
-        (["rollout", "--part", "decode", "--path", "eager"], "its paths are stock, contiguous, channels last"),
+        (["rollout", "--part", "decode", "--path", "eager"], "its paths are contiguous, channels last, stock"),
         (["iteration", "--config", "configs/demo.yaml", "--path", "compiled"], "expected one of stock, eager"),
     ],
 )

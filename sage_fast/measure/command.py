@@ -20,8 +20,8 @@ ONLY = {
 """option -> the benchmarks that have it."""
 
 
-def bench(options: argparse.Namespace) -> None:
-    """Measure, print the table, and write the JSON after every row of it.
+def bench(options: argparse.Namespace) -> int:
+    """Measure, print the table, write the JSON after every row of it; the exit status: 1 if a path failed.
 
     Raises:
         UserError: an option that this benchmark does not have, or a name that it does not know.
@@ -30,7 +30,7 @@ def bench(options: argparse.Namespace) -> None:
         from sage_fast.measure.compile_report import compile_report, format_table
 
         print(format_table(compile_report()))
-        return
+        return 0
     _check(options)
     save: Save = save_nothing if options.json is None else functools.partial(write_json, path=Path(options.json))
     if options.what == "iteration":
@@ -52,11 +52,13 @@ def bench(options: argparse.Namespace) -> None:
             save=save,
         )
         print(rollout.format_rollout(result))
+        return int(rollout.failures(result) > 0)
     else:
         from sage_fast.measure import operators
 
         result = operators.run(_known("size", options.size, operators.SIZES), options.repetitions, save)
         print(operators.format_result(result))
+    return 0
 
 
 def _check(options: argparse.Namespace) -> None:

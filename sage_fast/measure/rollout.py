@@ -32,50 +32,52 @@ from sage_fast.measure.harness import (
     usual_dtype,
 )
 from sage_fast.measure.rung import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, random_decoders, random_transformer
+from sage_fast.measure.verdict import in_one_line
 
 WARM_UPS = 2
 """Calls of a contender before it is timed: one that compiles and allocates, one in steady state."""
+OUT_OF_MEMORY = "out of memory"
+"""Why a path has no time, and the one reason that is a finding rather than a fault."""
 
 
 def measure(
     contenders: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, left: float = math.inf
 ) -> dict[str, Any]:
-    """path -> median seconds over interleaved rounds, and on a GPU the peak of allocated bytes.
+    """path -> median seconds over interleaved rounds, and on a GPU the peak of allocated bytes; what failed, by why.
 
     Args:
         contenders: functions of nothing.
         device: they run on.
         rounds: at most.
         left: seconds that the row may take; there are fewer rounds, but one, where so many do not fit.
-
-    Raises:
-        FailOnRecompileLimitHit: torch.compile gave up, and its row would be eager.
     """
     stop = time.monotonic() + left
     peak: dict[str, int] = {}
-    timers, steady, no_memory = {}, 0.0, []
-    with fresh_compilation():
-        for name, function in contenders.items():
-            timer = host_timer(function, device)
-            try:
-                timer()
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                steady += timer()
-            except torch.OutOfMemoryError:
-                no_memory.append(name)
-                continue
+    timers, steady, failed = {}, 0.0, {}
+    for name, function in contenders.items():
+        timer = host_timer(function, device)
+        try:
+            timer()
             if device.type == "cuda":
-                peak[name] = torch.cuda.max_memory_allocated()
-            timers[name] = timer
-        fitting = (stop - time.monotonic()) / steady if steady else 1.0
-        rounds = max(1, int(min(rounds, fitting)))
-        seconds = interleaved(timers, rounds)
+                torch.cuda.reset_peak_memory_stats()
+            steady += timer()
+        except torch.OutOfMemoryError:
+            failed[name] = OUT_OF_MEMORY
+            continue
+        except Exception as error:  # of a compiler, a kernel or a limit of one: the other paths are still to be had
+            failed[name] = in_one_line(error)
+            continue
+        if device.type == "cuda":
+            peak[name] = torch.cuda.max_memory_allocated()
+        timers[name] = timer
+    fitting = (stop - time.monotonic()) / steady if steady else 1.0
+    rounds = max(1, int(min(rounds, fitting)))
+    seconds = interleaved(timers, rounds)
     return {
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "peak_bytes": peak,
         "rounds": rounds,
-        "out_of_memory": no_memory,
+        "failed": failed,
     }
 
 
@@ -156,27 +158,38 @@ def run(
                 transformer, built = random_transformer(size.testbed, device, dtype), size.testbed
                 decoders = random_decoders(size.testbed, device, dtype) if "decode" in work else None
             assert transformer is not None
-            rung, checked = Rung(transformer, size, decoders), False
-            for part, of_part in work.items():
-                flops = rung.flops(part)
-                expected = estimate(rows, name, part, flops, of_part, calls=WARM_UPS + 1 + (not checked))
-                facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
-                if (left := clock.left()) <= expected:
-                    reason = f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s are left"
-                    not_run.append(facts | {"reason": reason, "expected_seconds": expected})
-                else:
-                    start = time.monotonic()
-                    if not checked:
-                        rung.check([path for found in work.values() for path in found])
-                        checked = True
-                    if contenders := rung.contenders(part, of_part):
-                        measured = measure(contenders, device, rounds, clock.left())
-                        rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
+            rung = Rung(transformer, size, decoders)
+            problems: dict[str, dict[str, str]] = {}  # by gate, of those that were passed through
+            with fresh_compilation():
+                for part, of_part in work.items():
+                    gate = "decode" if part == "decode" else "forward"
+                    flops = rung.flops(part)
+                    expected = estimate(rows, name, part, flops, of_part, calls=WARM_UPS + 1 + (gate not in problems))
+                    facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
+                    facts |= {} if part == "decode" else {"attention": rung.attention}
+                    if (left := clock.left()) <= expected:
+                        reason = f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s are left"
+                        not_run.append(facts | {"reason": reason, "expected_seconds": expected})
                     else:
-                        not_run.append(facts | {"reason": f"no {' or '.join(of_part)} here"})
-                save(result)
-                bar.update()
+                        start = time.monotonic()
+                        if gate not in problems:
+                            problems[gate] = rung.check(gate, {path for found in work.values() for path in found})
+                        wrong = {path: why for path, why in problems[gate].items() if path in of_part}
+                        contenders = rung.contenders(part, [path for path in of_part if path not in wrong])
+                        if contenders or wrong:
+                            measured = measure(contenders, device, rounds, clock.left())
+                            measured["failed"] |= wrong
+                            rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
+                        else:
+                            not_run.append(facts | {"reason": f"no {' or '.join(of_part)} here"})
+                    save(result)
+                    bar.update()
     return result
+
+
+def failures(result: Mapping[str, Any]) -> int:
+    """Paths that have no time, lack of memory aside."""
+    return sum(why != OUT_OF_MEMORY for row in result["rows"] for why in row["failed"].values())
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -200,9 +213,11 @@ def format_rollout(result: Mapping[str, Any]) -> str:
                 f"{row['size']:<18}{row['part']:<9}{name:<15}{1e3 * seconds:>9.2f} ms"
                 f"{stock:>10}{share:>12.1%}{peak:>13}".rstrip()
             )
-        lines += [f"{row['size']:<18}{row['part']:<9}{name:<15}out of memory" for name in row["out_of_memory"]]
+        lines += [f"{row['size']:<18}{row['part']:<9}{name:<15}{why}" for name, why in row["failed"].items()]
     lines += ["", "medians of one interleaved run; FLOPs are the model's at the unpadded prompt, for every path"]
     lines += [f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]]
+    served = {row["size"]: row["attention"] for row in [*result["rows"], *result["not_run"]] if "attention" in row}
+    lines += [f"attention of eager, compiled and graphed at {size}: {name}" for size, name in served.items()]
     if not any(row["peak_bytes"] for row in result["rows"]):
         lines.append("There is no GPU row yet.")
     return "\n".join(lines)

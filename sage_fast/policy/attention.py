@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import get_args
 
 import torch
@@ -144,6 +144,12 @@ class Trial:
     problem: str = ""
 
 
+def fastest(trials: Mapping[str, Trial]) -> str:
+    """The backend that took the least time of those without a problem; `sdpa` if there is none."""
+    times = {name: trial.milliseconds for name, trial in trials.items() if not trial.problem}
+    return min(times, key=times.__getitem__, default="sdpa")
+
+
 def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Trial]:
     """Usable backend -> its trial at `shape` (B, S, H, D): first whether it is right, then how fast it is.
 
@@ -159,8 +165,10 @@ def try_attention(
     attention: Attention, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> Trial:
     """Its error, and its time unless that is too large; a kernel that cannot run is a problem to tell, not an error."""
-    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    inputs = [query, key, value]
+    query, key = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    rows, heads = shape[:2], shape[2:]
+    value = torch.randn(*rows, 3, *heads, device=device, dtype=dtype)[:, :, 2]  # where the q, k, v projection wrote it
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     upstream = torch.randn(shape, device=device, dtype=dtype)
 
     def forward_and_backward() -> tuple[Tensor, ...]:

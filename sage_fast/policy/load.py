@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import ATTENTION, Trial, check_attention, measure_attention, try_attention
+from sage_fast.policy.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
 from sage_fast.policy.checkpointing import set_checkpointing
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
@@ -87,11 +87,11 @@ class Model:
             trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
             problems = {name: trial.problem for of in trials for name, trial in of.items() if trial.problem}
             self.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
-            times = {name: trial.milliseconds for name, trial in trials[0].items() if name not in problems}
-            if problems and not times:
+            right = {name: trial for name, trial in trials[0].items() if name not in problems}
+            if problems and not right:
                 raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(self.notes))
-            self.attention_milliseconds = times
-            asked = min(times, key=times.__getitem__) if times else "sdpa"
+            self.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
+            asked = fastest(right)
         elif asked != "sdpa":
             found = [
                 trial.problem for trial in all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
