@@ -55,6 +55,17 @@ def test_backends_compute_attention(backend: str, masked: bool) -> None:
         assert (mine - reference).norm() <= tolerance * reference.norm()
 
 
+@pytest.mark.parametrize("backend", usable(DEVICE, DTYPE))
+def test_rollout_and_training_compute_the_same_attention(backend: str) -> None:
+    """To the bit, with and without gradients: a difference would be noise in the ratio of policies that are equal."""
+    inputs = [torch.randn(2, 333, 4, 64, device=DEVICE, dtype=DTYPE) for _ in range(3)]
+    with torch.no_grad():
+        expected = ATTENTION[backend](*inputs, None)
+    out = ATTENTION[backend](*[tensor.requires_grad_() for tensor in inputs], None)
+    assert out.requires_grad
+    assert torch.equal(out, expected)
+
+
 def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     check_attention("auto", torch.device("cpu"), torch.float32)
     check_attention("sdpa", torch.device("cpu"), torch.float32)

@@ -132,7 +132,7 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
 
 @pytest.mark.usefixtures("dynamo_only")
 def test_compiled_blocks_never_fall_back_to_eager() -> None:
-    """With and without gradients, the first block, those between and the last compile apart: at most six entries a size."""
+    """With and without gradients, the first block, those between and the last compile apart: six entries at most."""
     compiled: dict[str, Any] = {"names": ["tiny", "testbed batch 1"], "rounds": 1, "paths": ["compiled"]}
     with torch._dynamo.config.patch(recompile_limit=6):
         result = rollout_bench.run(**compiled)

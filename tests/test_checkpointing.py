@@ -92,6 +92,23 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
     assert setup.choose_checkpointing(settings(model__gradient_checkpointing="attention"), model) == "attention"
 
 
+def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are recorded on a GPU, of few enough tokens, and may keep a quarter of it."""
+    model = tiny_model(settings())
+    config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
+    trained = sum(p.numel() for p in model.policy.parameters().values())
+    tokens = model.joint_tokens(config.sampling)
+    need = activation_bytes("none", model.policy.transformer.config, tokens, 4, rank=4, batch_size=8) + 12 * trained
+    monkeypatch.setattr(setup, "free_bytes", lambda device: need / (setup.MEMORY_SHARE - 0.2))
+    monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
+    assert setup.choose_checkpointing(config, model) == "attention"
+    config.sampling.cuda_graphs = False
+    assert setup.choose_checkpointing(config, model) == "none"
+    config.sampling.cuda_graphs = True
+    monkeypatch.setattr(setup, "MAX_TOKENS", config.sampling.batch_size * tokens - 1)
+    assert setup.choose_checkpointing(config, model) == "none"
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_the_switch_of_before_is_told_its_new_name(value: bool) -> None:
     expected = "full" if value else "none"

@@ -4,6 +4,7 @@ tests/test_policy.py compares it with the padded stock forward of a whole checkp
 """
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast.measure.harness import fresh_compilation
 from sage_fast.measure.stock import StockPolicy
+from sage_fast.policy.checkpointing import MODES, set_checkpointing
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.text import TextBatch, collate
 from sage_fast.rollout.graphs import denoise
+from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
@@ -130,6 +134,41 @@ def test_captures_as_one_graph() -> None:
         captured = torch.compile(policy.forward, backend="eager", fullgraph=True)
         actual = captured(x, policy.condition(sigma, text))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo and AOTAutograd, which trace both directions; what Inductor makes of the graphs takes minutes."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_through_compiled_blocks(pair: tuple[Any, HunyuanVideo15Policy], mode: str) -> None:
+    _, policy = pair
+    x, sigma, text = inputs(PROMPTS)
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+
+    def values() -> list[Tensor]:
+        v = policy.velocity(x, policy.condition(sigma, text))
+        return [v.detach(), *torch.autograd.grad(v, list(policy.parameters().values()), upstream)]
+
+    expected = values()
+    set_checkpointing(policy.transformer, mode)
+    policy.forward.compile_blocks()
+    with fresh_compilation():
+        for mine, theirs in zip(values(), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_many_blocks_compile_as_few() -> None:
+    """The first, those between, the last: 12 blocks do not run into Dynamo's limit, as 54 will not."""
+    policy = HunyuanVideo15Policy(TestbedTransformer(num_layers=12).eval(), dtype=torch.float32)
+    policy.forward.compile_blocks()
+    x, sigma, text = inputs(PROMPTS)
+    with fresh_compilation(), torch._dynamo.config.patch(recompile_limit=3):
+        policy.velocity(x, policy.condition(sigma, text)).square().mean().backward()
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1] * 3, [*PROMPTS, PROMPTS[0]], [PROMPTS[0], "", PROMPTS[1]]], ids=str)

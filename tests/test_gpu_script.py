@@ -18,7 +18,7 @@ from sage_fast import cli
 from sage_fast.settings import load
 
 REPOSITORY = Path(__file__).parent.parent
-PARTS = ["install", "doctor", "tests", "demo", "operators", "rollout", "rollout-480p", "iteration"]
+PARTS = ["install", "doctor", "tests", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration"]
 PARTS += ["ncu-step", "ncu-block"]
 # Hands out the operators that this checkout has built: what a compiler makes of them is not what is rehearsed.
 CACHED_COMPILER = """#!/bin/bash
@@ -130,8 +130,8 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
 
 def test_what_is_asked_for_is_checked(machine: Path) -> None:
     for arguments, message in (
-        (["wheels", "out", "docter"], "part 'docter': expected a number to 10 or one of install doctor"),
-        (["wheels", "out", "11"], "part '11'"),
+        (["wheels", "out", "docter"], "part 'docter': expected a number to 11 or one of install doctor"),
+        (["wheels", "out", "12"], "part '12'"),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
         (["--fast", "wheels", "out"], "unknown option --fast"),
@@ -147,12 +147,12 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
     assert list(commands) == PARTS
-    for part in ("doctor", "demo", "operators", "rollout", "rollout-480p", "iteration"):
+    for part in ("doctor", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration"):
         _, _, package, *arguments = commands[part]
         assert package == "sage_fast"
         options, rest = cli._parser().parse_known_args(arguments)
         overrides = cli._overrides(arguments[0], rest)
-        assert part in ("demo", "iteration") or not overrides
+        assert part in ("demo", "demo-bf16", "iteration") or not overrides
         if overrides:
             load(REPOSITORY / options.config, overrides)
     for name in commands["tests"]:

@@ -17,7 +17,7 @@ from sage_fast.measure.harness import host_timer, matmul_ceiling, usual_dtype
 from sage_fast.measure.verdict import Check, in_one_line, tried
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
-from sage_fast.policy.attention import ATTENTION, INSTALL, try_attention, usable
+from sage_fast.policy.attention import ATTENTION, INSTALL, fastest, measure_attention, try_attention, usable
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
@@ -115,7 +115,8 @@ def operator_check(operator: str, function: Callable[..., Any], device: torch.de
         off, allowed = ((values[label].double() - truth).abs().max().item() for values in (ours, plain))
         largest = truth.abs().max().item()
         worst = max(worst, off / max(largest, 1e-30))
-        if not off <= 2 * allowed + 2 * torch.finfo(torch.float32).eps * largest:
+        # A sum's error in plain PyTorch may happen to be none, and an order of its own errs by a few units.
+        if not off <= 2 * allowed + 8 * torch.finfo(torch.float32).eps * largest:
             wrong.append(f"{label}: error {off:.1e}, plain PyTorch {allowed:.1e}")
     if wrong:
         return Check(name=name, verdict="wrong", found="; ".join(wrong), advice=advice)
@@ -190,24 +191,29 @@ def _speed(name: str, share: float, kind: str, found: str, device: torch.device)
 
 
 def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
-    """Every backend: is there, is right, and its share of the ceiling, forward and backward."""
+    """Every backend: is there, is right, and its share of the ceiling, forward and backward; slow only if all are."""
     gpu, dtype = device.type == "cuda", usual_dtype(device)
     shape = (1, 8192, 16, 128) if gpu else (1, 512, 2, 64)
     flops = 3.5 * 4 * shape[0] * shape[1] ** 2 * shape[2] * shape[3]
-    for name, kernel in ATTENTION.items():
+    trials = {name: try_attention(ATTENTION[name], shape, device, dtype) for name in usable(device, dtype)}
+    best = fastest(trials)
+    for name in ATTENTION:
         row = f"attention {name}"
-        if name not in usable(device, dtype):
+        if name not in trials:
             advice = INSTALL.get(name, "") if gpu else ""
             yield Check(name=row, verdict="missing", found=f"not for {dtype} on this {device.type}", advice=advice)
             continue
-        trial = try_attention(kernel, shape, device, dtype)
+        trial = trials[name]
         if trial.problem:
             advice = f"model.attention = auto skips it{'; ' + INSTALL[name] if name in INSTALL else ''}"
             yield Check(name=row, verdict="wrong", found=trial.problem, advice=advice)
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
         found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward, {share:.0%} of the ceiling"
-        yield _speed(row, share, "attention", found, device)
+        if name == best:
+            yield _speed(row, share, "attention", found, device)
+        else:
+            yield Check(name=row, verdict="ok", found=found)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -232,10 +238,14 @@ def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int
     policy = tiny_policy(device, wide=gpu)
     space = (5, 30, 52) if gpu else LATENT_SHAPE[1:]
     x = torch.randn(1 if gpu else 4, policy.latent_channels, *space, device=device)
+    tokens = x[0, 0].numel() + prompt().tokens
+    heads = policy.transformer.config.num_attention_heads, policy.transformer.config.attention_head_dim
+    best = fastest(measure_attention((len(x), tokens, *heads), device, policy.dtype))
+    policy.forward.attention = ATTENTION[best]
     text = collate([prompt()] * len(x), device, policy.dtype)
     with torch.no_grad():
         conditioning = policy.condition(torch.full((len(x),), 0.7, device=device), text)
-    return torch.no_grad()(lambda: policy.velocity(x, conditioning)), len(x) * (x[0, 0].numel() + prompt().tokens)
+    return torch.no_grad()(lambda: policy.velocity(x, conditioning)), len(x) * tokens
 
 
 def transformer(device: torch.device, ceiling: float) -> Check:

@@ -21,6 +21,7 @@ from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward, Judge, load_reward
+from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import BASE
 from sage_fast.testbed.text import embed
@@ -105,8 +106,9 @@ def training_bytes(config: Config, transformer: torch.nn.Module) -> dict[str, fl
 
 def choose_checkpointing(config: Config, model: Model) -> str:
     """The mode of `model.gradient_checkpointing`; with `auto` the fastest whose activations fit beside what is to come:
-    gradients, the optimizer's state, anchor and EMA, autocast's copies and the stored rollouts. The gradients do not
-    depend on it. All ranks take that of the one with the least memory, for which they would wait.
+    gradients, the optimizer's state, anchor and EMA, autocast's copies, the stored rollouts and the graphs of their
+    steps. The gradients do not depend on it. All ranks take that of the one with the least memory, for which they would
+    wait.
     """
     asked, device = config.model.gradient_checkpointing, model.policy.device
     if asked != "auto":
@@ -114,12 +116,15 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     coming = sum(training_bytes(config, model.policy.transformer).values())
     if not config.sampling.offload_trajectories:
         coming += _trajectories(config, model)
-    room = MEMORY_SHARE * free_bytes(device) - coming
+    share, tokens = MEMORY_SHARE, model.joint_tokens(config.sampling)
+    if device.type == "cuda" and config.sampling.cuda_graphs and config.sampling.batch_size * tokens <= MAX_TOKENS:
+        share -= MAX_MEMORY_SHARE
+    room = share * free_bytes(device) - coming
     for mode in MODES:
         needed = activation_bytes(
             mode,
             model.policy.transformer.config,
-            model.joint_tokens(config.sampling),
+            tokens,
             model.policy.dtype.itemsize,
             rank=config.model.lora_rank if config.model.tuning == "lora" else 0,
             batch_size=config.train.batch_size,
