@@ -29,6 +29,8 @@ AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers
 OnFailure = Literal["stop", "drop"]
 Optimizer = Literal["adamw", "muon", "adamw8bit"]
 Schedule = Literal["constant", "cosine", "linear"]
+EngineName = Literal["plain", "zero1", "zero2", "zero3"]
+Offload = Literal["none", "optimizer", "all"]
 
 RANDOM = "random:"
 """What `model.path` begins with for a model with random weights."""
@@ -259,6 +261,13 @@ class TrainConfig(Section):
     """Share of the stochastic steps that is trained."""
     timestep_permutation: bool = True
     """Train the steps in random order (a random subset if the fraction is below 1)."""
+    engine: EngineName = "plain"
+    """What the ranks share out: `plain` nothing; by DeepSpeed, `zero1` the optimizer's state, `zero2` the gradients
+    too, `zero3` the weights too. docs/engines.md says when."""
+    offload: Offload = "none"
+    """What ZeRO keeps and updates in host memory: `optimizer` (its state), or with `zero3` `all` (the weights too)."""
+    deepspeed_config: str | None = None
+    """JSON file that is laid over DeepSpeed's configuration, which follows from the other settings."""
     optimizer: Optimizer = "adamw"
     """`muon`: Muon for the matrices of the transformer blocks and AdamW for the rest, with model.tuning = full;
     `adamw8bit`: AdamW with its moments in 8 bits, by bitsandbytes."""
@@ -284,6 +293,35 @@ class TrainConfig(Section):
     """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range; with several
     updates an iteration, measure what rounding adds to the ratio after the first, warn above a tenth and stop above a
     third."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sharded = self.engine != "plain"
+        require(
+            not sharded or self.optimizer == "adamw",
+            "train.optimizer",
+            self.optimizer,
+            f"train.engine = {self.engine} updates rows of joined weights, which only adamw can; the nearest choice is "
+            "adamw, or train.engine = plain",
+        )
+        require(
+            self.offload != "all" or self.engine == "zero3",
+            "train.offload",
+            self.offload,
+            f"needs train.engine = zero3; the nearest choice is {'optimizer' if sharded else 'none'}",
+        )
+        require(
+            self.offload == "none" or sharded,
+            "train.offload",
+            self.offload,
+            "needs train.engine = zero1, zero2 or zero3; the nearest choice is none",
+        )
+        require(
+            self.deepspeed_config is None or sharded,
+            "train.deepspeed_config",
+            self.deepspeed_config,
+            "needs train.engine = zero1, zero2 or zero3, the nearest of which is zero1",
+        )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -79,7 +79,7 @@ def moments_after_an_update(
     by = min(config.train.learning_rate, LARGEST_MOVE)
     near, far = (torch.zeros(steps, 3, dtype=torch.float64, device=policy.device) for _ in range(2))
     for sums, distance in ((near, 1), (far, 2)):
-        with policy.using(moved(policy.parameters(), distance * by, config.seed)):
+        with policy.using(moved(policy.parts(), distance * by, config.seed)):
             for micro, v in zip(micros, v_old):
                 change, bias = log_ratio(micro, v)
                 found = torch.stack([bias, (change + bias).square(), torch.ones_like(bias)], dim=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sage_fast.config import Config
 from sage_fast.console import Progress, progress, say_wrapped, speaker
 from sage_fast.distributed import all_reduce, world_size
-from sage_fast.engine import Engine
+from sage_fast.engine import make_engine
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards
 from sage_fast.objective import (
@@ -35,7 +35,7 @@ from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.loop import equal_runs, idle_rollouts, initial_latents, rollout
 from sage_fast.rollout.schedule import (
     Group,
     Transition,
@@ -80,7 +80,7 @@ class Trainer:
         self.embeddings = embeddings
         self.device = self.policy.device
         self.quiet = quiet
-        self.engine = Engine(self.policy, config.train, speaker(quiet))
+        self.engine = make_engine(self.policy, config.train, speaker(quiet))
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if uses_anchor(config.kl) else None
         self.anchor_is_current = True
@@ -187,6 +187,7 @@ class Trainer:
             offload=self.config.sampling.offload_trajectories,
         )
         runs = self._runs(prompts, self.config.sampling.batch_size)
+        idle = self.policy.states.behind(len(runs))
         with Progress("rollout", len(runs) * len(table), quiet=self.quiet) as bar:
             for rows in runs:
                 with watch("rollout"):
@@ -203,6 +204,7 @@ class Trainer:
                         graphs=self.graphs,
                     )
                 scorer.submit(latents, prompts[rows])
+            idle_rollouts(self.policy, table, coefs, conditioning, self.latent_shape, idle)
         return trajectories
 
     @property
@@ -223,13 +225,17 @@ class Trainer:
         weight = world_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(transitions, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
-        for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
+        runs = self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
+        idle = self.policy.states.behind(len(runs))
+        for rows in runs:
             loss, policy, kl = self._loss(batch, transitions[rows], metrics)
             self.engine.backward(weight * loss.total.sum())
             losses.append(dataclasses.replace(loss, total=loss.total.detach(), policy=loss.policy.detach()))
             of_all = (loss.total.detach(), loss.kl, policy.square(), kl.square())
             sums += torch.stack([values.sum() for values in of_all])
             bar.update(rows.stop - rows.start)
+        for _ in range(idle):
+            self.engine.backward(0 * self._loss(batch, [(0, min(batch.trajectories.steps))], Metrics())[0].total.sum())
         record_losses(metrics, losses)
         value, observed, policy_square, kl_square = (all_reduce(sums) / total).tolist()
         if not math.isfinite(value):
@@ -309,6 +315,7 @@ class Trainer:
         velocities = {t: rows.empty(self._velocity_dtype) for t in steps}
         runs = self._runs(batch.prompts, self.config.sampling.batch_size)
         work = [(t, run) for t in steps for run in runs]
+        work += work[-1:] * self.policy.states.behind(len(work))
         with self.policy.using(self.anchor):
             for t, run in progress(work, "anchor", len(work), "forward", quiet=self.quiet):
                 micro = [(i, t) for i in range(run.start, run.stop)]
@@ -338,7 +345,8 @@ class Trainer:
         def first(samples: int) -> list[list[Transition]]:
             transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.prompts)))]
             runs = self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
-            return [transitions[rows] for rows in runs]
+            micros = [transitions[rows] for rows in runs]
+            return micros + micros[-1:] * self.policy.states.behind(len(micros))
 
         def velocity(micro: Sequence[Transition]) -> Tensor:
             return self._velocity(batch, micro, batch.trajectories.gather(batch.trajectories.states, micro))

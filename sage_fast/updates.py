@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,6 +19,8 @@ BFLOAT16_RESOLUTION = 2.0**-9
 """Relative change of a weight below which its bfloat16 value stays as it is, unless it lies near a rounding edge."""
 
 Item = TypeVar("Item")
+Whole = Callable[[Tensor], Tensor]
+"""The values of a weight, which may be spread over ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,20 +40,20 @@ class UpdateSize:
 class AdapterUpdates:
     """Updates of a LoRA adapter, exactly, from the factors of some layers."""
 
-    def __init__(self, layers: Sequence[LoraLayer]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[LoraLayer], whole: Whole) -> None:
+        self.layers, self.whole = layers, whole
         weights = [layer.get_base_layer().weight for layer in layers]
         self.base = torch.stack([torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]).norm()
 
     def remember(self) -> None:
         """Keep what the next update will change."""
-        self.before = [_factors(layer) for layer in self.layers]
+        self.before = [_factors(layer, self.whole) for layer in self.layers]
 
     def size(self) -> UpdateSize:
         """Of the update since `remember`."""
         rows = []
         for layer, (a, b) in zip(self.layers, self.before):
-            new_a, new_b = _factors(layer)
+            new_a, new_b = _factors(layer, self.whole)
             da, db = new_a - a, new_b - b
             # B'A' - BA = dB A + B' dA = [dB, B'] [A; dA], whose squared norm is the sum of a product of Gram matrices.
             left, right = torch.cat([db, new_b], 1), torch.cat([a, da])
@@ -67,8 +69,8 @@ class AdapterUpdates:
 class WeightUpdates:
     """Updates of whole weights, from the same random elements of some matrices each time."""
 
-    def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self.matrices = matrices
+    def __init__(self, matrices: Sequence[Tensor], whole: Whole) -> None:
+        self.matrices, self.whole = matrices, whole
         draw = torch.Generator().manual_seed(0)
         self.elements = [
             torch.randint(p.numel(), (ELEMENTS,), generator=draw).to(p.device)
@@ -87,26 +89,28 @@ class WeightUpdates:
         return UpdateSize(relative=relative, of_rounded=relative)
 
     def _sample(self) -> Tensor:
-        return torch.cat([p.detach().take(at).float() for p, at in zip(self.matrices, self.elements)])
+        return torch.cat([self.whole(p).take(at).float() for p, at in zip(self.matrices, self.elements)])
 
 
-def watch_updates(transformer: nn.Module) -> AdapterUpdates | WeightUpdates:
-    """What measures the updates of the weights that are trained."""
+def watch_updates(transformer: nn.Module, whole: Whole = Tensor.detach) -> AdapterUpdates | WeightUpdates:
+    """What measures the updates of the weights that are trained; made while they are whole."""
     adapted = [m for m in transformer.modules() if isinstance(m, LoraLayer) and _is_trained(m)]
     if adapted:
-        return AdapterUpdates(_evenly(adapted, LAYERS))
-    return WeightUpdates(_evenly([p for p in transformer.parameters() if p.requires_grad and p.ndim > 1], MATRICES))
+        return AdapterUpdates(_evenly(adapted, LAYERS), whole)
+    matrices = [p for p in transformer.parameters() if p.requires_grad and p.ndim > 1]
+    return WeightUpdates(_evenly(matrices, MATRICES), whole)
 
 
 def _is_trained(layer: LoraLayer) -> bool:
     return layer.lora_B[layer.active_adapters[0]].weight.requires_grad
 
 
-def _factors(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+def _factors(layer: LoraLayer, whole: Whole) -> tuple[Tensor, Tensor]:
     """Copies of A `[r, in]` and B `[out, r]`, float64, where no change is too small beside its weight."""
     name = layer.active_adapters[0]
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    return tuple(factor.detach().flatten(1).to(torch.float64, copy=True) for factor in (a, b))
+    a, b = (whole(factor).flatten(1).to(torch.float64, copy=True) for factor in (a, b))
+    return a, b
 
 
 def _evenly(items: Sequence[Item], count: int) -> list[Item]:

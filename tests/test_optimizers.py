@@ -101,7 +101,7 @@ def test_resume_is_bit_identical(optimizer: str, tuning: str, tmp_path: Path) ->
     first, second = tiny_trainer(config), tiny_trainer(config)
     first.iteration(0)
     save_checkpoint(tmp_path, 1, first.engine, first.state_dict(), first.anchor)
-    found = load_checkpoint(tmp_path, second.engine, second.device)
+    found = load_checkpoint(tmp_path, second.engine)
     assert found is not None
     second.load_state_dict(*found[1:])
     assert [numbers(second.iteration(index)) for index in (1, 2)] == rows[1:]
@@ -115,14 +115,14 @@ def test_resume_takes_new_settings_but_no_other_optimizer(tmp_path: Path) -> Non
     save_checkpoint(tmp_path, 1, trainer.engine, trainer.state_dict(), trainer.anchor)
 
     changed = tiny_trainer(settings(model__tuning="full", train__weight_decay=0.5, train__learning_rate=2e-3))
-    load_checkpoint(tmp_path, changed.engine, changed.device)
+    load_checkpoint(tmp_path, changed.engine)
     assert changed.engine.optimizers[0].param_groups[0]["weight_decay"] == 0.5
     assert changed.iteration(1)["learning_rate"] == changed.engine.optimizers[0].param_groups[0]["lr"] == 2e-3
 
     other = tiny_trainer(settings(model__tuning="full", train__optimizer="muon"))
     before = other.policy.snapshot()
     with pytest.raises(UserError, match=r"train.optimizer = 'muon': the checkpoint is of 'adamw'; resume with that"):
-        load_checkpoint(tmp_path, other.engine, other.device)
+        load_checkpoint(tmp_path, other.engine)
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.policy.snapshot().items())
 
 

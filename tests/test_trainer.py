@@ -267,7 +267,7 @@ def test_ode_has_nothing_to_train() -> None:
 
 
 def resume(trainer: Trainer, run: Path) -> int:
-    found = load_checkpoint(run, trainer.engine, trainer.device)
+    found = load_checkpoint(run, trainer.engine)
     assert found is not None
     iteration, counters, anchor = found
     trainer.load_state_dict(counters, anchor)

@@ -81,7 +81,7 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
         torch.nn.Module.to(transformer, device, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
     )
     model = Model(path="tiny", policy=policy, vae=allow_batches(tiny_vae().eval().to(device)), fps=8)
-    model.set_checkpointing(config.model.gradient_checkpointing)
+    model.set_checkpointing(config.model.gradient_checkpointing, gathered=config.train.engine == "zero3")
     return model
 
 

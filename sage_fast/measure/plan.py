@@ -16,6 +16,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
 from sage_fast.config import Config
+from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.objective import uses_anchor
@@ -24,7 +25,6 @@ from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.rollout.schedule import configured_table, iteration_table, position_steps, trained_steps
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.run.setup import training_bytes
 from sage_fast.testbed.model import TestbedTransformer, tiny_vae
 
 TESTBED_TEXT_TOKENS = 7
@@ -123,7 +123,9 @@ class Plan:
             decode.
         flops: part -> FLOPs in an iteration, all ranks together; `forward` is one forward of one sample.
         memory: part -> bytes on each GPU while it trains.
-        other_memory: what is not held at that time, or would be with the other setting of checkpointing.
+        other_memory: what is not held at that time, or in host memory, or would be with another setting of
+            checkpointing.
+        engine: `train.engine`.
     """
 
     parameters: int
@@ -138,6 +140,7 @@ class Plan:
     flops: dict[str, float]
     memory: dict[str, float]
     other_memory: dict[str, float]
+    engine: str
 
 
 def build_meta(config: Config, architecture: Architecture | None) -> HunyuanVideo15Transformer3DModel:
@@ -174,7 +177,7 @@ def plan(
         config: validated settings.
         architecture: the transformer's config.json; None for the published architecture.
         autoencoder: the autoencoder's config.json, likewise.
-        ranks: GPUs; samples are spread over them, weights and optimizer are whole on each.
+        ranks: GPUs; samples are spread over them, and of weights and optimizer what `train.engine` shares out.
     """
     transformer = build_meta(config, architecture)
     built = transformer.config
@@ -217,13 +220,12 @@ def plan(
     }
 
     width = 2 if config.model.dtype == "bfloat16" else 4
-    frozen_width = 4 if config.model.tuning == "full" else width
     mine = -(-samples // ranks)
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
+    held = held_bytes(config, transformer, ranks, mode)
     memory = {
-        "frozen weights": float((base - (trainable if config.model.tuning == "full" else 0)) * frozen_width),
-        "trained weights": 4.0 * trainable,
-        **training_bytes(config, transformer),
+        **held.weights,
+        **held.training,
         "autoencoder": float(width * sum(p.numel() for p in vae.parameters())),
     }
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
@@ -231,6 +233,7 @@ def plan(
         host = {f"{part}, pinned host memory": size for part, size in trajectories.items()}
     else:
         memory, host = memory | trajectories, {}
+    host |= {f"{part}, host memory": size for part, size in held.host.items()}
     rank = config.model.lora_rank if config.model.tuning == "lora" else 0
     activations = {
         name: activation_bytes(name, built, joint, width, rank=rank, batch_size=train.batch_size, passes=passes)
@@ -253,6 +256,7 @@ def plan(
         flops=flops,
         memory=memory,
         other_memory=other,
+        engine=config.train.engine,
     )
 
 
@@ -289,7 +293,7 @@ def format_plan(plan: Plan) -> str:
             subsequent_indent="  ",
         ),
         "",
-        "memory on each GPU while it trains",
+        f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(line(part, format_bytes(count)) for part, count in plan.memory.items()),
         line("together", format_bytes(sum(plan.memory.values()))),
         "  Not counted: text encoders, rewards, fragmentation.",

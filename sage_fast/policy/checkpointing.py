@@ -11,10 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from sage_fast.policy.block import TextToVideoBlock
 
 MODES = ("none", "attention", "full")
 """From the fastest to the one that needs the least memory."""
@@ -35,19 +32,20 @@ GRADIENTS, GRADIENT_RANKS = 5, 1
 feed-forward's inner rows (4 d + r)."""
 
 
-def set_checkpointing(transformer: HunyuanVideo15Transformer3DModel, mode: str) -> None:
-    """Give the transformer one of `MODES`, by diffusers' own switch."""
+def set_checkpointing(transformer: HunyuanVideo15Transformer3DModel, mode: str, *, gathered: bool = False) -> None:
+    """Give the transformer one of `MODES`, by diffusers' own switch.
+
+    Args:
+        gathered: whether weights are gathered for each layer and released after it (ZeRO-3). A frozen one is then empty
+            when PyTorch compares the shapes of what was computed again, and gathered when it is read.
+    """
     if mode == "none":
         transformer.disable_gradient_checkpointing()
-    elif mode == "full":
-        transformer.enable_gradient_checkpointing()
-    else:
-        transformer.enable_gradient_checkpointing(_keep_attention)
-
-
-def _keep_attention(block: TextToVideoBlock, *arguments: Any) -> tuple[Tensor, Tensor]:
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(block, *arguments, use_reentrant=False, context_fn=contexts)
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "determinism_check": "none" if gathered else "default"}
+    if mode == "attention":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    transformer.enable_gradient_checkpointing(functools.partial(checkpoint, **options))
 
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

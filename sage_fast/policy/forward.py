@@ -39,6 +39,7 @@ class TextToVideoForward(nn.Module):
         self.transformer = transformer
         self.dtype = dtype
         self.attention: Attention = ATTENTION["sdpa"]
+        self.uses_all_embedders = False  # also of text that is not there, so that all ranks have the same gradients
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
         self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
         self.out = Projection(transformer, "proj_out")
@@ -111,7 +112,7 @@ class TextToVideoForward(nn.Module):
         if text.text_mask is not None:
             # The refiner leaves anything, nan included, where it was masked; as values these tokens must be finite.
             refined = torch.where(text.text_mask[..., None], refined, 0)
-        if text.glyphs.shape[1] == 0:
+        if text.glyphs.shape[1] == 0 and not (self.uses_all_embedders and torch.is_grad_enabled()):
             return refined, text.text_mask
         glyphs = model.context_embedder_2(text.glyphs) + kinds[1]
         if text.text_mask is None and text.glyphs_mask is None:

@@ -34,6 +34,53 @@ ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
+class WholeStates:
+    """How snapshots of weights are kept: here whole on every rank. An engine that shards has its own."""
+
+    gathers = False
+    """Whether a forward gathers weights that are spread over the ranks, so that all ranks make as many forwards."""
+
+    def part(self, p: Tensor) -> Tensor:
+        """This rank's share of a weight, sharing its memory."""
+        return p.detach()
+
+    def whole(self, p: Tensor) -> Tensor:
+        """The weight from the shares of all ranks."""
+        return p.detach()
+
+    def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        for name, p in parameters.items():
+            p.copy_(state[name])
+
+    def gather(self, state: State, parameters: Mapping[str, Tensor]) -> State:
+        """Whole tensors of a snapshot; only the first rank needs them."""
+        return state
+
+    def split(self, whole: State, parameters: Mapping[str, Tensor]) -> State:
+        """This rank's share of whole tensors; the inverse of `gather`."""
+        return whole
+
+    def behind(self, count: int) -> int:
+        """How many more forwards or backwards another rank is about to make than `count`, a collective to be called
+        before the first of them; 0 where ranks need not be in step."""
+        return 0
+
+
+def numel(p: Tensor) -> int:
+    """Elements of a whole weight, of which a rank may hold a share."""
+    return getattr(p, "ds_numel", p.numel())
+
+
+def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        UserError: the names are not the same.
+    """
+    if parameters.keys() != state.keys():
+        odd = sorted(parameters.keys() ^ state.keys())[0]
+        raise UserError(f"state does not fit the policy's trainable weights: {odd} is on one side only")
+
+
 class HunyuanVideo15Policy:
     """A text-to-video velocity network with trainable weights.
 
@@ -50,6 +97,7 @@ class HunyuanVideo15Policy:
         self.dtype = dtype
         self.guidance_scale = guidance_scale
         self.forward = TextToVideoForward(transformer, dtype)
+        self.states = WholeStates()
         self.latent_channels: int = transformer.config.out_channels
 
     @property
@@ -134,7 +182,10 @@ class HunyuanVideo15Policy:
     def _autocast(self) -> torch.autocast:
         """For weights that are stored in another type than that of the activations."""
         weights = next(self.transformer.parameters()).dtype
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=weights != self.dtype)
+        # A cache of the casts would hold every gathered weight to the end of the forward.
+        return torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=weights != self.dtype, cache_enabled=not self.states.gathers
+        )
 
     # -- trainable weights --------------------------------------------------------------------------------------------
 
@@ -142,26 +193,30 @@ class HunyuanVideo15Policy:
         """Trainable parameters by name."""
         return {name: p for name, p in self.transformer.named_parameters() if p.requires_grad}
 
+    def whole(self, p: Tensor) -> Tensor:
+        """The values of a parameter; a collective where it is spread over ranks."""
+        return self.states.whole(p)
+
+    def parts(self) -> State:
+        """The trainable weights as a snapshot holds them, without a copy."""
+        return {name: self.states.part(p) for name, p in self.parameters().items()}
+
     def snapshot(self) -> State:
-        """A copy of the trainable weights."""
-        return {name: p.detach().clone() for name, p in self.parameters().items()}
+        """A copy of the trainable weights, or of this rank's share of them: as `states` keeps them."""
+        return {name: part.clone() for name, part in self.parts().items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` into the trainable weights, in place.
+        """Copy `state`, as `snapshot` gives it, into the trainable weights, in place.
 
         Raises:
             UserError: names or shapes differ; then nothing was changed.
         """
-        parameters = self.parameters()
-        if parameters.keys() != state.keys():
-            odd = sorted(parameters.keys() ^ state.keys())[0]
-            raise UserError(f"state does not fit the policy's trainable weights: {odd} is on one side only")
-        for name, p in parameters.items():
-            if p.shape != state[name].shape:
-                raise UserError(f"{name}: expected shape {list(p.shape)}, got {list(state[name].shape)}")
-        for name, p in parameters.items():
-            p.copy_(state[name])
+        check_names(self.parameters(), state)
+        for name, part in self.parts().items():
+            if part.shape != state[name].shape:
+                raise UserError(f"{name}: expected shape {list(part.shape)}, got {list(state[name].shape)}")
+        self.states.write(self.parameters(), state)
 
     @contextlib.contextmanager
     def using(self, state: State) -> Iterator[None]:

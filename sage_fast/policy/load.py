@@ -101,10 +101,10 @@ class Model:
         self.attention = asked
         self.policy.forward.attention = ATTENTION[asked]
 
-    def set_checkpointing(self, mode: str) -> None:
-        """Train with one of `policy.checkpointing.MODES`."""
+    def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
+        """Train with one of `policy.checkpointing.MODES`; `gathered`, as there."""
         self.checkpointing = mode
-        set_checkpointing(self.policy.transformer, mode)
+        set_checkpointing(self.policy.transformer, mode, gathered=gathered)
 
     def joint_tokens(self, sampling: SamplingConfig) -> int:
         """Tokens of a video and of a prompt of `TEXT_TOKENS`."""

@@ -78,6 +78,7 @@ class Projection(nn.Module):
         alone = any(
             (adapter is None and base is not layer)
             or base.weight.dtype != dtype
+            or hasattr(base.weight, "ds_id")  # ZeRO-3 gathers it for its layer's own forward
             or any(p.requires_grad for p in base.parameters())
             for layer, base, adapter in zip(layers, bases, adapters)
         )

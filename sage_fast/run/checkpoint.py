@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
 from sage_fast.distributed import barrier, rank
-from sage_fast.engine import Engine, save_state
+from sage_fast.engine import Engine
 from sage_fast.files import read_json
 from sage_fast.policy.hunyuan import State
 
@@ -41,9 +38,9 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     barrier()
     engine.save(partial)
+    if anchor is not None:
+        engine.save_state(anchor, partial / "anchor.safetensors")
     if rank() == 0:
-        if anchor is not None:
-            save_state(anchor, partial / "anchor.safetensors")
         state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
@@ -53,7 +50,7 @@ def save_checkpoint(
     barrier()
 
 
-def load_checkpoint(run: Path, engine: Engine, device: torch.device) -> tuple[int, dict[str, Any], State | None] | None:
+def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], State | None] | None:
     """Restore the engine from the newest checkpoint of `run`; every rank calls.
 
     Returns:
@@ -65,7 +62,7 @@ def load_checkpoint(run: Path, engine: Engine, device: torch.device) -> tuple[in
     counters = read_json(found[-1] / "state.json")
     engine.load(found[-1], counters["optimizer_steps"])
     anchor = found[-1] / "anchor.safetensors"
-    return counters["iteration"], counters, load_file(anchor, device=str(device)) if anchor.is_file() else None
+    return counters["iteration"], counters, engine.load_state(anchor) if anchor.is_file() else None
 
 
 def checkpoints(run: Path) -> list[Path]:

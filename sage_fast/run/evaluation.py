@@ -66,24 +66,25 @@ def video_chunks(
     order = sorted(range(len(prompts)), key=lambda i: embeddings[prompts[i]].tokens)
     runs = equal_runs([embeddings[prompts[i]].tokens for i in order], config.sampling.batch_size)
     graphs = step_graphs(model.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
+    idle = model.policy.states.behind(len(runs))
     pending = None
     with Progress("sample", len(runs) * len(table), quiet=quiet) as bar:
+
+        def sample(prompts: Sequence[str], seeds: Tensor) -> Tensor:
+            conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
+            x = initial_latents(seeds, shape, device)
+            return rollout(
+                model.policy, table, coefs, conditioning, prompts, seeds, x, on_step=bar.update, graphs=graphs
+            )
+
         for run in runs:
             chosen = order[run]
-            latents = rollout(
-                model.policy,
-                table,
-                coefs,
-                model.policy.conditioning_table(table.sigmas[:-1], embeddings),
-                [prompts[i] for i in chosen],
-                seeds[chosen],
-                initial_latents(seeds[chosen], shape, device),
-                on_step=bar.update,
-                graphs=graphs,
-            )
+            latents = sample([prompts[i] for i in chosen], seeds[chosen])
             if pending is not None:
                 yield pending[0], pending[1].result()
             pending = chosen, model.decoder.submit(latents)
+        for _ in range(idle):  # beside ranks that make more: weights are gathered only together
+            sample([""], torch.zeros(1, dtype=torch.int64))
         if pending is not None:
             yield pending[0], pending[1].result()
 

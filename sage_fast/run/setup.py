@@ -13,10 +13,9 @@ from sage_fast.config import AttentionBackend, Config
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.data.prompts import read_prompts
 from sage_fast.distributed import all_gather_object, barrier, initialize, rank, world_size
+from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
-from sage_fast.objective import uses_anchor
-from sage_fast.optimizers import OPTIMIZERS
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.text import TextEmbedding
@@ -76,7 +75,7 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
     judge = Judge(config.eval.judge) if config.eval.judge is not None else None
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     model = load_model(settings, config.sampling, initialize(config.timeout_minutes), config.seed)
-    model.set_checkpointing(choose_checkpointing(config, model))
+    model.set_checkpointing(choose_checkpointing(config, model), gathered=config.train.engine == "zero3")
     return Setup(
         config=config, model=model, reward=reward, judge=judge, prompts=train_prompts, eval_prompts=eval_prompts
     )
@@ -84,24 +83,6 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
 
 MEMORY_SHARE = 0.9
 """Of the free memory, what `auto` counts on: the rest is for decoding, workspaces and fragments."""
-
-
-def training_bytes(config: Config, transformer: torch.nn.Module) -> dict[str, float]:
-    """Part -> bytes that training adds to the weights, activations and rollouts aside; on the meta device too."""
-    trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
-    count = sum(p.numel() for p in trained.values())
-    state_bytes = OPTIMIZERS[config.train.optimizer].state_bytes
-    snapshots = int(uses_anchor(config.kl)) + int(config.train.ema_decay > 0)
-    parts = {
-        "gradients": 4.0 * count,
-        f"state of the optimizer ({config.train.optimizer})": float(
-            sum(state_bytes(name, p) * p.numel() for name, p in trained.items())
-        ),
-        "anchor and EMA": 4.0 * count * snapshots,
-    }
-    if config.model.tuning == "full" and config.model.dtype != "float32":
-        parts["bf16 copies of the weights (autocast)"] = 2.0 * sum(p.numel() for p in transformer.parameters())
-    return parts
 
 
 def choose_checkpointing(config: Config, model: Model) -> str:
@@ -113,7 +94,8 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     asked, device = config.model.gradient_checkpointing, model.policy.device
     if asked != "auto":
         return asked
-    coming = sum(training_bytes(config, model.policy.transformer).values())
+    held = held_bytes(config, model.policy.transformer, world_size())
+    coming = sum(held.training.values())
     if not config.sampling.offload_trajectories:
         coming += _trajectories(config, model)
     share, tokens = MEMORY_SHARE, model.joint_tokens(config.sampling)

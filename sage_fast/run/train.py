@@ -14,10 +14,12 @@ import torch
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
+from sage_fast.engine import check_engine
 from sage_fast.environment import command_line, environment
 from sage_fast.files import read_json
 from sage_fast.metrics import REWARD_PART
 from sage_fast.optimizers import check_optimizer
+from sage_fast.policy.hunyuan import numel
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
@@ -39,6 +41,7 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     initialize(config.timeout_minutes)
     check_trainable(config)
     check_optimizer(config.train.optimizer)
+    check_engine(config.train)
     check_trackers(config.tracking.trackers)
     check_output(config, resume=resume)
     quiet = quiet or rank() > 0
@@ -112,7 +115,7 @@ def _save(trainer: Trainer, run: Path, iteration: int) -> None:
 
 def _resume(trainer: Trainer, run: Path) -> int:
     """Restore the newest checkpoint; returns the iteration to continue with."""
-    found = load_checkpoint(run, trainer.engine, trainer.device)
+    found = load_checkpoint(run, trainer.engine)
     if found is None:
         return 0
     iteration, counters, anchor = found
@@ -167,14 +170,15 @@ def _evaluate(
 def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str, Any]:
     """Print and record what this run, which starts or goes on at `iteration`, is made of; returns `run.json`."""
     weights = trainer.policy.transformer.named_parameters()
-    parameters = sum(p.numel() for name, p in weights if ".lora_" not in name)
-    trainable = sum(p.numel() for p in trainer.engine.parameters)
+    parameters = sum(numel(p) for name, p in weights if ".lora_" not in name)
+    trainable = sum(map(numel, trainer.engine.parameters))
     facts = environment(trainer.device) | {
         "command": command_line(sys.argv),
         "ranks": world_size(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
         "gradient_checkpointing": trainer.model.checkpointing,
+        "engine": trainer.config.train.engine,
         "parameters": parameters,
         "trainable_parameters": trainable,
         "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),

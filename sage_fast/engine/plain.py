@@ -1,15 +1,12 @@
-"""The optimizer side of training: backward, gradient reduction, step, averaged weights, and their part of a checkpoint.
-
-Every method is collective: all ranks call it. The trainer asks for nothing else, so an engine that shards weights or
-optimizer state can take this one's place.
-"""
+"""The engine of a single process, and of plain data parallel: every rank holds weights and optimizer whole."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,7 +26,9 @@ WATCHED_ITERATIONS = 3
 
 
 class Engine:
-    """An optimizer over the trainable weights; under torchrun every rank holds them whole (data parallel).
+    """The optimizer side of training: backward, reduction, step, averaged weights, and their part of a checkpoint.
+
+    Every method is collective: all ranks call it. The trainer asks for nothing else.
 
     Args:
         policy: its trainable parameters are optimised.
@@ -38,7 +37,7 @@ class Engine:
 
     Attributes:
         steps: optimizer steps so far.
-        ema: averaged weights; None if `train.ema_decay` is 0.
+        ema: averaged weights, as `policy.snapshot` gives them; None if `train.ema_decay` is 0.
     """
 
     def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
@@ -46,11 +45,14 @@ class Engine:
         self.config = config
         self.tell = tell
         self.parameters = list(policy.parameters().values())
-        self.optimizers = OPTIMIZERS[config.optimizer].make(policy.parameters(), config)
         self.steps = 0
-        self._updates = watch_updates(policy.transformer)
+        self._updates = watch_updates(policy.transformer, policy.whole)
         self._warned = False
+        self._prepare()
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
+
+    def _prepare(self) -> None:
+        self.optimizers = OPTIMIZERS[self.config.optimizer].make(self.policy.parameters(), self.config)
 
     @property
     def learning_rate(self) -> float:
@@ -67,24 +69,30 @@ class Engine:
         Raises:
             NonFiniteError: the norm is not finite; the weights are left as they were.
         """
-        self._reduce_gradients()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        self._updates.remember()
+        norm = self._update(learning_rate(self.config, self.steps))
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
             )
-        self._updates.remember()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.config, self.steps)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        torch.autograd.graph.increment_version(self.parameters)  # bitsandbytes writes where autograd does not look
+        torch.autograd.graph.increment_version(self.parameters)  # some write where autograd does not look
         size = self._updates.size()
         self.steps += 1
         self._warn_of_small_updates(size)
         self._update_ema()
         return norm, size
+
+    def _update(self, rate: float) -> float:
+        """Change the weights if the gradient's norm, which is returned, is finite."""
+        self._reduce_gradients()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        if math.isfinite(norm):
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _warn_of_small_updates(self, size: UpdateSize) -> None:
         """Once, in the first iterations: what is stored in float32 is used rounded to bfloat16."""
@@ -117,8 +125,8 @@ class Engine:
     @torch.no_grad()
     def _update_ema(self) -> None:
         if self.ema is not None:
-            for name, p in self.policy.parameters().items():
-                self.ema[name].lerp_(p, 1 - self.config.ema_decay)
+            for name, part in self.policy.parts().items():
+                self.ema[name].lerp_(part, 1 - self.config.ema_decay)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -126,16 +134,21 @@ class Engine:
         with contextlib.nullcontext() if self.ema is None else self.policy.using(self.ema):
             yield
 
+    # -- files --------------------------------------------------------------------------------------------------------
+
     def save(self, folder: Path) -> None:
-        """Write weights, averaged weights and optimizer state into `folder`, which exists; the first rank writes."""
+        """Write weights, averaged weights and optimizer state into `folder`, which exists; the first rank writes.
+
+        Every engine writes the same files, by the names of whole weights, so that any other can go on.
+        """
+        self.save_state(self.policy.parts(), folder / "trainable.safetensors")  # no copy on the device
+        if self.ema is not None:
+            self.save_state(self.ema, folder / "ema.safetensors")
+        states = self._optimizer_states()
         if rank() == 0:
-            trainable = {name: p.detach() for name, p in self.policy.parameters().items()}  # no copy on the device
-            save_state(trainable, folder / "trainable.safetensors")
-            if self.ema is not None:
-                save_state(self.ema, folder / "ema.safetensors")
             with saving(folder):
-                states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
                 torch.save({"optimizer": self.config.optimizer, "states": states}, folder / "optimizer.pt")
+        del states
         with self.averaged_weights():  # those that are evaluated and sampled
             self.save_weights(folder)
 
@@ -145,25 +158,51 @@ class Engine:
         Raises:
             UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
         """
-        device, ema = self.policy.device, folder / "ema.safetensors"
+        ema = folder / "ema.safetensors"
         if self.ema is not None and not ema.is_file():
             raise UserError(
                 f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
                 "with 0, or start another run with --model.weights"
             )
-        saved = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
+        saved = torch.load(folder / "optimizer.pt", map_location=self._state_device, weights_only=True)
         if saved["optimizer"] != self.config.optimizer:
             raise UserError(
                 f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {saved['optimizer']!r}; resume "
                 "with that, or start another run with --model.weights"
             )
-        self.policy.load(load_file(folder / "trainable.safetensors", device=str(device)))
+        self.policy.load(self.load_state(folder / "trainable.safetensors"))
         if self.ema is not None:
-            self.ema = load_file(ema, device=str(device))
-        for optimizer, state in zip(self.optimizers, saved["states"]):  # the settings are those of today
+            self.ema = self.load_state(ema)
+        self._load_optimizer_states(saved["states"])
+        self.steps = steps
+
+    @property
+    def _state_device(self) -> torch.device:
+        return self.policy.device
+
+    def _optimizer_states(self) -> list[Mapping[int, Any]]:
+        """Of each optimizer, by the number of the weight: what the first rank writes."""
+        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+
+    def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states):  # the settings are those of today
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.steps = steps
+
+    def save_state(self, state: State, file: Path) -> None:
+        """Write a snapshot of the policy, as whole weights, from whatever layout its tensors have in memory."""
+        whole = self.policy.states.gather(state, self.policy.parameters())
+        if rank() == 0:
+            with saving(file):
+                save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file)
+
+    def load_state(self, file: Path) -> State:
+        """What `save_state` wrote, as a snapshot of this policy.
+
+        Raises:
+            UserError: names or shapes are those of another model.
+        """
+        return self.policy.states.split(load_file(file, device=str(self._state_device)), self.policy.parameters())
 
     def save_weights(self, folder: Path) -> None:
         """Write the policy's present weights into `folder` in diffusers format; the first rank writes."""
@@ -171,9 +210,3 @@ class Engine:
             with saving(folder):
                 self.policy.save_weights(folder)
         barrier()
-
-
-def save_state(state: State, file: Path) -> None:
-    """A safetensors file of `state`, from whatever layout its tensors have in memory."""
-    with saving(file):
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)

@@ -1,0 +1,99 @@
+"""What an engine holds on each rank: weights, gradients, the optimizer's state and snapshots; activations aside.
+
+With n trained and f frozen elements, b bytes of a frozen one, N ranks, k elements outside of the blocks' linear layers:
+
+              weights            gradients       master    moments   anchor, EMA (each)
+    plain     4 n + b f          4 n             -         8 n       4 n
+    zero1     4 n + b f          4 n             4 n / N   8 n / N   4 n / N
+    zero2     4 n + b f          4 n / N         4 n / N   8 n / N   4 n / N
+    zero3     (4 n + b f) / N    4 n / N         4 n / N   8 n / N   4 n / N
+              + k of either
+
+and with ZeRO a bucket of gradients under way. DeepSpeed updates a float32 copy of the weights (the master) and copies
+it back. tests/test_engine_deepspeed.py holds the sum against the tensors that are alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from sage_fast.config import Config
+from sage_fast.engine.settings import deepspeed_settings, stage_of
+from sage_fast.objective import uses_anchor
+from sage_fast.optimizers import OPTIMIZERS
+
+
+def gathered_layers(transformer: nn.Module) -> list[nn.Linear]:
+    """The modules whose weights ZeRO-3 gathers for one forward or backward; all others stay whole."""
+    blocks: Any = transformer.transformer_blocks
+    return [module for module in blocks.modules() if isinstance(module, nn.Linear)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Part -> bytes on each rank.
+
+    Attributes:
+        weights: before training, on the device.
+        training: what training adds, on the device.
+        host: in host memory, by `train.offload`.
+    """
+
+    weights: dict[str, float]
+    training: dict[str, float]
+    host: dict[str, float]
+
+
+def held_bytes(config: Config, transformer: nn.Module, ranks: int = 1, checkpointing: str = "full") -> Held:
+    """
+    Args:
+        config: validated settings.
+        transformer: on any device, the meta device too; its weights whole.
+        ranks: N.
+        checkpointing: with ZeRO-3, `none` keeps the bfloat16 copies of all gathered weights for the backward.
+    """
+    train, full = config.train, config.model.tuning == "full"
+    width = 4 if full or config.model.dtype == "float32" else 2
+    trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    n = sum(p.numel() for p in trained.values())
+    f = sum(p.numel() for p in transformer.parameters()) - n
+    stage, snapshots = stage_of(train), int(uses_anchor(config.kl)) + int(train.ema_decay > 0)
+    share = 1 / ranks if stage else 1.0
+    moments = sum(OPTIMIZERS[train.optimizer].state_bytes(name, p) * p.numel() for name, p in trained.items()) * share
+    weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
+    training = {
+        "gradients": 4.0 * n * (share if stage > 1 else 1),
+        f"state of the optimizer ({train.optimizer})": float(moments),
+        "anchor and EMA": 4.0 * n * snapshots * share,
+    }
+    copies = 2.0 * (n + f) if full and config.model.dtype != "float32" else 0.0
+    if stage:
+        training["float32 master of the weights"] = 4.0 * n * share
+        settings = deepspeed_settings(train, n)["zero_optimization"]
+        training["bucket of gradients"] = 4.0 * settings["reduce_bucket_size"]
+    if stage == 3:
+        inner = {p for layer in gathered_layers(transformer) for p in layer.parameters()}
+        outer = [p for p in transformer.parameters() if p not in inner]
+        weights = {part: size * share for part, size in weights.items()}
+        weights["whole on each rank: outside the blocks"] = float(
+            sum((4 if p.requires_grad else width) * p.numel() for p in outer)
+        )
+        blocks: Any = transformer.transformer_blocks
+        block = sum(p.numel() for p in blocks[0].parameters())
+        training["gathered weights of a block"] = float((4 if full else width) * block)
+        if checkpointing != "none":
+            copies = 2.0 * block if copies else 0.0
+    if copies:
+        training["bf16 copies of the weights (autocast)"] = copies
+    moved = []
+    if train.offload != "none":
+        moved = [f"state of the optimizer ({train.optimizer})", "float32 master of the weights"]
+        moved += ["gradients"] if stage > 1 else []
+    host = {part: training.pop(part) for part in moved}
+    if train.offload == "all":
+        host |= {part: weights.pop(part) for part in ("frozen weights", "trained weights")}
+        host["anchor and EMA"] = training.pop("anchor and EMA")
+    return Held(weights=weights, training=training, host=host)

@@ -1,0 +1,122 @@
+"""DeepSpeed's own configuration, generated from ours, and what a user may lay over it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sage_fast.config import TrainConfig
+from sage_fast.errors import UserError
+
+BUCKET = 100_000_000
+"""Elements that are reduced or gathered at a time; 0.4 GB."""
+
+OURS = {
+    "train_batch_size": "train.prompts_per_iteration, train.group_size and train.optimizer_steps",
+    "train_micro_batch_size_per_gpu": "train.batch_size",
+    "gradient_accumulation_steps": "train.batch_size",
+    "managed_gradient_accumulation": "train.batch_size",
+    "gradient_clipping": "train.max_grad_norm",
+    "optimizer": "train.optimizer",
+    "scheduler": "train.schedule",
+    "fp16": "model.dtype",
+    "bf16": "model.dtype",
+    "bfloat16": "model.dtype",
+    "amp": "model.dtype",
+    "torch_autocast": "model.dtype",
+    "activation_checkpointing": "model.gradient_checkpointing",
+    "zero_optimization.stage": "train.engine",
+    "zero_optimization.offload_optimizer": "train.offload",
+    "zero_optimization.offload_param": "train.offload",
+    "zero_optimization.stage3_prefetch_bucket_size": "nothing: rollout and training run the layers in other orders",
+}
+"""What a file may not say -> the setting of ours that says it."""
+
+
+def stage_of(config: TrainConfig) -> int:
+    """0 without DeepSpeed."""
+    return {"plain": 0, "zero1": 1, "zero2": 2, "zero3": 3}[config.engine]
+
+
+def check_engine(config: TrainConfig) -> None:
+    """What can be found wrong before a model is loaded.
+
+    Raises:
+        UserError: DeepSpeed is not installed, or `train.deepspeed_config` cannot be read or says what is ours to say.
+    """
+    if stage_of(config) == 0:
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            f"train.engine = {config.engine!r} needs DeepSpeed, which is not installed: pip install "
+            "'sage-fast[deepspeed]'; the nearest choice without it is plain"
+        )
+    _own(config)
+
+
+def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
+    """DeepSpeed's JSON: ours, with that of `train.deepspeed_config` laid over it.
+
+    The weights stay float32 (or, frozen, as they are stored) and run under our autocast, so that DeepSpeed's precision
+    is off. A micro-batch's loss is a share of the mean already, and an update is where `step` is called.
+
+    Args:
+        trained: elements of the trained weights.
+    """
+    bucket = max(min(BUCKET, trained), 1)
+    zero: dict[str, Any] = {
+        "stage": stage_of(config),
+        "overlap_comm": False,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "sub_group_size": 1_000_000_000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    if config.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if config.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
+        "steps_per_print": None,
+        "zero_optimization": zero,
+    }
+    return _laid_over(settings, _own(config))
+
+
+def _own(config: TrainConfig) -> dict[str, Any]:
+    """The user's part."""
+    if config.deepspeed_config is None:
+        return {}
+    name = f"train.deepspeed_config = {config.deepspeed_config!r}"
+    try:
+        own = json.loads(Path(config.deepspeed_config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{name}: not valid JSON: {error}") from error
+    if not isinstance(own, dict):
+        raise UserError(f'{name}: expected a JSON object, such as {{"zero_optimization": {{...}}}}')
+    for key, setting in OURS.items():
+        section, _, last = key.rpartition(".")
+        place = own.get(section) if section else own
+        if isinstance(place, dict) and last in place:
+            raise UserError(f"{name} sets {key}, which follows from {setting}; take it out of the file")
+    return own
+
+
+def _laid_over(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    joined = dict(settings)
+    for key, value in own.items():
+        below = joined.get(key)
+        joined[key] = _laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return joined

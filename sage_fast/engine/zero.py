@@ -1,0 +1,282 @@
+"""The engine of DeepSpeed: ZeRO-1, 2 and 3 (arXiv 1910.02054), with optimizer and weights in host memory on request.
+
+DeepSpeed runs no forward of ours. It is handed the modules, hooks their weights, and is told of every loss; what it
+shards (weights, gradients, AdamW's moments) it updates itself. The rest is the plain engine's: learning rate, averages,
+files, and a weight without a gradient, which is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_optimizer_state
+from torch import Tensor, nn
+
+from sage_fast.distributed import all_reduce, rank, world_size
+from sage_fast.engine.memory import gathered_layers
+from sage_fast.engine.plain import Engine
+from sage_fast.engine.settings import deepspeed_settings, stage_of
+from sage_fast.errors import UserError
+from sage_fast.optimizers import BETAS
+from sage_fast.policy.hunyuan import State, WholeStates, check_names
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroEngine(Engine):
+    """ZeRO over all ranks, also over one.
+
+    Anchor and averaged weights are kept as this rank's share: with ZeRO-3 it is what the rank holds of the weights (in
+    host memory with `train.offload = all`), else an equal part of each weight.
+    """
+
+    def _prepare(self) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if not dist.is_initialized():
+            backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+        self.stage = stage_of(self.config)
+        trained = sum(p.numel() for p in self.parameters)
+        self._moves = torch.zeros(len(self.parameters), dtype=torch.bool, device=self.policy.device)
+        self._moved: set[int] = set()  # weights that have moments
+        for number, p in enumerate(self.parameters):
+            p.register_hook(functools.partial(self._note, number))
+        # Weight decay is ours, since DeepSpeed's optimizer sees no weights but one long row of them.
+        fused = True if self.config.offload != "none" else None
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=self.config.learning_rate,
+            betas=BETAS,
+            eps=self.config.eps,
+            weight_decay=0.0,
+            fused=fused,
+        )
+        self.optimizer.register_step_pre_hook(self._decay)
+        modules = _Modules(self.policy.transformer)
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=modules, optimizer=self.optimizer, config=deepspeed_settings(self.config, trained)
+        )
+        self.policy.forward.uses_all_embedders = True
+        self.policy.states = _Parts() if self.stage < 3 else _Shards(self.deepspeed.optimizer, modules)
+
+    def _note(self, number: int, grad: Tensor) -> None:
+        self._moves[number].logical_or_(grad.any())
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch; every rank calls as often as any other (`policy.states.behind`)."""
+        self.deepspeed.backward(self.deepspeed(loss))
+
+    def _update(self, rate: float) -> float:
+        all_reduce(moves := self._moves.int(), "max")
+        self._moving = moves.bool().tolist()
+        self._moves.zero_()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.stage == 3:  # where DeepSpeed would use the gradient of the update before
+            for p, moves in zip(self.parameters, self._moving):
+                if not moves and (part := self._local(p)) is not None:
+                    deepspeed.utils.safe_set_local_grad(p, torch.zeros_like(part))
+        self._rate, self._decayed = rate, False
+        with self._resting(self._moved - {i for i, moves in enumerate(self._moving) if moves}):
+            self.deepspeed.step()
+        if self.deepspeed.optimizer.overflow:  # nothing was updated
+            return float("nan")
+        self._moved |= {i for i, moves in enumerate(self._moving) if moves}
+        return float(self.deepspeed.get_global_grad_norm())
+
+    @torch.no_grad()
+    def _decay(self, *_: Any) -> None:
+        """Shrink the weights that are about to be updated, once an update, however many parts DeepSpeed makes of it."""
+        if not self._decayed:
+            self._decayed = True
+            for p, moves in zip(self.parameters, self._moving):
+                if moves and (part := self._local(p)) is not None:
+                    part.mul_(1 - self._rate * self.config.weight_decay)
+
+    @contextlib.contextmanager
+    def _resting(self, numbers: set[int]) -> Iterator[None]:
+        """Leave weights that have moments, but no gradient in this update, as they are."""
+        kept = []
+        for p in (self.parameters[number] for number in sorted(numbers)):
+            moments = [part for key in MOMENTS if (part := self._local(p, key)) is not None]
+            kept += [(part, part.clone()) for part in moments]
+            for part in moments:
+                part.zero_()
+        yield
+        for part, values in kept:
+            part.copy_(values)
+
+    def _local(self, p: Any, key: str | None = None) -> Tensor | None:
+        """What this rank's optimizer holds of a weight (None: nothing), or of its moment `key`."""
+        if self.stage == 3:
+            return self.deepspeed.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
+        return None if p._hp_mapping is None else p._hp_mapping.get_hp_fragment(key)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _state_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _optimizer_states(self) -> list[Mapping[int, Any]]:
+        """As torch's AdamW over the whole weights has them; a weight that never had a gradient has none."""
+        states = {}
+        for number in sorted(self._moved):
+            moments = {key: safe_get_full_optimizer_state(self.parameters[number], key) for key in MOMENTS}
+            if rank() == 0:
+                states[number] = {"step": torch.tensor(float(self.steps))}
+                states[number] |= {key: moment.cpu() for key, moment in moments.items()}
+        return [states]
+
+    def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
+        optimizer = self.deepspeed.optimizer
+        optimizer.refresh_fp32_params()
+        steps = max((float(state["step"]) for state in states[0].values()), default=0.0)
+        ours = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+        for flat in getattr(optimizer, ours):
+            state = self.optimizer.state[flat]
+            state["step"] = torch.tensor(steps)
+            state |= {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+        if self.stage < 3:
+            optimizer._lazy_init_hp_params_optimizer_state()
+        for number, state in states[0].items():
+            for key in MOMENTS:
+                deepspeed.utils.safe_set_full_optimizer_state(
+                    self.parameters[number], state[key].to(self.policy.device), key
+                )
+        self._moved = set(states[0])
+
+    def save_weights(self, folder: Any) -> None:
+        with self._whole_on_host():
+            super().save_weights(folder)
+
+    @contextlib.contextmanager
+    def _whole_on_host(self) -> Iterator[None]:
+        """With ZeRO-3, give the first rank whole weights in host memory, those that are written, for a block."""
+        present = []
+        if self.stage == 3:
+            adapter = self.policy.has_adapter
+            for p in self.policy.transformer.parameters():
+                if p.requires_grad or not adapter:
+                    whole = self.policy.whole(p)
+                    if rank() == 0:
+                        present.append((p, p.data))
+                        p.data = whole.cpu()
+        try:
+            yield
+        finally:
+            for p, data in present:
+                p.data = data
+
+
+class _Modules(nn.Module):
+    """What DeepSpeed is given: all weights, and as children, on which it puts its hooks, the linear layers of the
+    blocks. ZeRO-3 gathers each of these for its own forward and backward; what our forward reads without calling a
+    module, and what every rank does not call equally often, is outside of them and stays whole.
+    """
+
+    def __init__(self, transformer: nn.Module) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.gathered = tuple(gathered_layers(transformer))
+
+    def children(self) -> Iterator[nn.Module]:
+        return iter(self.gathered)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        """DeepSpeed counts micro-batches by forwards."""
+        return loss
+
+
+class _Parts(WholeStates):
+    """Snapshots in equal parts of whole weights (ZeRO-1 and 2)."""
+
+    def part(self, p: Tensor) -> Tensor:
+        size = -(-p.numel() // world_size())
+        return p.detach().view(-1)[rank() * size : (rank() + 1) * size]
+
+    def join(self, part: Tensor, p: Tensor) -> Tensor:
+        """A whole weight from all ranks' parts of it, on the device."""
+        shape = getattr(p, "ds_shape", p.shape)
+        padded = part.new_zeros(-(-shape.numel() // world_size()), device=p.device)
+        padded[: part.numel()] = part[: padded.numel()]
+        parts = [torch.empty_like(padded) for _ in range(world_size())]
+        dist.all_gather(parts, padded)
+        return torch.cat(parts)[: shape.numel()].view(shape)
+
+    def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        for name, p in parameters.items():
+            p.copy_(self.join(state[name], p))
+
+    def gather(self, state: State, parameters: Mapping[str, Tensor]) -> State:
+        whole = {}
+        for name, p in parameters.items():
+            tensor = self.join(state[name], p)
+            if rank() == 0:
+                whole[name] = tensor.cpu()
+        return whole
+
+    def split(self, whole: State, parameters: Mapping[str, Tensor]) -> State:
+        check_names(parameters, whole)
+        for name, p in parameters.items():
+            shape = getattr(p, "ds_shape", p.shape)
+            if whole[name].shape != shape:
+                raise UserError(f"{name}: expected shape {list(shape)}, got {list(whole[name].shape)}")
+        return {name: self._of(whole[name], p) for name, p in parameters.items()}
+
+    def _of(self, whole: Tensor, p: Tensor) -> Tensor:
+        return _Parts.part(self, whole).to(p.device, copy=True)
+
+    def behind(self, count: int) -> int:
+        most = torch.tensor(count)
+        return int(all_reduce(most.to(_device()), "max")) - count
+
+
+class _Shards(_Parts):
+    """Snapshots of what ZeRO-3 holds of each weight, beside which nothing is communicated to change them."""
+
+    gathers = True
+
+    def __init__(self, optimizer: Any, modules: _Modules) -> None:
+        self.optimizer = optimizer
+        offload = optimizer.parameter_offload
+        # Would record the order of the layers to fetch them beforehand, and demand that all ranks have the same one.
+        offload.fwd_pre_hook.remove()
+        gathered = {p for module in modules.gathered for p in module.parameters()}
+        self.kept: list[Any] = [p for p in modules.parameters() if p not in gathered]
+        offload.persistent_parameters += self.kept  # gathered after every update
+        self._gather_kept()
+
+    def _gather_kept(self) -> None:
+        self.kept[0].all_gather(self.kept)
+
+    def part(self, p: Any) -> Tensor:
+        return p.ds_tensor.detach()
+
+    def whole(self, p: Tensor) -> Tensor:
+        return self.join(self.part(p), p)
+
+    def write(self, parameters: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        self.optimizer.empty_partition_cache()
+        for name, p in parameters.items():
+            p.ds_tensor.data.copy_(state[name])
+        self._gather_kept()
+
+    def _of(self, whole: Tensor, p: Any) -> Tensor:
+        part, shard = super()._of(whole, p), torch.zeros_like(p.ds_tensor)
+        shard[: part.numel()] = part
+        return shard
+
+
+def _device() -> torch.device:
+    """Where collectives run."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,208 @@
+"""ZeRO by DeepSpeed: trains as one process does, on any number of ranks, and every engine goes on from every other."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sage_fast.engine import check_engine
+from sage_fast.engine.settings import OURS, deepspeed_settings
+from sage_fast.errors import UserError
+from sage_fast.measure.plan import format_plan, plan
+from sage_fast.policy.text import collate
+from sage_fast.run import train as train_module
+from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.settings import build
+from tests.tiny import CPU, embeddings, settings, tiny_model, tiny_trainer
+from tests.zero_runs import SETTINGS, NamedReward, resume
+
+REPOSITORY = Path(__file__).parent.parent
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: pip install 'sage-fast[deepspeed]'",
+)
+
+
+def on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
+    """`tests/zero_runs.py` in processes of its own, whose DeepSpeed leaves nothing here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"] * (ranks > 1)
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "tests.zero_runs", str(folder)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=900,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                          "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / f"on-{ranks}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One plain process leaves checkpoints, two ranks go on from them, and one rank from those of the two."""
+    folder = tmp_path_factory.mktemp("runs")
+    expected = {}
+    for tuning in ("lora", "full"):
+        trainer = tiny_trainer(settings(**SETTINGS, model__tuning=tuning), NamedReward())
+        for index in range(3):
+            expected[tuning, index] = trainer.iteration(index)
+            parts = trainer.engine, trainer.state_dict(), trainer.anchor
+            save_checkpoint(folder / f"{tuning}-{index + 1}", index + 1, *parts)
+    return {"folder": folder, "expected": expected, 2: on_ranks(2, folder), 1: on_ranks(1, folder)}
+
+
+CASES = [
+    (2, "full zero2 0"), (2, "full zero3 2"), (2, "lora zero3 0"), (2, "lora zero2 1"), (1, "full zero3 2"),
+    (1, "lora zero1 1"),
+]  # fmt: skip
+"""Ranks, and tuning, engine and first iteration: those after 0 go on from a checkpoint of the plain engine (full zero3
+on two ranks), or of two ranks with another stage. In iteration 2 the first of two ranks has nothing to train."""
+IDS = [f"{name} on {ranks}" for ranks, name in CASES]
+
+
+def last_checkpoint(run: Path) -> Path:
+    return max((run / "checkpoints").iterdir())
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
+def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
+    """Rewards, advantages, the norm before clipping, lambda, the anchor's KL and the size of the update."""
+    tuning, _, first = case.split()
+    for number, row in enumerate(runs[ranks]["rows"][case]):
+        expected = runs["expected"][tuning, int(first) + number]
+        for key in ("reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "update/relative", "kl/lambda",
+                    "kl/anchor", "ratio/mean", "learning_rate"):  # fmt: skip
+            assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-10), (key, number)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
+def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
+    """Whole weights by name, to a share of how far they moved: where a gradient is all but zero, Adam divides rounding
+    by itself. The plain engine reads them and the moments too."""
+    tuning, engine, _ = case.split()
+    ours = last_checkpoint(runs["folder"] / f"{tuning}-{engine}-on-{ranks}")
+    theirs = last_checkpoint(runs["folder"] / f"{tuning}-{int(ours.name[-6:])}")
+    start = tiny_model(settings(**SETTINGS, model__tuning=tuning)).policy.snapshot()
+    for file in ("trainable", "ema", "anchor"):
+        a, b = (load_file(folder / f"{file}.safetensors") for folder in (ours, theirs))
+        assert a.keys() == b.keys()
+        off, way = (sum(float((b[n] - of[n]).square().sum()) for n in b) ** 0.5 for of in (a, start))
+        assert off <= 0.01 * way, (file, off, way)
+    a, b = (torch.load(folder / "optimizer.pt")["states"][0] for folder in (ours, theirs))
+    names = list(start)
+    assert a.keys() <= b.keys()
+    assert {names[n] for n in b.keys() - a.keys()} <= {n for n in names if "context_embedder_2" in n or "cond" in n}
+    for key in ("exp_avg", "exp_avg_sq"):
+        off, size = (sum(float((a[n][key] - of * b[n][key]).square().sum()) for n in a) ** 0.5 for of in (1, 0))
+        assert off <= 1e-3 * size, (key, off, size)
+    assert {float(state["step"]) for state in a.values()} == {float(state["step"]) for state in b.values()}
+    resume(plain := tiny_trainer(settings(**SETTINGS, model__tuning=tuning), NamedReward()), ours.parent.parent)
+    assert plain.engine.steps == 2 * int(ours.name[-6:])
+    assert (ours / "transformer" / "config.json").is_file() or (ours / "pytorch_lora_weights.safetensors").is_file()
+
+
+@needs_deepspeed
+def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str, Any]) -> None:
+    """Of every tensor that is alive on the first rank in a backward."""
+    for ranks in (1, 2):
+        for engine, found in runs[ranks]["memory"].items():
+            assert found["measured"] == pytest.approx(sum(found["planned"].values()), rel=0.15), (ranks, engine, found)
+
+
+PUBLISHED = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832}
+
+
+def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
+    """By docs/engines.md's arithmetic, and with room for the text encoders."""
+    lora = plan(build(PUBLISHED | {"train.ema_decay": 0.99}))
+    assert sum(lora.memory.values()) < 60e9
+    full = PUBLISHED | {"model.tuning": "full", "train.ema_decay": 0.99, "train.prompts_per_iteration": 8}
+    assert sum(plan(build(full), ranks=8).memory.values()) > 160e9
+    sharded = plan(build(full | {"train.engine": "zero3"}), ranks=8)
+    assert sum(sharded.memory.values()) < 60e9
+    n = sharded.trainable
+    assert sharded.memory["state of the optimizer (adamw)"] == n
+    assert sharded.memory["trained weights"] == sharded.memory["gradients"] == n / 2
+    assert sharded.memory["anchor and EMA"] == n
+    assert "engine zero3" in format_plan(sharded)
+    assert max(map(len, format_plan(sharded).splitlines())) <= 80
+    offloaded = plan(build(full | {"train.engine": "zero3", "train.offload": "all"}), ranks=8)
+    assert sum(offloaded.memory.values()) < sum(sharded.memory.values()) - 3 * n
+    assert offloaded.other_memory["state of the optimizer (adamw), host memory"] == n
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train__engine": "zero2", "train__optimizer": "muon", "model__tuning": "full"}, r"'muon'.*nearest choice is"),
+        ({"train__engine": "zero1", "train__optimizer": "adamw8bit"}, "'adamw8bit'.*zero1 updates rows"),
+        ({"train__offload": "optimizer"}, "needs train.engine = zero1, zero2 or zero3; the nearest choice is none"),
+        ({"train__engine": "zero2", "train__offload": "all"}, "needs train.engine = zero3.*choice is optimizer"),
+        ({"train__deepspeed_config": "ds.json"}, r"'ds.json': needs train.engine"),
+        ({"train__engine": "zero4"}, "zero4"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_said(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        settings(**overrides)
+
+
+def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sage_fast.engine.settings.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(train_module, "load_setup", None)
+    with pytest.raises(UserError, match=r"'zero3' needs DeepSpeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
+        train_module.train(settings(train__engine="zero3", output=str(tmp_path / "run")))
+
+
+@needs_deepspeed
+def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": true}')
+    config = settings(train__engine="zero2", train__deepspeed_config=str(file)).train
+    check_engine(config)
+    made = deepspeed_settings(config, trained=1000)
+    assert made["zero_optimization"]["reduce_bucket_size"] == 7
+    assert made["zero_optimization"]["stage"] == 2
+    assert made["zero_optimization"]["allgather_bucket_size"] == 1000
+    assert made["wall_clock_breakdown"]
+    for key, setting in OURS.items():
+        section, _, last = key.rpartition(".")
+        file.write_text(json.dumps({section: {last: 1}} if section else {last: 1}))
+        with pytest.raises(UserError, match=f"ds.json' sets {key}, which follows from {setting[:20]}"):
+            check_engine(config)
+    for text, message in (("{", "not valid JSON"), ("[]", "expected a JSON object")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            check_engine(config)
+    file.unlink()
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        check_engine(config)
+
+
+def test_text_that_is_not_there_gives_its_embedder_a_gradient_of_zero() -> None:
+    """So that ranks whose prompts have glyphs reduce the same weights as those whose prompts have none."""
+    model = tiny_model(settings(model__tuning="full"))
+    forward, text = model.policy.forward, collate([embeddings([])[""]], CPU, torch.float32)
+    plain, _ = forward.context(torch.tensor([400.0]), text)
+    forward.uses_all_embedders = True
+    context, mask = forward.context(torch.tensor([400.0]), text)
+    assert mask is None
+    assert torch.equal(context, plain)
+    context.sum().backward()
+    for p in model.policy.transformer.context_embedder_2.parameters():
+        assert p.grad is not None
+        assert not p.grad.any()

@@ -1,0 +1,199 @@
+"""What tests/test_engine_deepspeed.py runs in processes of their own."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sage_fast.distributed import initialize, rank, shutdown, world_size
+from sage_fast.errors import NonFiniteError
+from sage_fast.measure.plan import plan
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.policy.text import collate
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.testbed.model import TestbedTransformer
+from sage_fast.trainer import Trainer
+from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_trainer
+
+SETTINGS: dict[str, Any] = {
+    "train__optimizer_steps": 2,
+    "train__prompts_per_iteration": 4,
+    "train__group_size": 2,
+    "train__batch_size": 4,
+    "train__ema_decay": 0.5,
+    "train__weight_decay": 0.01,
+    "kl__anchor_interval": 3,
+    "sampling__steps": 3,
+    "sampling__batch_size": 2,
+    "reward__on_failure": "drop",
+    "objective__advantage_std": "batch",
+}
+
+
+class NamedReward(BrightnessReward):
+    """Not finite for some prompts, so that ranks have other numbers of samples to train."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        parts = super().__call__(videos, prompts)
+        for i, prompt in enumerate(prompts):
+            if "red" in prompt:
+                parts["mq"][i] = math.nan
+        return parts
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of all tensors that are alive, at their most; those that are there before, found by the collector."""
+
+    def __enter__(self) -> Any:
+        self.live = {tensor.untyped_storage()._cdata: self._entry(tensor) for tensor in self._tensors()}
+        self.total = self.peak = sum(size for _, size in self.live.values())
+        return super().__enter__()
+
+    @staticmethod
+    def _tensors() -> list[Tensor]:
+        gc.collect()
+        return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
+
+    @staticmethod
+    def _entry(tensor: Tensor) -> tuple[StorageWeakRef, int]:
+        return StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+
+    @classmethod
+    def now(cls) -> int:
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in cls._tensors()}
+        return sum(found.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.live:
+                self.live[key] = self._entry(tensor)
+                self.total += self.live[key][1]
+        if self.total > self.peak:  # unless some are gone
+            self.live = {key: kept for key, kept in self.live.items() if not kept[0].expired()}
+            self.total = sum(size for _, size in self.live.values())
+            self.peak = max(self.peak, self.total)
+        return out
+
+
+def memory(engine: str, tuning: str) -> dict[str, Any]:
+    """Bytes that the plan says of this rank, and those that are alive at the peak of a backward; of a wider model than
+    the other runs', so that its weights count.
+    """
+    config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine)
+    before = Peak.now()
+    wide = {"attention_head_dim": 32, "num_layers": 6, "rope_axes_dim": (8, 12, 12)}
+    with mock.patch("tests.tiny.TestbedTransformer", functools.partial(TestbedTransformer, **wide)):
+        trainer = tiny_trainer(config, NamedReward())
+    planned = plan(config, dict(trainer.policy.transformer.config), ranks=world_size()).memory
+    trainer.iteration(0)
+    backward, peaks = trainer.engine.backward, []
+
+    def loss(*arguments: Any) -> Any:
+        peaks.append(Peak())
+        peaks[-1].__enter__()
+        return original(*arguments)
+
+    def measured(value: Tensor) -> None:
+        backward(value)
+        peaks[-1].__exit__(None, None, None)
+
+    original, trainer._loss, trainer.engine.backward = trainer._loss, loss, measured  # type: ignore[method-assign]
+    trainer.iteration(1)
+    return {"planned": planned, "measured": max(peak.peak for peak in peaks) - before}
+
+
+def run(folder: Path, tuning: str, engine: str, start: str | None, iterations: range, **overrides: Any) -> list[Any]:
+    """Go on from the checkpoint `start`, train `iterations`, and leave a checkpoint; the rows."""
+    config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine, **overrides)
+    trainer = tiny_trainer(config, NamedReward())
+    if start is not None:
+        resume(trainer, folder / start)
+    rows = [trainer.iteration(index) for index in iterations]
+    name = f"{tuning}-{engine}-on-{world_size()}"
+    save_checkpoint(folder / name, iterations.stop, trainer.engine, trainer.state_dict(), trainer.anchor)
+    return rows
+
+
+def resume(trainer: Trainer, run: Path) -> None:
+    found = load_checkpoint(run, trainer.engine)
+    assert found is not None
+    trainer.load_state_dict(found[1], found[2])
+
+
+def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
+    """Of all weights; of those of the blocks alone; and one that is no number."""
+    text = collate(
+        [embeddings(["a red circle moves left quickly"])["a red circle moves left quickly"]], CPU, torch.float32
+    )
+    x, sigma = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(5)), torch.tensor([0.4])
+    yield policy.velocity(x, policy.condition(sigma, text)).square().mean()
+    with torch.no_grad():
+        frozen = policy.condition(sigma, text)
+    yield policy.velocity(x, frozen).square().mean()
+    yield policy.velocity(x, policy.condition(sigma, text)).mean() * math.nan
+
+
+def checks() -> None:
+    """Weights without a gradient, and an update that is not finite, beside the plain engine."""
+    found, zero = {}, set()
+    for name in ("plain", "zero1", "zero2", "zero3"):
+        config = settings(model__tuning="full", train__engine=name, train__weight_decay=0.5, train__eps=1e-8)
+        trainer = tiny_trainer(config)
+        policy, engine = trainer.policy, trainer.engine
+        for number, loss in enumerate(losses(policy)):
+            before = policy.snapshot()
+            engine.backward(loss)
+            if number < 2:
+                if name == "plain":  # of dead ends, which a real model has frozen
+                    zero |= {n for n, p in policy.parameters().items() if p.grad is not None and not p.grad.any()}
+                engine.step()
+                continue
+            with pytest.raises(NonFiniteError, match="optimizer step 2; the weights were not updated"):
+                engine.step()
+            assert all(torch.equal(part, before[n]) for n, part in policy.parts().items()), name
+        found[name] = {n: policy.whole(p).clone() for n, p in policy.parameters().items()}
+    for name in ("zero1", "zero2", "zero3"):
+        for n, expected in found["plain"].items():
+            off = float((found[name][n] - expected).abs().max())
+            assert off < 1e-5 or n in zero, (name, n, off)  # an update is 1e-3, decay 5e-4 of a weight
+
+
+def main() -> None:
+    """`python -m tests.zero_runs FOLDER`, on one rank or two."""
+    torch.set_num_threads(1)
+    initialize()
+    folder, rows = Path(sys.argv[1]), {}
+    if world_size() == 2:
+        rows["full zero2 0"] = run(folder, "full", "zero2", None, range(2))
+        rows["full zero3 2"] = run(
+            folder, "full", "zero3", "full-2", range(2, 3), model__gradient_checkpointing="attention"
+        )
+        rows["lora zero3 0"] = run(folder, "lora", "zero3", None, range(1), model__gradient_checkpointing="full")
+        rows["lora zero2 1"] = run(folder, "lora", "zero2", "lora-zero3-on-2", range(1, 3))
+        memories = {engine: memory(engine, "full") for engine in ("zero2", "zero3")}
+    else:
+        rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3), train__offload="all")
+        rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-zero3-on-2", range(1, 3), train__offload="optimizer")
+        memories = {"plain": memory("plain", "full")}
+        checks()
+    if rank() == 0:
+        (folder / f"on-{world_size()}.json").write_text(json.dumps({"rows": rows, "memory": memories}))
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
