@@ -184,11 +184,11 @@ def main() -> None:
         )
         rows["lora zero3 0"] = run(folder, "lora", "zero3", None, range(1), model__gradient_checkpointing="full")
         rows["lora zero2 1"] = run(folder, "lora", "zero2", "lora-zero3-on-2", range(1, 3))
-        memories = {engine: memory(engine, "full") for engine in ("zero2", "zero3")}
+        memories = {"zero3": memory("zero3", "full")}
     else:
         rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3), train__offload="all")
         rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-zero3-on-2", range(1, 3), train__offload="optimizer")
-        memories = {"plain": memory("plain", "full")}
+        memories = {}
         checks()
     if rank() == 0:
         (folder / f"on-{world_size()}.json").write_text(json.dumps({"rows": rows, "memory": memories}))
