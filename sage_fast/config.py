@@ -343,3 +343,10 @@ class Config(Section):
             self.train.optimizer,
             "needs model.tuning = full, since it orthogonalises whole weight matrices; the nearest choice is adamw",
         )
+        require(
+            self.train.optimizer != "adamw8bit" or self.train.eps >= 1e-10,
+            "train.eps",
+            self.train.eps,
+            "adamw8bit rounds second moments far below the largest of their block to 0, and eps alone bounds those "
+            "updates; expected at least 1e-10, the nearest",
+        )

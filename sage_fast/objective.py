@@ -125,8 +125,12 @@ def centres_ratio(objective: ObjectiveConfig) -> bool:
 
 
 def stores_rollout_velocities(config: Config) -> bool:
-    """Whether the loss needs the KL to the rollout policy in closed form, and so the rollout's velocities."""
-    return centres_ratio(config.objective) or (uses_velocity(config.kl) and config.kl.velocity_term == "closed_form")
+    """Whether the loss needs the KL to the rollout policy in closed form, and so the rollout's velocities.
+
+    In the first update of an iteration it is 0, and so is its gradient.
+    """
+    needed = centres_ratio(config.objective) or (uses_velocity(config.kl) and config.kl.velocity_term == "closed_form")
+    return needed and config.train.optimizer_steps > 1
 
 
 def sage_loss(

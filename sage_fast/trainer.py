@@ -349,9 +349,11 @@ class Trainer:
             return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[steps] * kl
 
         delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
-        check_replay(delta, self.config.objective.clip_range)
         metrics.set("log_prob/parity", delta)
-        if self.config.train.optimizer_steps > 1 and self.config.objective.surrogate == "clip":
+        if self.config.objective.surrogate != "clip":
+            return  # no ratio
+        check_replay(delta, self.config.objective.clip_range)
+        if self.config.train.optimizer_steps > 1:
             moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.table), velocity, log_ratio)
             tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
             metrics.set("log_prob/rounding", check_rounding(*moments, self.equalizer, self.config, tell))

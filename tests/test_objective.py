@@ -160,7 +160,7 @@ def test_gradient_of_the_whole_loss(
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
         objective__surrogate=kind, objective__ratio=ratio, objective__clip_range=0.05, sampling__steps=3,
-        train__group_size=2,
+        train__group_size=2, train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
     monkeypatch.setattr(

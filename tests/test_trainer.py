@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sage_fast.data.prompts import read_prompts
 from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
+from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
 from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
@@ -248,6 +249,30 @@ def test_parity_gate_stops_a_run_that_cannot_reproduce_itself(monkeypatch: pytes
     with pytest.raises(ParityError, match=r"log-prob by up to \d.*e-0\d.*clip_range"):
         trainer.iteration(0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+
+
+def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(objective__surrogate="log_prob"))
+    original = trainer.policy.velocity
+    monkeypatch.setattr(
+        trainer.policy, "velocity", lambda *args: original(*args) * (1.1 if torch.is_grad_enabled() else 1.0)
+    )
+    assert trainer.iteration(0)["log_prob/parity"] > 1e-4
+
+
+@pytest.mark.parametrize("overrides", [{}, {"objective__ratio": "centred"}])
+def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]) -> None:
+    """The KL to the rollout policy in closed form is 0 there, to rounding, and its gradient too."""
+    config = settings(kl__velocity_term="closed_form", **overrides)
+    assert not stores_rollout_velocities(config)
+    config.train.optimizer_steps = 2
+    assert stores_rollout_velocities(config)
+
+
+def test_a_kl_that_is_always_zero_is_refused() -> None:
+    config = settings(kl__strategy="stepwise", kl__velocity_term="closed_form")
+    with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of .*stepwise.* is 0.*at least 2"):
+        check_trainable(config)
 
 
 def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:

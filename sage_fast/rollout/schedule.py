@@ -49,8 +49,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     """What settings and ranks (None: those of this run) make impossible, before a model is loaded.
 
     Raises:
-        UserError: no stochastic step, more optimizer steps than trained transitions, or groups that do not divide
-            among the ranks.
+        UserError: no stochastic step, more optimizer steps than trained transitions, a KL that is always 0, or groups
+            that do not divide among the ranks.
     """
     s, train = config.sampling, config.train
     table = configured_table(config)
@@ -67,6 +67,12 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         raise UserError(
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
+        )
+    kl = config.kl
+    if kl.strategy == "stepwise" and kl.velocity_term == "closed_form" and train.optimizer_steps == 1:
+        raise UserError(
+            "train.optimizer_steps = 1: the KL of kl.strategy = 'stepwise' in closed form is 0 in the first update of "
+            "an iteration; expected at least 2, or kl.strategy = 'none'"
         )
     ranks = ranks or world_size()
     if train.prompts_per_iteration % ranks:
