@@ -78,7 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
     ),
     "std of the batch, half of the steps": (
         ALONE | {"objective__advantage_std": "batch", "train__timestep_fraction": 0.5, "train__ema_decay": 0.9,
-                 "kl__feedback": "share", "kl__strategy": "fixed"},
+                 "kl__feedback": "share", "kl__strategy": "fixed", "kl__lambda_min": 100, "kl__lambda_max": 200},
         BrightnessReward,
     ),
     "five samples of one prompt, not finite": (
@@ -273,20 +273,25 @@ def relative(value: Tensor, expected: Tensor) -> float:
     return float((value - expected).norm() / expected.norm())
 
 
+def close(value: float | None, tolerance: float) -> Any:
+    """None where nothing was trained; KLs below 1e-13 are those of two equal policies."""
+    return None if value is None else pytest.approx(value, rel=tolerance, abs=1e-13)
+
+
 @several
 @cases
 def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: int, case: str) -> None:
     """To the bit in the first iteration where a batch is one sample; every rank knows those of all."""
     (alone,) = (of[case] for of in results[1])
-    rounds = [{"rtol": 0, "atol": 0}, {"rtol": 1e-4, "atol": 1e-5}]
+    exact, rounded = {"rtol": 0, "atol": 0}, {"rtol": 0, "atol": 2e-6}
+    rounds = [rounded if case == IN_BATCHES else exact, rounded]
     for of_rank in (of[case] for of in results[count]):
-        for ours, expected, tolerance in zip(
-            of_rank["rewards"], alone["rewards"], rounds if case != IN_BATCHES else rounds[1:] * 2, strict=True
-        ):
-            torch.testing.assert_close(ours, expected, **tolerance)
-        first = 0 if case != IN_BATCHES else 1e-2
-        torch.testing.assert_close(of_rank["advantages"][0], alone["advantages"][0], rtol=0, atol=first)
-        torch.testing.assert_close(of_rank["advantages"][1], alone["advantages"][1], rtol=0, atol=1e-2)
+        pairs = zip(of_rank["rewards"], alone["rewards"], rounds, strict=True)
+        for rewards, expected, tolerance in pairs:
+            torch.testing.assert_close(rewards, expected, **tolerance)
+        for advantages, expected, tolerance in zip(of_rank["advantages"], alone["advantages"], rounds, strict=True):
+            # Rewards of a random model differ by some 1e-3, which is what advantages are in units of.
+            torch.testing.assert_close(advantages, expected, rtol=0, atol=1e3 * tolerance["atol"])
 
 
 @several
@@ -296,10 +301,10 @@ def test_gradients_are_the_mean_over_all_kept_transitions(results: Any, count: i
     for of_rank in (of[case] for of in results[count]):
         assert len(of_rank["gradients"]) == len(alone["gradients"]) > 0
         for update, (ours, expected) in enumerate(zip(of_rank["gradients"], alone["gradients"])):
-            # An update of Adam makes much of the rounding in small gradients, and the next rollouts follow it.
-            tolerance = 1e-5 if update == 0 and case != IN_BATCHES else 2e-2
+            # The next rollouts follow what Adam makes of the rounding in small gradients.
+            tolerance = 3e-6 if update == 0 and case != IN_BATCHES else 1e-3
             assert relative(ours, expected) < tolerance, update
-        assert relative(of_rank["moved"], alone["moved"]) < 2e-2
+        assert relative(of_rank["moved"], alone["moved"]) < 1e-3
 
 
 @several
@@ -311,10 +316,12 @@ def test_metrics_and_lambda_are_those_of_one_process(results: Any, count: int, c
             assert {k for k in row if not k.startswith("time/")} == {k for k in expected if not k.startswith("time/")}
             for key in ("reward/dropped", "reward/zero_std_groups", "optimizer_step"):
                 assert row[key] == expected[key], (index, key)
-            for key in ("reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "kl/lambda"):
-                assert row[key] == pytest.approx(expected[key], rel=1e-2 if key == "grad_norm" else 2e-3), (index, key)
-            for ours, theirs in zip(row["velocity_grad_norm"], expected["velocity_grad_norm"], strict=True):
-                assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-2))
+            for key in ("reward/mean", "reward/std", "advantage/abs_mean", "kl/lambda", "update/relative", "grad_norm"):
+                assert row.get(key) == close(expected.get(key), 1e-4), (index, key)
+            for key in ("kl/anchor", "kl/gradient_share"):
+                assert row.get(key) == close(expected.get(key), 1e-3), (index, key)
+            for norm, wanted in zip(row["velocity_grad_norm"], expected["velocity_grad_norm"], strict=True):
+                assert norm == close(wanted, 1e-3), index
 
 
 @several
@@ -334,7 +341,8 @@ def test_the_cases_are_what_they_are_called(results: Any) -> None:
     for case in ("five samples of one prompt, not finite", "failures, std of the batch"):
         assert any(0 < row["reward/dropped"] < 5 for row in alone[case]["rows"]), case
     assert [row["reward/zero_std_groups"] for row in alone["an equal group"]["rows"]] == [0.5, 0.5]
-    assert all(row["kl/lambda"] > 1e-5 for row in alone["std of the batch, half of the steps"]["rows"])
+    first, second = (row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"])
+    assert 1.1 * first < second < 0.9 * 10 * first  # as far as the KL says, not as far as it may go at once
 
 
 @several

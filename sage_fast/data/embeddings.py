@@ -51,7 +51,7 @@ def encode_cached(
         if not all(holds):
             sources[prompt] = holds.index(True) if any(holds) else next(turns)
     encode: Encoder | None = None
-    with Progress("encode", len(sources), "prompt", quiet=quiet) as bar:
+    with Progress("encode", len(sources), "prompt", quiet=quiet or not sources) as bar:
         for first in range(0, len(sources), world_size()):
             block = list(itertools.islice(sources, first, first + world_size()))
             for prompt in block:

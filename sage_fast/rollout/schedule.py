@@ -142,7 +142,8 @@ def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
         batch_size: samples that are denoised together.
     """
     free = [(rank + 1) * len(tokens) // ranks - rank * len(tokens) // ranks for rank in range(ranks)]
-    load, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: tuple[list[int], list[list[int]]]
+    load = [0] * ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     left = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
     while left:
         rank = min((r for r in range(ranks) if free[r]), key=lambda r: (load[r], free[r], r))
