@@ -58,16 +58,6 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
-def all_gather(tensor: Tensor, device: torch.device) -> Tensor:
-    """Concatenate equally shaped tensors of all ranks along the first dimension; returned where `tensor` was."""
-    if not dist.is_initialized():
-        return tensor
-    local = tensor.to(device).contiguous()
-    parts = [torch.empty_like(local) for _ in range(world_size())]
-    dist.all_gather(parts, local)
-    return torch.cat(parts).to(tensor.device)
-
-
 def all_gather_object(value: Any) -> list[Any]:
     """The values of all ranks; small picklable things only."""
     if not dist.is_initialized():
@@ -75,3 +65,12 @@ def all_gather_object(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def broadcast_object(value: Any, source: int) -> Any:
+    """The value of rank `source`, on every rank; something picklable, tensors on the CPU."""
+    if not dist.is_initialized():
+        return value
+    values = [value if rank() == source else None]
+    dist.broadcast_object_list(values, src=source)
+    return values[0]

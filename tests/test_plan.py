@@ -1,5 +1,7 @@
 """Every formula of the plan against a count that PyTorch makes."""
 
+import re
+
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
@@ -78,6 +80,14 @@ def test_samples_are_spread_over_ranks_and_weights_are_not() -> None:
     for part in ("trajectories (fp32 latents)", "stored velocities"):
         assert two.memory[part] == one.memory[part] / 2
     assert two.memory["frozen weights"] == one.memory["frozen weights"] == 2 * one.parameters
+
+
+def test_the_time_is_that_of_the_rank_with_the_most_samples() -> None:
+    """8 samples: on 6 ranks some have two, so that it takes as long as on 4."""
+    times = {ranks: re.findall(r"together +[\d,]+ +\S+ +(.+)", format_plan(plan(PUBLISHED, ranks=ranks)))
+             for ranks in (4, 6, 8)}  # fmt: skip
+    assert len(times[4]) == 1
+    assert times[6] == times[4] != times[8]
 
 
 def test_trained_parameters_are_those_of_peft() -> None:

@@ -19,7 +19,7 @@ from sage_fast.data.prompts import read_prompts
 from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
 from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
-from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
+from sage_fast.rollout.schedule import check_trainable, draw_samples, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate, generate
 from sage_fast.run.setup import Setup
@@ -137,32 +137,22 @@ def test_window_trains_contiguous_steps() -> None:
 
 
 def test_shared_initial_noise() -> None:
-    groups = draw_groups(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
-    assert all(len(set(group.latent_seeds.tolist())) == 1 for group in groups)
-    assert all(len(set(group.seeds.tolist())) == 3 for group in groups)
-    assert len({int(group.latent_seeds[0]) for group in groups}) == 2
+    samples = draw_samples(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
+    assert len({sample.seed for sample in samples}) == len(samples) == 6
+    assert len({(sample.group, sample.latent_seed) for sample in samples}) == 2
+    assert len({sample.latent_seed for sample in samples}) == 2
 
 
-def test_no_seed_is_used_twice_and_ranks_split_the_same_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_seed_is_used_twice() -> None:
     config = settings(train__prompts_per_iteration=4)
-    seeds = [int(s) for index in range(50) for group in draw_groups(config, PROMPTS, index) for s in group.seeds]
+    seeds = [sample.seed for index in range(50) for sample in draw_samples(config, PROMPTS, index)]
     assert len(set(seeds)) == len(seeds) == 50 * 4 * 3
-    whole = draw_groups(config, PROMPTS, 7)
-    monkeypatch.setattr("sage_fast.rollout.schedule.world_size", lambda: 2)
-    parts = []
-    for number in (0, 1):
-        monkeypatch.setattr("sage_fast.rollout.schedule.rank", lambda number=number: number)
-        parts.append(draw_groups(config, PROMPTS, 7))
-    assert [len(part) for part in parts] == [2, 2]
-    for ours, expected in zip(parts[0] + parts[1], whole):
-        actual, wanted = ((g.slot, g.prompt, g.seeds.tolist()) for g in (ours, expected))
-        assert actual == wanted
 
 
 def test_every_kept_sample_is_in_every_update() -> None:
     config = settings(train__optimizer_steps=2, sampling__steps=6)
-    groups = draw_groups(config, PROMPTS, 0)
-    schedule = update_schedule(config, 0, groups, list(range(6)), [True, False, True, True, True, True])
+    samples = draw_samples(config, PROMPTS, 0)
+    schedule = update_schedule(config, 0, samples, list(range(6)), [True, False, True, True, True, True])
     assert [len(update) for update in schedule] == [15, 15]
     assert {i for i, _ in schedule[0]} == {i for i, _ in schedule[1]} == {0, 2, 3, 4, 5}
     assert sorted(schedule[0] + schedule[1]) == [(i, t) for i in (0, 2, 3, 4, 5) for t in range(6)]
@@ -403,29 +393,6 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
         assert row["velocity_grad_norm"] == pytest.approx(expected["velocity_grad_norm"], rel=1e-2)
     assert there.graphs is not None
     assert len(there.graphs) > 0
-
-
-PARTS_OF_TWO_RANKS = """
-import json, sys, torch
-from sage_fast.distributed import initialize, rank, shutdown
-from sage_fast.metrics import Metrics, record_rewards
-device = initialize()
-values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}][rank()]  # after a failure: sorted, those with a weight
-parts = {name: torch.full((2,), float(value)) for name, value in values.items()}
-metrics, rewards, valid = Metrics(), torch.rand(1, 2), torch.ones(1, 2, dtype=torch.bool)
-record_rewards(metrics, rewards, parts, rewards, valid, torch.zeros(1, dtype=torch.bool), device)
-if rank() == 0:
-    open(sys.argv[1], "w").write(json.dumps(metrics.reduce()))
-else:
-    metrics.reduce()
-shutdown()
-"""
-
-
-def test_parts_of_a_reward_are_matched_by_name_across_ranks(tmp_path: Path) -> None:
-    """A rank on which a reward failed may have fewer parts, in another order; what not all ranks have is dropped."""
-    row = on_two_ranks(PARTS_OF_TWO_RANKS, tmp_path)
-    assert {name: row[name] for name in row if "part" in name} == {"reward_part/vq": 3, "reward_part/mq": 4}
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

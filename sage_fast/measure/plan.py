@@ -263,8 +263,9 @@ def format_plan(plan: Plan) -> str:
         return f"  {label:<41}{''.join(f'{cell:>12}' for cell in cells)}"
 
     def work(label: str, count: int, flops: float) -> str:
-        gpus = 1 if label == "one forward of one sample" else plan.ranks
-        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", _duration(flops / gpus))
+        # Of the GPU that has the most samples.
+        share = 1 if label == "one forward of one sample" else -(-plan.samples // plan.ranks) / plan.samples
+        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", _duration(flops * share))
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"

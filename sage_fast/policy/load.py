@@ -106,10 +106,10 @@ class Model:
         self.checkpointing = mode
         set_checkpointing(self.policy.transformer, mode)
 
-    def joint_tokens(self, sampling: SamplingConfig) -> int:
-        """Tokens of a video and of a prompt of `TEXT_TOKENS`."""
+    def joint_tokens(self, sampling: SamplingConfig, text_tokens: int = TEXT_TOKENS) -> int:
+        """Tokens of a video and of a prompt of `text_tokens`."""
         config = self.policy.transformer.config
-        return math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2) + TEXT_TOKENS
+        return math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2) + text_tokens
 
     def __post_init__(self) -> None:
         self.decoder = VideoDecoder(self.vae)

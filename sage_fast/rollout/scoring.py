@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sage_fast.distributed import all_gather_object
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.decode import PendingVideos, VideoDecoder
 from sage_fast.rewards import CompositeReward
@@ -20,6 +21,15 @@ def join_scores(chunks: Sequence[Scores]) -> Scores:
     names = [name for name in chunks[0][1] if all(name in parts for _, parts in chunks)]
     parts = {name: torch.cat([parts[name] for _, parts in chunks]) for name in names}
     return torch.cat([rewards for rewards, _ in chunks]), parts
+
+
+def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
+    """The scores of all ranks, in the order of the samples' numbers; this rank's samples have `numbers`."""
+    ranks = all_gather_object((list(numbers), scores))
+    places = {number: place for place, number in enumerate(number for numbers, _ in ranks for number in numbers)}
+    order = [places[number] for number in sorted(places)]
+    rewards, parts = join_scores([scores for _, scores in ranks])
+    return rewards[order], {part: values[order] for part, values in parts.items()}
 
 
 class VideoScorer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.data.prompts import read_prompts
-from sage_fast.distributed import all_gather_object, barrier, initialize, rank, world_size
+from sage_fast.distributed import all_gather_object, initialize, rank, world_size
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.objective import uses_anchor
@@ -40,24 +39,21 @@ class Setup:
     embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
 
     def encode(self, cache: Path | None = None, *, quiet: bool) -> None:
-        """Embed all prompts: each rank its share, into a cache that all read.
-
-        A rank that does not see the others' files, on a machine with disks of its own, encodes what it lacks.
+        """Embed all prompts, each on one rank: see `encode_cached`.
 
         Args:
-            cache: folder, unless `data.embedding_cache` names one; None is a temporary one.
+            cache: folder, unless `data.embedding_cache` names one; None keeps nothing on disk.
             quiet: show no progress.
         """
-        wanted = list(dict.fromkeys(["", *self.prompts, *self.eval_prompts]))
-        source = f"{self.model.path} {self.config.model.dtype}"
-        with tempfile.TemporaryDirectory() as scratch:
-            # The ranks share the first one's.
-            folder = Path(self.config.data.embedding_cache or cache or all_gather_object(scratch)[0])
-            share = wanted[rank() :: world_size()]
-            encode_cached(share, self.model.load_encoder, folder, source, quiet or rank() > 0)
-            barrier()
-            self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, source, quiet=True)
-            barrier()
+        configured = self.config.data.embedding_cache
+        folder = Path(configured) if configured else cache
+        self.embeddings = encode_cached(
+            ["", *self.prompts, *self.eval_prompts],
+            self.model.load_encoder,
+            folder,
+            f"{self.model.path} {self.config.model.dtype}",
+            quiet or rank() > 0,
+        )
 
 
 def load_setup(config: Config, prompts: list[str] | None = None, attention: AttentionBackend | None = None) -> Setup:

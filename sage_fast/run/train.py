@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from sage_fast.config import AttentionBackend, Config
-from sage_fast.console import Say, say_wrapped, speaker
+from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.environment import command_line, environment
 from sage_fast.files import read_json
-from sage_fast.metrics import REWARD_PART
+from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
@@ -49,6 +49,8 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     run = Path(config.output)
     if not resume:
         claim_output(config)
+    if world_size() > 1:
+        log_to(run / "logs" / f"rank-{rank():03d}.log")
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
     start = _resume(trainer, run) if resume else 0
@@ -204,7 +206,8 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
 
 
 def format_row(row: dict[str, Any], iterations: int) -> str:
-    """Two lines of numbers for an iteration, within 80 columns for up to four parts of the reward."""
+    """Two lines of numbers for an iteration, within 80 columns for up to four parts of the reward; a third one says
+    which rank the others waited for."""
     parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
     label = f"{row['iteration'] + 1:>5}/{iterations}"
     first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
@@ -216,4 +219,7 @@ def format_row(row: dict[str, Any], iterations: int) -> str:
         )
     else:
         second = "no update: the rewards of every group are equal  "
-    return f"{first}\n{'':>{len(label)}}  {second}{row['time/total']:.1f} s"
+    lines = [first, f"{'':>{len(label)}}  {second}{row['time/total']:.1f} s"]
+    if slow := straggler_line(row):
+        lines.append(f"{'':>{len(label)}}  {slow}")
+    return "\n".join(lines)
