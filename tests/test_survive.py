@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 from torch import Tensor
 
 from sage_fast.files import read_json, read_metrics
+from sage_fast.policy.hunyuan import LORA_FILE
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.checkpoint import checkpoints, number
 from tests.fork_server import Fault, ForkServer
@@ -96,11 +99,14 @@ def outcome(run: Path) -> dict[str, Any]:
         for row in read_metrics(run / "metrics.jsonl")
     ]
     last = checkpoints(run)[-1]
+    files = read_json(last / "manifest.json")["files"]
+    files.pop(LORA_FILE)  # its header lists two entries in any order; ema.safetensors holds the same weights
+    weights = load_file(run / "weights" / LORA_FILE)
     return {
         "metrics": rows,
         "evaluations": {name: read_json(run / "eval" / f"{name}.json") for name in ("before", "after")},
-        "weights": (run / "weights" / "pytorch_lora_weights.safetensors").read_bytes(),
-        last.name: read_json(last / "manifest.json")["files"],  # with checksums
+        "weights": {name: tensor.tobytes() for name, tensor in weights.items()},
+        last.name: files,  # with checksums
         "left": sorted(path.name for path in run.rglob("*.partial")),
     }
 
@@ -234,3 +240,103 @@ class HangingReward(TestbedReward):
             print("hangs", flush=True)
             time.sleep(600)
         return super().__call__(videos, prompts)
+
+
+def test_a_second_signal_ends_at_once(place: Place) -> None:
+    """Without a checkpoint, and from a reward that hangs; the checkpoint before counts."""
+    process = place.start("twice", "--reward.name", "tests.test_survive:HangingReward")
+    place.wait_for("twice", "hangs")
+    os.kill(process, signal.SIGTERM)
+    place.wait_for("twice", "SIGTERM: ends after this iteration")
+    time.sleep(1)
+    begun = time.monotonic()
+    os.kill(process, signal.SIGTERM)
+    assert place.server.wait(process) == 143
+    assert time.monotonic() - begun < 5
+    assert "ended at the second SIGTERM; the last whole checkpoint counts" in place.log("twice")
+    assert checkpoints(place.here / "twice") == []
+    place.finish("twice")
+
+
+def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
+    hanging = ["--reward.name", "tests.test_survive:HangingReward", "--train.grace_seconds", "1"]
+    process = place.start("grace", *hanging, "--train.checkpoint_interval", "1")
+    place.wait_for("grace", "hangs")
+    begun = time.monotonic()
+    os.kill(process, signal.SIGTERM)
+    assert place.server.wait(process) == 143
+    assert 1 <= time.monotonic() - begun < 10
+    assert "ended 1 s after SIGTERM; the last whole checkpoint counts" in place.log("grace")
+    assert [number(folder) for folder in checkpoints(place.here / "grace")] == [1]
+
+
+def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
+    """After the step of the rollout in which half of the time is over; what was whole before it is saved."""
+    process = place.start("slow", "--sampling.steps", "1000", "--train.timestep_fraction", "0.01")
+    place.wait_for("slow", "rollout: ")
+    os.kill(process, signal.SIGTERM)
+    assert place.server.wait(process) == 0, place.log("slow")
+    assert "stopped after 0 iterations; continue with --resume" in place.log("slow")
+    assert [number(folder) for folder in checkpoints(place.here / "slow")] == [0]
+    assert read_metrics(place.here / "slow" / "metrics.jsonl") == []
+
+
+# -- two ranks --------------------------------------------------------------------------------------------------------
+
+
+class FailsOnOneRank(TestbedReward):
+    """On the second rank, in the third batch."""
+
+    batches = 0
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        FailsOnOneRank.batches += 1
+        if FailsOnOneRank.batches > 2 and os.environ["RANK"] == "1":
+            raise ConnectionError("the server of this rank went away")
+        return super().__call__(videos, prompts)
+
+
+def start_two(place: Place, run: str, *options: str) -> list[int]:
+    """Two gloo ranks, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [place.start(run, *options, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+
+
+def test_two_ranks_stop_together(place: Place) -> None:
+    """Only one of them is told; both leave the same iteration, which one rank alone can go on from."""
+    run = place.here / "together"
+    ranks = start_two(place, "together", "--train.iterations", "1000")
+    place.wait_for("together", "2/1000")
+    os.kill(ranks[1], signal.SIGTERM)
+    assert [place.server.wait(process) for process in ranks] == [0, 0], place.log("together")
+    done = len(read_metrics(run / "metrics.jsonl"))
+    assert done >= 2
+    assert number(checkpoints(run)[-1]) == done
+    place.finish("together", "--train.iterations", str(done + 1))
+    assert f"goes on after {done} iterations" in place.log("together")
+
+
+def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None:
+    ranks = start_two(place, "one-fails", "--reward.name", "tests.test_survive:FailsOnOneRank")
+    assert [place.server.wait(process) for process in ranks] == [1, 1]
+    log = place.log("one-fails")
+    assert "rank 1 failed: RewardError: " in log
+    assert log.count("the server of this rank went away") == 2, log
+    run = place.here / "one-fails"
+    assert [number(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
+
+
+def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(place: Place) -> None:
+    ranks = start_two(place, "one-dies", "--train.iterations", "1000")
+    place.wait_for("one-dies", "3/1000")
+    os.kill(ranks[1], signal.SIGKILL)
+    begun = time.monotonic()
+    assert place.server.wait(ranks[0]) == 1
+    assert time.monotonic() - begun < 30
+    assert place.server.wait(ranks[1]) == -signal.SIGKILL
+    run = place.here / "one-dies"
+    assert number(checkpoints(run)[-1]) % 2 == 0, "one rank alone saves nothing"
+    place.finish("one-dies", "--train.iterations", str(len(read_metrics(run / "metrics.jsonl"))))
