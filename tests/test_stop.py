@@ -82,6 +82,12 @@ def test_a_worker_of_a_reward_that_is_terminated_does_not_stop_the_run(stop: Sto
     assert stop.number == 0
 
 
+@pytest.fixture(autouse=True)
+def _no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the runs."""
+    monkeypatch.setattr("sage_fast.report.page._charts", lambda data: [])
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -173,6 +173,17 @@ class Stop:
 _active: Stop | None = None
 
 
+def _hold() -> None:
+    """Before a fork: a signal that came to the child before `_forget` would go into the pipe that it shares."""
+    if _active is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release() -> None:
+    if _active is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def _forget() -> None:
     """In a forked child, such as a worker of a reward: its signals are its own, and end it as they would have."""
     global _active
@@ -180,7 +191,8 @@ def _forget() -> None:
         signal.set_wakeup_fd(-1)
         for number in _active._taken:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        _release()
         _active = None
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
