@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_fast import __version__
-from sage_fast.errors import RunError, UserError, reason
+from sage_fast.errors import RunError, Stopped, UserError, reason
 from sage_fast.files import write_json, writing
 from sage_fast.profiling import ranges, tools_of_environment
 
@@ -164,6 +164,8 @@ def _run(arguments: list[str]) -> int:
             raise
         print(f"sage-fast {options.command}: {reason(error)}", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        return stopped.status
     except KeyboardInterrupt:
         return 130
 

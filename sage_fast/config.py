@@ -280,6 +280,13 @@ class TrainConfig(Section):
     """Exponential moving average of the trained weights; 0 turns it off."""
     checkpoint_interval: int = within(50, least=1)
     """Iterations between checkpoints."""
+    keep_checkpoints: int = within(2, least=1)
+    """The last so many checkpoints are kept: a damaged one is skipped for the one before."""
+    keep_best: bool = True
+    """Keep the checkpoint with the highest held-out reward too; every evaluation within the run then makes one."""
+    grace_seconds: float = within(25.0, above=0)
+    """From SIGTERM or Ctrl-C to the end of the process. An iteration that does not end within half of it is given up,
+    and done again after --resume. Slurm, Kubernetes and torchrun kill after 30 by default."""
     parity_gate: bool = True
     """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range; with several
     updates an iteration, measure what rounding adds to the ratio after the first, warn above a tenth and stop above a

@@ -106,10 +106,19 @@ class Progress:
         total: units.
         unit: of the count.
         quiet: show nothing.
+        pause: called after each update; what it raises ends the work.
     """
 
-    def __init__(self, what: str, total: int, unit: str = "step", *, quiet: bool = False) -> None:
-        self.what, self.total, self.unit = what, total, unit
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        unit: str = "step",
+        *,
+        quiet: bool = False,
+        pause: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.what, self.total, self.unit, self.pause = what, total, unit, pause
         self.done = 0
         self._bar: Any = None
         self._prints = not quiet and not sys.stderr.isatty()
@@ -134,6 +143,7 @@ class Progress:
             say(f"{self.what}: {self.done} of {self.total} {self.unit}s")
             now = time.monotonic()
             self._next_line = now + (SECONDS_BETWEEN_LINES if now < self._start + LONG else LONG)
+        self.pause()
 
 
 def progress(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sage_fast.errors import RankError, Stopped
 
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
@@ -74,3 +78,32 @@ def broadcast_object(value: Any, source: int) -> Any:
     values = [value if rank() == source else None]
     dist.broadcast_object_list(values, src=source)
     return values[0]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Around work without collectives: what fails on one rank fails on all, so that none waits for it in vain.
+
+    Raises:
+        RankError: on the ranks whose own work went well, or was stopped, if that of another one failed.
+        Stopped: on all ranks, if it was raised on one.
+    """
+    if world_size() == 1:
+        yield
+        return
+    failure: Exception | Stopped | None = None
+    try:
+        yield
+    except (Exception, Stopped) as error:
+        failure = error
+    number = failure.number if isinstance(failure, Stopped) else 0
+    text = None if failure is None or number else f"{type(failure).__name__}: {failure}"
+    outcomes: list[tuple[int, str | None]] = all_gather_object((number, text))
+    if failure is not None and text is not None:
+        vars(failure)["on_all_ranks"] = True
+        raise failure
+    for other, (_, why) in enumerate(outcomes):
+        if why is not None:
+            raise RankError(f"rank {other} failed: {why}")
+    if stopped := max(number for number, _ in outcomes):
+        raise Stopped(stopped)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, progress, say_wrapped, speaker
-from sage_fast.distributed import all_gather_object, all_reduce, rank, world_size
+from sage_fast.distributed import all_gather_object, all_reduce, rank, together, world_size
 from sage_fast.engine import Engine
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
@@ -62,6 +62,11 @@ class Trainer:
         prompts: training prompts.
         embeddings: prompt -> embedding, for every training prompt and the empty one.
         quiet: print neither progress nor notes.
+
+    Attributes:
+        pause: called between the steps of a rollout, on each rank on its own; may raise `Stopped`.
+        before_update: called before each optimizer step, on all ranks; may raise `Stopped`, on all of them.
+        mid_iteration: this iteration has begun to change the state, which a checkpoint must not hold now.
     """
 
     def __init__(
@@ -91,6 +96,9 @@ class Trainer:
         reduction = config.objective.log_prob
         self.equalizer = self.full_table.equalizer(reduction).to(self.device, torch.float32)
         self.log_ratio_bias = self.full_table.log_ratio_bias(reduction).to(self.device, torch.float32)
+        self.pause: Callable[[], object] = lambda: None
+        self.before_update: Callable[[], object] = lambda: None
+        self.mid_iteration = False
         self.graphs = step_graphs(self.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
 
     # -- one iteration ------------------------------------------------------------------------------------------------
@@ -116,8 +124,9 @@ class Trainer:
             embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in {"", *prompts}}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch)
-        trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
-        scores = scorer.finish()
+        with together():
+            trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
+            scores = scorer.finish()
         with watch.waiting():
             rewards, parts = gather_scores(mine, scores)
 
@@ -198,7 +207,7 @@ class Trainer:
             offload=self.config.sampling.offload_trajectories,
         )
         runs = self._runs(prompts, self.config.sampling.batch_size)
-        with Progress("rollout", len(runs) * len(table), quiet=self.quiet) as bar:
+        with Progress("rollout", len(runs) * len(table), quiet=self.quiet, pause=self.pause) as bar:
             for rows in runs:
                 with watch("rollout"):
                     latents = rollout(
@@ -226,6 +235,7 @@ class Trainer:
         self, batch: Batch, mine: Sequence[Transition], total: int, metrics: Metrics, watch: Stopwatch, bar: Progress
     ) -> None:
         """One optimizer step on `total` transitions, `mine` of them on this rank, accumulated over micro-batches."""
+        self.before_update()
         if total == 0:
             metrics.count("update/skipped", 1)
             return
@@ -244,8 +254,13 @@ class Trainer:
             value, observed, policy_square, kl_square = (all_reduce(sums) / total).tolist()
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
-        with watch("optimizer"):
-            norm, update = self.engine.step()
+        was, self.mid_iteration = self.mid_iteration, True
+        try:
+            with watch("optimizer"):
+                norm, update = self.engine.step()
+        except NonFiniteError:
+            self.mid_iteration = was  # the weights were left as they were
+            raise
         metrics.add("grad_norm", torch.tensor([norm]))
         metrics.add("update/relative", update.relative[None])
         self.anchor_is_current = False

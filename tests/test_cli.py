@@ -248,7 +248,10 @@ def test_a_run_is_not_resumed_as_another(
     ("file", "message"),
     [
         ("run.json", "run.json: not valid JSON"),
-        ("checkpoints/iteration-000002/state.json", "state.json: not valid JSON"),
+        (
+            "checkpoints/iteration-000002/state.json",
+            "no checkpoint can be used (iteration-000002: state.json has",
+        ),
         ("metrics.jsonl", "metrics.jsonl, line 3: not a row of metrics: 'half'"),
     ],
 )

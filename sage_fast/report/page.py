@@ -15,7 +15,7 @@ import yaml
 
 from sage_fast.environment import PACKAGES
 from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics
+from sage_fast.files import read_json, read_metrics, write_atomic
 from sage_fast.metrics import JUDGE_PART, REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
@@ -202,7 +202,7 @@ def write_report(run: Path) -> Path:
         config=data.config,
     )
     path = data.folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_atomic(path, page)
     return path
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, speaker
-from sage_fast.distributed import all_gather_object, rank, world_size
+from sage_fast.distributed import all_gather_object, rank, together, world_size
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
@@ -53,10 +53,14 @@ def video_chunks(
     seeds: Tensor,
     *,
     quiet: bool = True,
+    pause: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of at most `sampling.batch_size` prompts and their videos `[B, F, 3, H, W]` in [0, 1], by the ODE.
 
     On a GPU a chunk is decoded beside the rollout of the next one.
+
+    Args:
+        pause: called after each step; what it raises ends the work.
     """
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
@@ -67,7 +71,7 @@ def video_chunks(
     runs = equal_runs([embeddings[prompts[i]].tokens for i in order], config.sampling.batch_size)
     graphs = step_graphs(model.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
     pending = None
-    with Progress("sample", len(runs) * len(table), quiet=quiet) as bar:
+    with Progress("sample", len(runs) * len(table), quiet=quiet, pause=pause) as bar:
         for run in runs:
             chosen = order[run]
             latents = rollout(
@@ -105,7 +109,12 @@ def generate(
 
 
 def evaluate(
-    setup: Setup, *, iteration: int, quiet: bool = True, save: Callable[[int, str, Tensor], object] | None = None
+    setup: Setup,
+    *,
+    iteration: int,
+    quiet: bool = True,
+    save: Callable[[int, str, Tensor], object] | None = None,
+    pause: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
 
@@ -114,6 +123,7 @@ def evaluate(
 
     Args:
         save: told the number, the prompt and the video (on the CPU) of each of this rank's videos as it is made.
+        pause: called after each step; what it raises on one rank ends the evaluation on all.
     """
     config = setup.config
     chosen = setup.eval_prompts[: config.eval.num_prompts]
@@ -130,20 +140,22 @@ def evaluate(
     chunks: list[Scores] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    for chosen_texts, chunk in video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet):
-        chunk_texts = [texts[i] for i in chosen_texts]
-        rewards, parts = strict(chunk, chunk_texts)
-        if setup.judge is not None:
-            judged = setup.judge(chunk, chunk_texts)
-            parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
-        chunks.append((rewards, parts))
-        order += chosen_texts
-        if save is not None:
-            for i, video in zip(chosen_texts, chunk.cpu()):
-                save(first + i, texts[i], video)
-        # Copies: a view would keep the whole chunk.
-        kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
-        videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
+    with together():
+        made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
+        for chosen_texts, chunk in made:
+            chunk_texts = [texts[i] for i in chosen_texts]
+            rewards, parts = strict(chunk, chunk_texts)
+            if setup.judge is not None:
+                judged = setup.judge(chunk, chunk_texts)
+                parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
+            chunks.append((rewards, parts))
+            order += chosen_texts
+            if save is not None:
+                for i, video in zip(chosen_texts, chunk.cpu()):
+                    save(first + i, texts[i], video)
+            # Copies: a view would keep the whole chunk.
+            kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
+            videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
     scores, parts = join_scores(chunks) if chunks else (torch.zeros(0), {})
     back = torch.tensor(order, dtype=torch.int64).argsort()
     scores, parts = scores[back], {part: value[back] for part, value in parts.items()}

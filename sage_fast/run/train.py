@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -15,89 +16,148 @@ from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.environment import command_line, environment
-from sage_fast.files import read_json
+from sage_fast.files import read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
-from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.checkpoint import checkpoints, load_checkpoint, number, prune_checkpoints, save_checkpoint
 from sage_fast.run.evaluation import evaluate
-from sage_fast.run.folder import check_output, claim_output, replace_settings, run_facts, save_video
+from sage_fast.run.folder import (
+    check_output,
+    claim_output,
+    locked,
+    remove_partials,
+    replace_settings,
+    run_facts,
+    save_video,
+)
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
+from sage_fast.run.stop import Stop
 from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
-    """Train, and leave a run folder with a report; whatever stops it leaves a checkpoint that `resume` continues.
+    """Train, and leave a run folder with a report; what stops it leaves a checkpoint that `resume` continues.
 
     Returns:
         The run folder.
+
+    Raises:
+        Stopped: after SIGINT or SIGTERM.
     """
     initialize(config.timeout_minutes)
     check_trainable(config)
     check_optimizer(config.train.optimizer)
     check_trackers(config.tracking.trackers)
     check_output(config, resume=resume)
-    quiet = quiet or rank() > 0
+    run, quiet = Path(config.output), quiet or rank() > 0
+    tell = speaker(quiet)
+    with Stop(config.train.grace_seconds, tell) as stop, locked(run, tell):
+        _train(config, run, stop, resume=resume, quiet=quiet)
+    return run
+
+
+def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) -> None:
     tell = speaker(quiet)
     setup = load_setup(config, attention=_attention_of(config, resume))
     trajectories = check_trajectories(config, setup.model)
     check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
-    run = Path(config.output)
     if not resume:
         claim_output(config)
     if world_size() > 1:
         log_to(run / "logs" / f"rank-{rank():03d}.log")
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
-    start = _resume(trainer, run) if resume else 0
+    trainer.pause = stop.pause
+    trainer.before_update = functools.partial(stop.before_update, trainer.device)
+    start = _resume(trainer, run, tell) if resume else 0
     if resume:  # after all that could refuse the new settings
+        if rank() == 0:
+            remove_partials(run)
         replace_settings(config)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
     if resume:
         tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
     writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
+    stop.training = True
     try:
-        _iterate(trainer, setup, run, start, writer, tell)
+        _iterate(trainer, setup, run, start, writer, tell, stop)
         _finish(trainer, setup, run, writer, tell)
     finally:
         if writer is not None:
             writer.close()
     barrier()  # the first rank has written the report
     shutdown()
-    return run
 
 
-def _iterate(trainer: Trainer, setup: Setup, run: Path, start: int, writer: MetricsWriter | None, tell: Say) -> None:
-    """All iterations from `start` on, with evaluations and checkpoints; whatever stops them leaves a checkpoint too."""
+def _iterate(
+    trainer: Trainer, setup: Setup, run: Path, start: int, writer: MetricsWriter | None, tell: Say, stop: Stop
+) -> None:
+    """All iterations from `start` on, with evaluations and checkpoints.
+
+    What stops them leaves the checkpoint of the last whole iteration too, if all ranks know of it.
+    """
     config = setup.config
     done = start
+    whole: _Whole | None = None
     try:
         if not (run / "eval" / "before.json").exists():
             _evaluate(trainer, setup, run, "before", 0, writer, tell)
         for index in range(start, config.train.iterations):
+            stop.boundary(trainer.device)
+            whole = _Whole(trainer)
             row = trainer.iteration(index)
-            done = index + 1
             if writer is not None:
                 writer.write(row)
+            done, trainer.mid_iteration = index + 1, False
             tell(format_row(row, config.train.iterations))
-            if config.eval.interval and done % config.eval.interval == 0 and done < config.train.iterations:
+            last = done == config.train.iterations
+            evaluated = config.eval.interval and done % config.eval.interval == 0 and not last
+            if evaluated:
                 _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
-            if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
-                _save(trainer, run, done)
+            if last or done % config.train.checkpoint_interval == 0 or (evaluated and config.train.keep_best):
+                _save(trainer, run, done, writer, stop)
+        stop.boundary(trainer.device)
     except BaseException as reason:
-        # An error may be on only one rank, where waiting for the others would never end; Ctrl-C reaches them all.
-        if isinstance(reason, KeyboardInterrupt) or world_size() == 1:
+        # An error may be on only one rank, where waiting for the others would never end.
+        if world_size() == 1 or getattr(reason, "on_all_ranks", False):
+            if trainer.mid_iteration and not (whole is not None and whole.restore(trainer)):
+                kept = checkpoints(run)
+                tell(
+                    f"stopped within iteration {done + 1}, whose updates are lost; continue with --resume, "
+                    + (f"from the checkpoint of {number(kept[-1])} iterations" if kept else "from the beginning")
+                )
+                raise
             try:
-                _save(trainer, run, done)
+                _save(trainer, run, done, writer, stop)
                 tell(f"stopped after {done} iterations; continue with --resume")
             except OSError as error:
                 tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
         raise
+
+
+class _Whole:
+    """The state at the end of an iteration, to go back to from within the next one.
+
+    With one update an iteration hardly anything can fail after it, and the weights are not held twice.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.counters, self.anchor = trainer.state_dict(), trainer.anchor  # an anchor is replaced, never changed
+        self.held = trainer.config.train.optimizer_steps > 1 and trainer.engine.remember()
+
+    def restore(self, trainer: Trainer) -> bool:
+        """False if the weights were not held."""
+        if self.held:
+            trainer.engine.rewind()
+            trainer.load_state_dict(self.counters, self.anchor)
+            trainer.mid_iteration = False
+        return self.held
 
 
 def _attention_of(config: Config, resume: bool) -> AttentionBackend:
@@ -108,13 +168,18 @@ def _attention_of(config: Config, resume: bool) -> AttentionBackend:
     return read_json(file).get("attention", "auto")
 
 
-def _save(trainer: Trainer, run: Path, iteration: int) -> None:
-    save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
+def _save(trainer: Trainer, run: Path, iteration: int, writer: MetricsWriter | None, stop: Stop) -> None:
+    with stop.saving():
+        if writer is not None:
+            writer.sync()
+        save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
+        if rank() == 0:
+            prune_checkpoints(run, trainer.config.train.keep_checkpoints, trainer.config.train.keep_best)
 
 
-def _resume(trainer: Trainer, run: Path) -> int:
-    """Restore the newest checkpoint; returns the iteration to continue with."""
-    found = load_checkpoint(run, trainer.engine, trainer.device)
+def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
+    """Restore the newest sound checkpoint; returns the iteration to continue with."""
+    found = load_checkpoint(run, trainer.engine, trainer.device, tell)
     if found is None:
         return 0
     iteration, counters, anchor = found
@@ -153,13 +218,13 @@ def _evaluate(
             save_video(video, prompt, folder, number, setup.model.fps)
 
     with trainer.engine.averaged_weights():
-        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save)
+        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save, pause=trainer.pause)
     if writer is not None:
         scores, sheet = result.to_json(), folder.with_suffix(".png")
         contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(sheet)
         videos = [path for number, path in numbered(folder).items() if number < shown]
         (run / "eval").mkdir(exist_ok=True)
-        (run / "eval" / f"{name}.json").write_text(json.dumps(scores), encoding="utf-8")
+        write_atomic(run / "eval" / f"{name}.json", json.dumps(scores))
         writer.write_evaluation(scores, videos, sheet)
 
 
@@ -188,7 +253,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
     }
     if rank() == 0:
         facts = run_facts(run, facts, iteration)
-        (run / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        write_json(facts, run / "run.json")
     lines = [
         f"{facts['device']} x {world_size()}, {facts['threads']} threads",
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
