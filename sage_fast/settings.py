@@ -31,11 +31,24 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
     path = Path(path)
+    if overrides and not path.exists():
+        raise UserError(f"config {path}: no such file; it comes first, before settings such as --sampling.eta 0.7")
+    settings = _read(path)
+    given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    return build(_entries_joined(settings) | _entries_joined(given))
+
+
+def keys_of(path: Path) -> list[str]:
+    """Names of the settings that a file holds, which `load` has read."""
+    return list(_entries_joined(_read(path)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Dotted key -> value of a YAML file."""
     if path.is_dir():
         raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}")
     if not path.exists():
-        hint = "; it comes first, before settings such as --sampling.eta 0.7" if overrides else ""
-        raise UserError(f"config {path}: no such file{hint}")
+        raise UserError(f"config {path}: no such file")
     try:
         loaded = OmegaConf.load(path)
     except RecursionError as error:
@@ -46,8 +59,7 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
         raise UserError(f"config {path}: expected a mapping of settings")
     if not loaded:
         raise UserError(f"config {path}: holds no settings")
-    given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
-    return build(_entries_joined(_leaves(OmegaConf.to_container(loaded))) | _entries_joined(given))
+    return _leaves(OmegaConf.to_container(loaded))
 
 
 def build(settings: Mapping[str, Any]) -> Config:

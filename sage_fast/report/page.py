@@ -26,6 +26,7 @@ from sage_fast.report.comparison import (
     hacking,
     mean_and_error,
     paired_table,
+    read_scores,
     scores_of,
     shown_pairs,
 )
@@ -71,11 +72,7 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{str(folder)!r} is no run folder: config.yaml is missing")
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
-    evaluations = {path.stem: read_json(path) for path in sorted((folder / "eval").glob("*.json"))}
-    for name, scores in evaluations.items():
-        missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
-        if missing:
-            raise UserError(f"{folder / 'eval' / name}.json: {missing[0]!r} is missing")
+    evaluations = {path.stem: read_scores(path) for path in sorted((folder / "eval").glob("*.json"))}
     facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     return Run(
         folder=folder,

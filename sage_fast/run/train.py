@@ -18,12 +18,13 @@ from sage_fast.environment import command_line, environment
 from sage_fast.files import read_json
 from sage_fast.metrics import REWARD_PART
 from sage_fast.optimizers import check_optimizer
+from sage_fast.policy.hunyuan import State
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import evaluate
+from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import check_output, claim_output, replace_settings, run_facts, save_video
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
 from sage_fast.run.trackers import MetricsWriter, check_trackers
@@ -47,20 +48,24 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     trajectories = check_trajectories(config, setup.model)
     check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
     run = Path(config.output)
-    if not resume:
+    if resume:
+        check_pairs(setup, run)
+    else:
         claim_output(config)
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
+    lacks_before = resume and read_evaluation(run, "before") is None
+    start_weights = trainer.policy.snapshot() if lacks_before else None
     start = _resume(trainer, run) if resume else 0
     if resume:  # after all that could refuse the new settings
-        replace_settings(config)
+        replace_settings(config, tell)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
     if resume:
         tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
     writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
     try:
-        _iterate(trainer, setup, run, start, writer, tell)
+        _iterate(trainer, setup, run, start, start_weights, writer, tell)
         _finish(trainer, setup, run, writer, tell)
     finally:
         if writer is not None:
@@ -70,20 +75,37 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     return run
 
 
-def _iterate(trainer: Trainer, setup: Setup, run: Path, start: int, writer: MetricsWriter | None, tell: Say) -> None:
-    """All iterations from `start` on, with evaluations and checkpoints; whatever stops them leaves a checkpoint too."""
+def _iterate(
+    trainer: Trainer,
+    setup: Setup,
+    run: Path,
+    start: int,
+    start_weights: State | None,
+    writer: MetricsWriter | None,
+    tell: Say,
+) -> None:
+    """All iterations from `start` on, with evaluations and checkpoints; whatever stops them leaves a checkpoint too.
+
+    An evaluation that was interrupted is done first; that before training with `start_weights`, if they are given.
+    """
     config = setup.config
     done = start
+
+    def due() -> bool:
+        return config.eval.interval > 0 and done % config.eval.interval == 0 and 0 < done < config.train.iterations
+
     try:
-        if not (run / "eval" / "before.json").exists():
-            _evaluate(trainer, setup, run, "before", 0, writer, tell)
+        if read_evaluation(run, "before") is None:
+            _evaluate(trainer, setup, run, "before", 0, writer, tell, start_weights)
+        if due() and read_evaluation(run, f"iteration-{done:06d}") is None:
+            _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
         for index in range(start, config.train.iterations):
             row = trainer.iteration(index)
             done = index + 1
             if writer is not None:
                 writer.write(row)
             tell(format_row(row, config.train.iterations))
-            if config.eval.interval and done % config.eval.interval == 0 and done < config.train.iterations:
+            if due():
                 _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
             if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
                 _save(trainer, run, done)
@@ -134,9 +156,17 @@ def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | N
 
 
 def _evaluate(
-    trainer: Trainer, setup: Setup, run: Path, name: str, iteration: int, writer: MetricsWriter | None, tell: Say
+    trainer: Trainer,
+    setup: Setup,
+    run: Path,
+    name: str,
+    iteration: int,
+    writer: MetricsWriter | None,
+    tell: Say,
+    weights: State | None = None,
 ) -> None:
-    """Evaluate the averaged weights if there are any; scores and videos go into the run folder and the trackers."""
+    """Evaluate `weights`, else the averaged ones if there are any, else those that are trained; scores and videos go
+    into the run folder and the trackers."""
     tell(f"evaluate ({name})")
     folder, shown = run / "videos" / name, setup.config.eval.num_videos
     # The choice of what is shown needs the last scores: until then, all of what `comparison.png` may show is kept.
@@ -150,7 +180,7 @@ def _evaluate(
         if keep_all or number < shown:
             save_video(video, prompt, folder, number, setup.model.fps)
 
-    with trainer.engine.averaged_weights():
+    with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
         result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save)
     if writer is not None:
         scores, sheet = result.to_json(), folder.with_suffix(".png")
