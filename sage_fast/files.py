@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
@@ -99,7 +99,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
                 raise UserError("expected an object with an integer 'iteration'")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove it to go on"
             ) from error

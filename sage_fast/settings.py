@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from sage_fast.config import Config
 from sage_fast.errors import UserError
-from sage_fast.section import kind, meanings, own_settings, sections, settings_of
+from sage_fast.section import is_unicode, kind, meanings, own_settings, sections, settings_of
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
@@ -55,6 +55,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path}: nested too deeply; expected sections of settings") from error
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"config {path}: not valid YAML: {_where(error)}") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise UserError(f"config {path}: expected a mapping of settings") from error  # a number or a word
     if not isinstance(loaded, DictConfig):
         raise UserError(f"config {path}: expected a mapping of settings")
     if not loaded:
@@ -70,7 +74,7 @@ def build(settings: Mapping[str, Any]) -> Config:
             raise UserError(_unknown(key))
         try:
             OmegaConf.update(tree, key, value, merge=False)
-        except ValidationError as error:
+        except (ValidationError, OverflowError) as error:
             known[key].check(value)
             raise UserError(f"{key} = {value!r}: expected {kind(known[key].type)}") from error
         except OmegaConfBaseException as error:
@@ -123,6 +127,8 @@ def _typed(key: str, text: str) -> Any:
     """The value that an override gives, as YAML; text stays as typed where text is expected."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
+    if not is_unicode(text):
+        raise UserError(f"--{key} {text!r}: expected text in UTF-8")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
     except (yaml.YAMLError, OmegaConfBaseException) as error:

@@ -74,13 +74,43 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
     evaluations = {path.stem: read_scores(path) for path in sorted((folder / "eval").glob("*.json"))}
     facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    _check_facts(facts, folder / "run.json")
     return Run(
         folder=folder,
-        config=(folder / "config.yaml").read_text(encoding="utf-8"),
+        config=_read_settings(folder / "config.yaml"),
         facts=facts,
         rows=read_metrics(folder / "metrics.jsonl"),
         evaluations=evaluations,
     )
+
+
+def _read_settings(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+        yaml.safe_load(text)
+    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from error
+    return text
+
+
+def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
+    """
+    Raises:
+        UserError: what the page reads from `run.json` is not what a run writes there.
+    """
+    notes, sigmas, starts = (facts.get(name) or [] for name in ("notes", "sigmas", "resumed"))
+    texts = [facts, *(starts if isinstance(starts, list) else [])]
+    sound = {
+        "notes": isinstance(notes, list) and all(isinstance(note, str) for note in notes),
+        "sigmas": isinstance(sigmas, list) and all(isinstance(sigma, int | float) for sigma in sigmas),
+        "resumed": isinstance(starts, list) and all(isinstance(s, dict) and "iteration" in s for s in starts),
+    }
+    sound |= {
+        name: all(isinstance(start.get(name), str | None) for start in texts if isinstance(start, dict))
+        for name in ("date", "commit", "command")
+    }
+    if wrong := [name for name, right in sound.items() if not right]:
+        raise UserError(f"{file}: {wrong[0]!r} does not hold what it should")
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------
