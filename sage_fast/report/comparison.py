@@ -18,6 +18,9 @@ MIN_PROMPTS = 5
 """A standard error needs that many prompts: one from two of them is itself wrong by more than half, and "2 standard
 errors" means nothing then."""
 
+LARGEST = float(np.finfo(np.float32).max)
+"""Of a score, which is a float32."""
+
 TOO_FEW = f"no standard error from fewer than {MIN_PROMPTS} prompts"
 
 
@@ -43,7 +46,10 @@ def read_scores(file: Path) -> dict[str, Any]:
         "weights": (list(weights.values()), float | int),
     }
     for name, (values, kind) in kinds.items():
-        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        sound = isinstance(values, list) and all(isinstance(value, kind) for value in values)
+        if sound and name not in ("prompts", "seeds"):  # float32 each
+            sound = not any(value is not None and LARGEST < abs(value) < math.inf for value in values)
+        if not sound:
             raise UserError(f"{file}: {name!r} does not hold what it should")
         if name not in ("iteration", "weights") and len(values) != len(scores["prompts"]):
             raise UserError(f"{file}: {name!r} has {len(values)} values for {len(scores['prompts'])} videos")

@@ -355,8 +355,9 @@ def _videos(data: Run) -> list[dict[str, Any]]:
     numbers = [set(found) for found in files.values()]
     available = set.intersection(*numbers) or set.union(*numbers)
     last = scores[data.last] if data.last else {}
+    count = _setting(data, "eval.num_videos")
     shown = []
-    chosen = shown_pairs(scores["before"], last, available, _setting(data, "eval.num_videos") or 6)
+    chosen = shown_pairs(scores["before"], last, available, count if isinstance(count, int) and count > 0 else 6)
     for index, why in sorted(chosen.items()):
         cells = []
         for side, label in sides.items():
