@@ -141,6 +141,9 @@ class RewardConfig(Section):
     are given replace those of the file, which replace the default: '{red: 1}', or --reward.weights.red 1."""
     on_failure: OnFailure = "stop"
     """A reward that fails or is not finite stops the run, or its sample is dropped and counted as `reward/dropped`."""
+    timeout_seconds: float = within(1800.0, least=0)
+    """Longest wait for one call of the reward, or of `eval.judge`, which scores up to sampling.batch_size videos; then
+    the run ends, with `drop` too. 0: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

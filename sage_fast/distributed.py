@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from sage_fast.errors import RankError, Stopped
 
@@ -33,8 +34,19 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
             timeout=timedelta(minutes=timeout_minutes),
             # NCCL connects at once, and never guesses the device of a barrier.
             device_id=device if device.type == "cuda" else None,
+            **_store_of_restart(),
         )
     return device
+
+
+def _store_of_restart() -> dict[str, Any]:
+    """A part of torchrun's store for each restart on one machine: without --rdzv-backend or --standalone it keeps the
+    store, in which these ranks would find the addresses of those before them. Across machines it makes a new one."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts == 0 or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}
 
 
 def shutdown() -> None:

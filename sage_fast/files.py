@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
@@ -147,9 +147,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-                raise UserError("expected an object with an integer 'iteration'")
-        except ValueError as error:
+            iteration = row.get("iteration") if isinstance(row, dict) else None
+            if not isinstance(iteration, int) or not 0 <= iteration < 2**53:
+                raise UserError("expected an object with an integer 'iteration' from 0")
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove it to go on"
             ) from error

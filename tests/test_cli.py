@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -223,25 +222,6 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
         train(run, "--resume", "--train.iterations", "3", "--train.ema_decay", "0.9") == 2
     )  # no average to go on with
     assert {path: path.read_bytes() for path in run.glob("*.*")} == before
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "message"),
-    [
-        ("seed", "5", "seed = 5: the run in '.*' began with 0 and keeps it; --seed 0"),
-        ("model.lora_rank", "32", "model.lora_rank = 32: the run in .* began with 16 and keeps it"),
-        ("model.tuning", "full", "model.tuning = 'full': the run in .* began with 'lora' and keeps it"),
-        ("eval.num_prompts", "1", "eval.num_prompts = 1: the run in .* began with 2 and keeps it"),
-        ("train.iterations", "1", "train.iterations = 1: the run in .* has done 2 already"),
-    ],
-)
-def test_a_run_is_not_resumed_as_another(
-    setting: str, value: str, message: str, finished_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()}
-    assert train(finished_run, "--resume", f"--{setting}", value) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(

@@ -453,6 +453,27 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
     assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
 
 
+def test_a_part_that_one_rank_lacks_is_no_part_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the scores of the other ranks would stand beside the wrong prompts. A rank without videos has no parts."""
+    trainer = tiny_trainer(settings(eval__num_prompts=1))
+    setup = Setup(
+        config=trainer.config,
+        model=trainer.model,
+        reward=trainer.reward,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS,
+        embeddings=trainer.embeddings,
+    )
+
+    def gathered(own: Any) -> list[Any]:
+        return [own, (["another"], [7], [1.0], {"vq": [0.5]}), ([], [], [], {})]
+
+    monkeypatch.setattr("sage_fast.run.evaluation.all_gather_object", gathered)
+    result = evaluate(setup, iteration=0)
+    assert result.parts.keys() == {"vq"}
+    assert [len(values) for values in (result.prompts, result.seeds, result.reward, result.parts["vq"])] == [2] * 4
+
+
 def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while they are copied; a checkpoint follows."""
     policy = tiny_trainer(settings()).policy

@@ -23,6 +23,7 @@ from sage_fast.profiling import PHASES, WAIT
 
 Row = Mapping[str, Any]
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
 TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
@@ -57,12 +58,12 @@ _STYLE: Any = {
 
 
 def column(rows: Sequence[Row], key: str) -> np.ndarray:
-    """float64 `[rows]`: the value of `key` in every row, NaN if it is missing, null or not finite."""
+    """float64 `[rows]`: the value of `key` in every row, NaN if it is missing, null or beyond float32, as none is."""
     return np.array([_number(row.get(key)) for row in rows], dtype=np.float64)
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
         return math.nan
     return float(value)
 

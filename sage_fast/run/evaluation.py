@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 from sage_fast.config import Config
 from sage_fast.console import Progress, speaker
 from sage_fast.distributed import all_gather_object, rank, together, world_size
+from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
+from sage_fast.report.comparison import read_scores
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
@@ -42,6 +46,31 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         fields = ("iteration", "prompts", "seeds", "reward", "parts", "weights")
         return {field: getattr(self, field) for field in fields}
+
+
+def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
+    """`eval/<name>.json` as the first rank finds it; None if the evaluation was interrupted."""
+    scores = None
+    file = run / "eval" / f"{name}.json"
+    if rank() == 0 and file.is_file():
+        with contextlib.suppress(UserError):  # cut off while it was written
+            scores = read_scores(file)
+    return all_gather_object(scores)[0]
+
+
+def check_pairs(setup: Setup, run: Path) -> None:
+    """
+    Raises:
+        UserError: what is evaluated now is not what the run in `run` evaluated before training.
+    """
+    before = read_evaluation(run, "before")
+    texts, seeds = prompts_and_seeds(setup)
+    if before is not None and (before["prompts"], before["seeds"]) != (texts, seeds.tolist()):
+        raise UserError(
+            f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than those that the run in "
+            f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
+            "changed"
+        )
 
 
 @torch.no_grad()
@@ -108,6 +137,15 @@ def generate(
     return [videos[i] for i in range(len(prompts))]
 
 
+def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
+    """Prompt and seed (int64 `[N]`) of each of the N videos of an evaluation."""
+    config = setup.config
+    chosen = setup.eval_prompts[: config.eval.num_prompts]
+    pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
+    seeds = [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in pairs]
+    return [chosen[prompt] for prompt, _ in pairs], torch.cat(seeds)
+
+
 def evaluate(
     setup: Setup,
     *,
@@ -126,15 +164,10 @@ def evaluate(
         pause: called after each step; what it raises on one rank ends the evaluation on all.
     """
     config = setup.config
-    chosen = setup.eval_prompts[: config.eval.num_prompts]
-    pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
-    first, last = (-(-number * len(pairs) // world_size()) for number in (rank(), rank() + 1))
-    mine = pairs[first:last]  # rounded up: the first rank, which writes the files, is never without a video
-    texts = [chosen[prompt] for prompt, _ in mine]
-    seeds = torch.cat(
-        [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in mine]
-        or [torch.zeros(0, dtype=torch.int64)]
-    )
+    texts, seeds = prompts_and_seeds(setup)
+    # Rounded up: the first rank, which writes the files, is never without a video.
+    first, last = (-(-number * len(texts) // world_size()) for number in (rank(), rank() + 1))
+    texts, seeds = texts[first:last], seeds[first:last]
     config_of_pairs = dataclasses.replace(config.reward, on_failure="stop")
     strict = CompositeReward(setup.reward.reward, config_of_pairs, "an evaluation needs every score")
     chunks: list[Scores] = []
@@ -162,12 +195,14 @@ def evaluate(
     rows = all_gather_object(
         (texts, seeds.tolist(), scores.tolist(), {part: value.tolist() for part, value in parts.items()})
     )
+    # A part that a rank with videos lacks is dropped, as one that a chunk lacks.
+    named = [part for part in rows[0][3] if all(part in row[3] for row in rows if row[0])]
     return Evaluation(
         iteration=iteration,
         prompts=[text for row in rows for text in row[0]],
         seeds=[seed for row in rows for seed in row[1]],
         reward=[score for row in rows for score in row[2]],
-        parts={part: [value for row in rows for value in row[3].get(part, [])] for part in rows[0][3]},
+        parts={part: [value for row in rows if row[0] for value in row[3][part]] for part in named},
         weights=config.reward.weights,
         videos=[videos[i] for i in sorted(videos)],
     )

@@ -22,23 +22,13 @@ import torch
 
 from sage_fast.config import Config
 from sage_fast.console import Say
-from sage_fast.distributed import all_gather_object, barrier, rank
+from sage_fast.distributed import all_gather_object, barrier, initialize, rank
 from sage_fast.errors import UserError
 from sage_fast.files import PARTIAL, read_json, read_metrics, write_atomic
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.checkpoint import checkpoints
+from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
 from sage_fast.settings import dump, load
-
-KEPT_ON_RESUME = {
-    "model": ("path", "tuning", "lora_rank", "lora_alpha", "lora_targets"),
-    "data": ("eval_prompts",),
-    "sampling": ("num_frames", "height", "width", "shift", "guidance_scale"),
-    "reward": ("name",),
-    "eval": ("steps", "num_prompts", "seeds_per_prompt", "judge"),
-}
-"""Settings without which a checkpoint is that of another policy, or the evaluation before training is not a pair of the
-one after it; `seed` too."""
-
 
 LOCK = "run.lock"
 
@@ -51,37 +41,20 @@ def check_output(config: Config, *, resume: bool) -> None:
             has to keep, or one that has done more iterations already (with it).
     """
     run = Path(config.output)
-    holds_run = (run / "config.yaml").exists()
-    if resume and not holds_run:
-        raise UserError(f"output = {config.output!r}: no run to resume there; leave --resume out to start one")
-    if not resume and run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
+    if resume:
+        check_run(run)
+        check_kept(config)
+        done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)
+        if done > config.train.iterations:
+            raise UserError(
+                f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
+                "nothing was changed"
+            )
+    elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
+        holds_run = (run / "config.yaml").exists()
         found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
         raise UserError(
             f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
-            "nothing was changed"
-        )
-    if resume:
-        _check_resumed(config, run)
-
-
-def _check_resumed(config: Config, run: Path) -> None:
-    begun = load(run / "config.yaml")
-    pairs = {"seed": (begun.seed, config.seed)} | {
-        f"{section}.{name}": (getattr(getattr(begun, section), name), getattr(getattr(config, section), name))
-        for section, names in KEPT_ON_RESUME.items()
-        for name in names
-    }
-    for name, (old, new) in pairs.items():
-        if old != new:
-            way = "null" if old is None else old
-            raise UserError(
-                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; --{name} {way}, or "
-                "another run by another --output and no --resume; nothing was changed"
-            )
-    done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)
-    if done > config.train.iterations:
-        raise UserError(
-            f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
             "nothing was changed"
         )
 
@@ -165,20 +138,35 @@ def claim_output(config: Config) -> None:
         UserError: another run has claimed it since `check_output`.
     """
     run = Path(config.output)
-    barrier()  # all ranks have looked before the first one writes
+    launchers = all_gather_object(launcher())  # all ranks have looked before the first one writes
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
             raise UserError(f"output = {config.output!r}: another run began there while this one was loading")
+        if named := sorted({name for name in launchers if name is not None}):
+            write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
         write_atomic(run / "config.yaml", dump(config))
     barrier()
 
 
-def replace_settings(config: Config) -> None:
-    """Write the settings of a run that is resumed; the ones before are kept under another name."""
+def is_restart(config: Config) -> bool:
+    """Whether torchrun has started these ranks before, and they began the run in `config.output`; all ranks call."""
+    if launcher() is None:
+        return False
+    initialize(config.timeout_minutes)
+    return any(all_gather_object(began_here(Path(config.output))))
+
+
+def replace_settings(config: Config, tell: Say) -> None:
+    """Write the settings of a run that is resumed, and tell what is new; those before are kept under another name."""
     run = Path(config.output)
     settings = run / "config.yaml"
-    if rank() == 0 and (before := settings.read_text(encoding="utf-8")) != dump(config):
+    changed = differences(load(settings), config)
+    barrier()  # all ranks have read them
+    for line in changed:
+        tell(line)
+    if rank() == 0 and changed:
+        before = settings.read_text(encoding="utf-8")
         write_atomic(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml", before)
         write_atomic(settings, dump(config))
     barrier()

@@ -69,7 +69,7 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
         for prompt in (*train_prompts, *eval_prompts):
             embed(prompt)
     reward = CompositeReward(load_reward(config.reward), config.reward)
-    judge = Judge(config.eval.judge) if config.eval.judge is not None else None
+    judge = Judge(config.eval.judge, config.reward.timeout_seconds) if config.eval.judge is not None else None
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     model = load_model(settings, config.sampling, initialize(config.timeout_minutes), config.seed)
     model.set_checkpointing(choose_checkpointing(config, model))

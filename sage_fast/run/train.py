@@ -19,12 +19,13 @@ from sage_fast.environment import command_line, environment
 from sage_fast.files import read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
+from sage_fast.policy.hunyuan import State
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
 from sage_fast.run.checkpoint import checkpoints, load_checkpoint, number, prune_checkpoints, save_checkpoint
-from sage_fast.run.evaluation import evaluate
+from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import (
     check_output,
     claim_output,
@@ -66,7 +67,9 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     setup = load_setup(config, attention=_attention_of(config, resume))
     trajectories = check_trajectories(config, setup.model)
     check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
-    if not resume:
+    if resume:
+        check_pairs(setup, run)
+    else:
         claim_output(config)
     if world_size() > 1:
         log_to(run / "logs" / f"rank-{rank():03d}.log")
@@ -74,11 +77,13 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
     trainer.pause = stop.pause
     trainer.before_update = functools.partial(stop.before_update, trainer.device)
+    lacks_before = resume and read_evaluation(run, "before") is None
+    start_weights = trainer.policy.snapshot() if lacks_before else None
     start = _resume(trainer, run, tell) if resume else 0
     if resume:  # after all that could refuse the new settings
         if rank() == 0:
             remove_partials(run)
-        replace_settings(config)
+        replace_settings(config, tell)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
     if resume:
@@ -86,7 +91,7 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
     stop.training = True
     try:
-        _iterate(trainer, setup, run, start, writer, tell, stop)
+        _iterate(trainer, setup, run, start, start_weights, writer, tell, stop)
         _finish(trainer, setup, run, writer, tell)
     finally:
         if writer is not None:
@@ -96,18 +101,32 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
 
 
 def _iterate(
-    trainer: Trainer, setup: Setup, run: Path, start: int, writer: MetricsWriter | None, tell: Say, stop: Stop
+    trainer: Trainer,
+    setup: Setup,
+    run: Path,
+    start: int,
+    start_weights: State | None,
+    writer: MetricsWriter | None,
+    tell: Say,
+    stop: Stop,
 ) -> None:
     """All iterations from `start` on, with evaluations and checkpoints.
 
-    What stops them leaves the checkpoint of the last whole iteration too, if all ranks know of it.
+    An evaluation that was interrupted is done first; that before training with `start_weights`, if they are given. What
+    stops the iterations leaves the checkpoint of the last whole one too, if all ranks know of it.
     """
     config = setup.config
     done = start
     whole: _Whole | None = None
+
+    def due() -> bool:
+        return config.eval.interval > 0 and done % config.eval.interval == 0 and 0 < done < config.train.iterations
+
     try:
-        if not (run / "eval" / "before.json").exists():
-            _evaluate(trainer, setup, run, "before", 0, writer, tell)
+        if read_evaluation(run, "before") is None:
+            _evaluate(trainer, setup, run, "before", 0, writer, tell, start_weights)
+        if due() and read_evaluation(run, f"iteration-{done:06d}") is None:
+            _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
         for index in range(start, config.train.iterations):
             stop.boundary(trainer.device)
             whole = _Whole(trainer)
@@ -116,10 +135,9 @@ def _iterate(
                 writer.write(row)
             done, trainer.mid_iteration = index + 1, False
             tell(format_row(row, config.train.iterations))
-            last = done == config.train.iterations
-            evaluated = config.eval.interval and done % config.eval.interval == 0 and not last
-            if evaluated:
+            if evaluated := due():
                 _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
+            last = done == config.train.iterations
             if last or done % config.train.checkpoint_interval == 0 or (evaluated and config.train.keep_best):
                 _save(trainer, run, done, writer, stop)
         stop.boundary(trainer.device)
@@ -201,9 +219,17 @@ def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | N
 
 
 def _evaluate(
-    trainer: Trainer, setup: Setup, run: Path, name: str, iteration: int, writer: MetricsWriter | None, tell: Say
+    trainer: Trainer,
+    setup: Setup,
+    run: Path,
+    name: str,
+    iteration: int,
+    writer: MetricsWriter | None,
+    tell: Say,
+    weights: State | None = None,
 ) -> None:
-    """Evaluate the averaged weights if there are any; scores and videos go into the run folder and the trackers."""
+    """Evaluate `weights`, else the averaged ones if there are any, else those that are trained; scores and videos go
+    into the run folder and the trackers."""
     tell(f"evaluate ({name})")
     folder, shown = run / "videos" / name, setup.config.eval.num_videos
     # The choice of what is shown needs the last scores: until then, all of what `comparison.png` may show is kept.
@@ -217,7 +243,7 @@ def _evaluate(
         if keep_all or number < shown:
             save_video(video, prompt, folder, number, setup.model.fps)
 
-    with trainer.engine.averaged_weights():
+    with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
         result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save, pause=trainer.pause)
     if writer is not None:
         scores, sheet = result.to_json(), folder.with_suffix(".png")
