@@ -20,13 +20,13 @@ from sage_fast.distributed import initialize
 REPOSITORY = Path(__file__).parent.parent
 
 
-def start_two_ranks(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run `code` on two gloo ranks, with `folder` as its argument."""
+def start_two_ranks(code: str, folder: Path, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
+    """Run `code` on so many gloo ranks, with `folder` as its argument."""
     (folder / "ranks.py").write_text(code)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [*command, str(folder / "ranks.py"), str(folder)],

@@ -174,7 +174,8 @@ def plan(
         config: validated settings.
         architecture: the transformer's config.json; None for the published architecture.
         autoencoder: the autoencoder's config.json, likewise.
-        ranks: GPUs; samples are spread over them, weights and optimizer are whole on each.
+        ranks: GPUs; samples are spread over them (`model.sequence_parallel` of them share theirs), weights and
+            optimizer are whole on each.
     """
     transformer = build_meta(config, architecture)
     built = transformer.config
@@ -218,7 +219,8 @@ def plan(
 
     width = 2 if config.model.dtype == "bfloat16" else 4
     frozen_width = 4 if config.model.tuning == "full" else width
-    mine = -(-samples // ranks)
+    sharing = config.model.sequence_parallel
+    mine = -(-samples // (ranks // sharing))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     memory = {
         "frozen weights": float((base - (trainable if config.model.tuning == "full" else 0)) * frozen_width),
@@ -233,7 +235,7 @@ def plan(
         memory, host = memory | trajectories, {}
     rank = config.model.lora_rank if config.model.tuning == "lora" else 0
     activations = {
-        name: activation_bytes(name, built, joint, width, rank=rank, batch_size=train.batch_size, passes=passes)
+        name: activation_bytes(name, built, -(-joint // sharing), width, rank=rank, batch_size=train.batch_size, passes=passes)
         for name in MODES
     }
     memory[f"activations, checkpointing {asked}{', as full' if asked == 'auto' else ''}"] = activations.pop(mode)

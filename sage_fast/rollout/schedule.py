@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
-from sage_fast.distributed import rank, world_size
+from sage_fast.distributed import data_rank, data_size, world_size
 from sage_fast.errors import UserError
+from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
@@ -68,7 +69,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
-    ranks = ranks or world_size()
+    ranks = check_sequence_parallel(config.model.sequence_parallel, ranks or world_size())
     if train.prompts_per_iteration % ranks:
         raise UserError(
             f"train.prompts_per_iteration = {train.prompts_per_iteration}: expected a multiple of the {ranks} ranks; "
@@ -112,7 +113,7 @@ def draw_groups(config: Config, prompts: Sequence[str], iteration: int) -> list[
     """This rank's groups of an iteration; the draw does not depend on the number of ranks."""
     chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
     groups = []
-    for slot in range(rank() * len(chosen) // world_size(), (rank() + 1) * len(chosen) // world_size()):
+    for slot in range(data_rank() * len(chosen) // data_size(), (data_rank() + 1) * len(chosen) // data_size()):
         seeds = sample_seeds(config.seed, iteration, slot, range(config.train.group_size))
         latent_seeds = seeds[:1].expand(len(seeds)) if config.sampling.shared_initial_noise else seeds
         groups.append(Group(slot=slot, prompt=prompts[chosen[slot]], seeds=seeds, latent_seeds=latent_seeds))

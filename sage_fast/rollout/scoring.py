@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sage_fast.distributed import gather_objects_of_sequence, sequence_rank, sequence_size
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.decode import PendingVideos, VideoDecoder
 from sage_fast.rewards import CompositeReward
@@ -28,6 +30,9 @@ class VideoScorer:
     On a GPU the decode of a chunk runs beside what the caller does after `submit`, such as the rollout of the next
     chunk. One chunk's videos exist at a time: those of the last one are scored before the next is decoded.
 
+    Ranks that share samples all have the latents, and take turns: each decodes and scores its share of the chunks, and
+    `finish` gives every one of them the scores of all.
+
     Args:
         decoder: makes the videos.
         reward: scores them.
@@ -39,6 +44,7 @@ class VideoScorer:
         self.reward = reward
         self.watch = watch
         self._pending: tuple[PendingVideos, list[str]] | None = None
+        self._submitted = 0
         self._scores: list[Scores] = []
 
     def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
@@ -47,6 +53,9 @@ class VideoScorer:
         Raises:
             RewardError: the reward failed on the chunk before, and `on_failure = stop`.
         """
+        self._submitted += 1
+        if (self._submitted - 1) % sequence_size() != sequence_rank():
+            return
         self._score_pending()
         with self.watch("decode", wait=False):
             self._pending = (self.decoder.submit(latents), list(prompts))
@@ -58,7 +67,8 @@ class VideoScorer:
             RewardError: the reward failed on it, and `on_failure = stop`.
         """
         self._score_pending()
-        return join_scores(self._scores)
+        in_turn = itertools.zip_longest(*gather_objects_of_sequence(self._scores))
+        return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
 
     def _score_pending(self) -> None:
         if self._pending is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, speaker
-from sage_fast.distributed import all_gather_object, rank, world_size
+from sage_fast.distributed import all_gather_object, data_rank, data_size, sequence_rank, sequence_size
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
@@ -118,7 +118,7 @@ def evaluate(
     config = setup.config
     chosen = setup.eval_prompts[: config.eval.num_prompts]
     pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
-    first, last = (-(-number * len(pairs) // world_size()) for number in (rank(), rank() + 1))
+    first, last = (-(-number * len(pairs) // data_size()) for number in (data_rank(), data_rank() + 1))
     mine = pairs[first:last]  # rounded up: the first rank, which writes the files, is never without a video
     texts = [chosen[prompt] for prompt, _ in mine]
     seeds = torch.cat(
@@ -138,7 +138,7 @@ def evaluate(
             parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
         chunks.append((rewards, parts))
         order += chosen_texts
-        if save is not None:
+        if save is not None and sequence_rank() == 0:
             for i, video in zip(chosen_texts, chunk.cpu()):
                 save(first + i, texts[i], video)
         # Copies: a view would keep the whole chunk.
@@ -149,7 +149,7 @@ def evaluate(
     scores, parts = scores[back], {part: value[back] for part, value in parts.items()}
     rows = all_gather_object(
         (texts, seeds.tolist(), scores.tolist(), {part: value.tolist() for part, value in parts.items()})
-    )
+    )[:: sequence_size()]  # ranks that share samples have the same
     return Evaluation(
         iteration=iteration,
         prompts=[text for row in rows for text in row[0]],
