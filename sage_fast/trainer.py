@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, progress, say_wrapped, speaker
-from sage_fast.distributed import all_reduce, world_size
+from sage_fast.distributed import all_reduce, data_size, sequence_size
 from sage_fast.engine import Engine
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards
@@ -215,12 +215,13 @@ class Trainer:
         self, batch: Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch, bar: Progress
     ) -> None:
         """One optimizer step on `transitions`, accumulated over micro-batches."""
-        total = int(all_reduce(torch.tensor(len(transitions), device=self.device)))
+        total = int(all_reduce(torch.tensor(len(transitions), device=self.device))) // sequence_size()
         if total == 0:
             metrics.count("update/skipped", 1)
             return
-        # Gradients are averaged over the ranks; `total` counts the transitions of all of them.
-        weight = world_size() / total
+        # Gradients are averaged over the ranks; `total` counts the transitions of all of them, those that ranks share
+        # once: the gradients of a sequence group add up to as many times those of one process as it has ranks.
+        weight = data_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(transitions, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
         for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
@@ -231,7 +232,7 @@ class Trainer:
             sums += torch.stack([values.sum() for values in of_all])
             bar.update(rows.stop - rows.start)
         record_losses(metrics, losses)
-        value, observed, policy_square, kl_square = (all_reduce(sums) / total).tolist()
+        value, observed, policy_square, kl_square = (all_reduce(sums) / sequence_size() / total).tolist()
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
         with watch("optimizer"):

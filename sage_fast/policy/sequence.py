@@ -9,7 +9,7 @@ text beside its part of the video.
 
 Latents, text and velocities are whole on every rank. Each rank computes the loss of the same samples, and the backward
 sums what the losses of all ranks say of its tokens: over a group of P the gradients of a weight add up to P times those
-of one process, as the losses do, so that the mean over all ranks is the mean over the samples, with P or without.
+of one process, as the losses do. So an engine that takes the mean over all ranks needs to know nothing of groups.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def check_sequence_parallel(size: int, ranks: int) -> int:
         UserError: `size` does not divide the ranks, or DeepSpeed is not installed.
     """
     if ranks % size:
-        more = f"torchrun --nproc-per-node {size} -m sage_fast ..." if ranks == 1 else f"{-(-ranks // size) * size} ranks"
+        more = (
+            f"torchrun --nproc-per-node {size} -m sage_fast ..." if ranks == 1 else f"{-(-ranks // size) * size} ranks"
+        )
         raise UserError(
             f"model.sequence_parallel = {size}: expected a divisor of the number of ranks, which is {ranks}; the "
             f"nearest is {_largest_divisor(ranks, size)}, or start {more}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.distributed import gather_objects_of_sequence, sequence_rank, sequence_size
+from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.decode import PendingVideos, VideoDecoder
 from sage_fast.rewards import CompositeReward
@@ -31,7 +32,8 @@ class VideoScorer:
     chunk. One chunk's videos exist at a time: those of the last one are scored before the next is decoded.
 
     Ranks that share samples all have the latents, and take turns: each decodes and scores its share of the chunks, and
-    `finish` gives every one of them the scores of all.
+    `finish` gives every one of them the scores of all. A reward that fails on one of them is an error there and then on
+    all, since in the rollout the others would wait for it.
 
     Args:
         decoder: makes the videos.
@@ -45,6 +47,7 @@ class VideoScorer:
         self.watch = watch
         self._pending: tuple[PendingVideos, list[str]] | None = None
         self._submitted = 0
+        self._failure: RewardError | UserError | None = None
         self._scores: list[Scores] = []
 
     def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
@@ -64,10 +67,15 @@ class VideoScorer:
         """Score the last chunk; the scores of all, in order.
 
         Raises:
-            RewardError: the reward failed on it, and `on_failure = stop`.
+            RewardError: the reward failed on it, and `on_failure = stop`; among ranks that share samples, on any chunk.
         """
         self._score_pending()
-        in_turn = itertools.zip_longest(*gather_objects_of_sequence(self._scores))
+        ranks = gather_objects_of_sequence((self._scores, self._failure and str(self._failure)))
+        if self._failure is not None:
+            raise self._failure
+        if failure := next((failure for _, failure in ranks if failure), None):
+            raise RewardError(failure)
+        in_turn = itertools.zip_longest(*(scores for scores, _ in ranks))
         return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
 
     def _score_pending(self) -> None:
@@ -78,4 +86,9 @@ class VideoScorer:
         with self.watch("decode"):
             videos = pending.result()
         with self.watch("reward"):
-            self._scores.append(self.reward(videos, prompts))
+            try:
+                self._scores.append(self.reward(videos, prompts))
+            except (RewardError, UserError) as error:
+                if sequence_size() == 1:
+                    raise
+                self._failure = error
