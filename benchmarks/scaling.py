@@ -21,14 +21,7 @@ import torch
 from sage_fast.config import Config
 from sage_fast.environment import environment
 from sage_fast.measure.harness import H200_BF16_FLOPS
-from sage_fast.measure.plan import (
-    attention_flops,
-    build_meta_vae,
-    decode_flops,
-    forward_flops,
-    plan,
-    training_flops,
-)
+from sage_fast.measure.plan import attention_flops, build_meta_vae, decode_flops, forward_flops, plan, training_flops
 from sage_fast.policy.checkpointing import activation_bytes
 from sage_fast.policy.load import TEXT_TOKENS
 from sage_fast.settings import load
@@ -379,11 +372,7 @@ def small() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "sizes": sizes,
-    "collectives": collectives,
-    "layouts": layouts,
-    "overlap": overlap,
-    "small": small,
+    function.__name__: function for function in (sizes, collectives, layouts, overlap, small)
 }
 
 
