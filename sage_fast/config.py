@@ -64,6 +64,9 @@ class ModelConfig(Section):
     """What the backward computes again. `full`: every transformer block, which takes the least memory and one more
     forward; `attention`: the blocks without their attention, whose output is kept; `none`: nothing; `auto`: the fastest
     that fits into the memory that is free."""
+    sequence_parallel: int = within(1, least=1)
+    """GPUs that share one sample, for videos that are long for one: each has a part of the tokens, and for attention a
+    part of the heads. Divides the transformer's heads (16) and the number of ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,8 @@
-"""Ranks and reductions; every function is the identity in a single process."""
+"""Ranks and reductions; every function is the identity in a single process.
+
+Ranks that follow each other may share samples (`model.sequence_parallel`): they form a sequence group, hold the same
+samples and count as one data-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,47 @@ def _store_of_restart() -> dict[str, Any]:
     return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}
 
 
+_sequence_group: dist.ProcessGroup | None = None
+
+
+def join_sequence_group(size: int, timeout_minutes: float = 10) -> None:
+    """Make each `size` ranks in a row one sequence group; `size` divides the number of ranks.
+
+    Neighbours, so that a group lies within a node if `size` divides the ranks of a node: what it exchanges in every
+    block is far more than what data-parallel ranks exchange in an iteration.
+    """
+    global _sequence_group
+    if size == sequence_size():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    _sequence_group = dist.new_subgroups(size, timeout=timeout)[0] if size > 1 else None
+
+
+def sequence_group() -> dist.ProcessGroup | None:
+    """The ranks that share this rank's samples; None if it shares none."""
+    return _sequence_group
+
+
+def sequence_size() -> int:
+    return dist.get_world_size(_sequence_group) if _sequence_group is not None else 1
+
+
+def sequence_rank() -> int:
+    return rank() % sequence_size()
+
+
+def data_rank() -> int:
+    """This rank's place among those that have samples of their own."""
+    return rank() // sequence_size()
+
+
+def data_size() -> int:
+    return world_size() // sequence_size()
+
+
 def shutdown() -> None:
+    global _sequence_group
+    _sequence_group = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -76,10 +120,17 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
 def all_gather_object(value: Any) -> list[Any]:
     """The values of all ranks; small picklable things only."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    return _gather_objects(value, world_size(), None) if dist.is_initialized() else [value]
+
+
+def gather_objects_of_sequence(value: Any) -> list[Any]:
+    """The values of the ranks of this sequence group, likewise."""
+    return _gather_objects(value, sequence_size(), _sequence_group) if _sequence_group is not None else [value]
+
+
+def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, progress, say_wrapped, speaker
-from sage_fast.distributed import all_gather_object, all_reduce, rank, together, world_size
+from sage_fast.distributed import (
+    all_gather_object,
+    all_reduce,
+    data_rank,
+    data_size,
+    sequence_size,
+    together,
+    world_size,
+)
 from sage_fast.engine import Engine
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
@@ -118,7 +126,7 @@ class Trainer:
 
         samples = draw_samples(self.config, self.prompts, index)
         tokens = [self._tokens(sample.prompt) for sample in samples]
-        mine = deal(tokens, world_size(), self.config.sampling.batch_size)[rank()]
+        mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
         prompts = [samples[i].prompt for i in mine]
         with watch("rollout"):
             embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in {"", *prompts}}
@@ -239,7 +247,9 @@ class Trainer:
         if total == 0:
             metrics.count("update/skipped", 1)
             return
-        weight = world_size() / total  # the gradients are averaged over the ranks
+        # Gradients are averaged over the ranks; `total` counts the transitions of all of them, those that ranks share
+        # once: the gradients of a sequence group add up to as many times those of one process as it has ranks.
+        weight = data_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(mine, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
         for rows in self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size):
@@ -251,7 +261,7 @@ class Trainer:
             bar.update(rows.stop - rows.start)
         record_losses(metrics, losses)
         with watch.waiting():
-            value, observed, policy_square, kl_square = (all_reduce(sums) / total).tolist()
+            value, observed, policy_square, kl_square = (all_reduce(sums) / sequence_size() / total).tolist()
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
         was, self.mid_iteration = self.mid_iteration, True

@@ -23,22 +23,22 @@ from tests.tiny import FEW_STEPS, BrightnessReward, arguments
 REPOSITORY = Path(__file__).parent.parent
 
 
-def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Two gloo ranks."""
+def torchrun(*arguments: str, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
+    """So many gloo ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [*command, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
-def start_two_ranks(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run `code` on two gloo ranks, with `folder` as its argument."""
+def start_two_ranks(code: str, folder: Path, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
+    """Run `code` on so many gloo ranks, with `folder` as its argument."""
     (folder / "ranks.py").write_text(code)
-    return torchrun(str(folder / "ranks.py"), str(folder))
+    return torchrun(str(folder / "ranks.py"), str(folder), ranks=ranks)
 
 
 ENCODE = """

@@ -22,6 +22,7 @@ from sage_fast.objective import uses_anchor
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.policy.sequence import check_heads
 from sage_fast.rollout.schedule import configured_table, iteration_table, position_steps, trained_steps
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.run.setup import training_bytes
@@ -174,7 +175,8 @@ def plan(
         config: validated settings.
         architecture: the transformer's config.json; None for the published architecture.
         autoencoder: the autoencoder's config.json, likewise.
-        ranks: GPUs; samples are spread over them, weights and optimizer are whole on each.
+        ranks: GPUs; samples are spread over them (`model.sequence_parallel` of them share theirs), weights and
+            optimizer are whole on each.
     """
     transformer = build_meta(config, architecture)
     built = transformer.config
@@ -218,7 +220,9 @@ def plan(
 
     width = 2 if config.model.dtype == "bfloat16" else 4
     frozen_width = 4 if config.model.tuning == "full" else width
-    mine = -(-samples // ranks)
+    sharing = config.model.sequence_parallel
+    check_heads(sharing, built.num_attention_heads)
+    mine = -(-samples // (ranks // sharing))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     memory = {
         "frozen weights": float((base - (trainable if config.model.tuning == "full" else 0)) * frozen_width),
@@ -233,7 +237,9 @@ def plan(
         memory, host = memory | trajectories, {}
     rank = config.model.lora_rank if config.model.tuning == "lora" else 0
     activations = {
-        name: activation_bytes(name, built, joint, width, rank=rank, batch_size=train.batch_size, passes=passes)
+        name: activation_bytes(
+            name, built, -(-joint // sharing), width, rank=rank, batch_size=train.batch_size, passes=passes
+        )
         for name in MODES
     }
     memory[f"activations, checkpointing {asked}{', as full' if asked == 'auto' else ''}"] = activations.pop(mode)

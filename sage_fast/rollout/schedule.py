@@ -13,6 +13,7 @@ from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
+from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
@@ -75,7 +76,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             "train.optimizer_steps = 1: the KL of kl.strategy = 'stepwise' in closed form is 0 in the first update of "
             "an iteration; expected at least 2, or kl.strategy = 'none'"
         )
-    ranks = ranks or world_size()
+    ranks = check_sequence_parallel(config.model.sequence_parallel, ranks or world_size())
     samples = train.prompts_per_iteration * train.group_size
     if samples < ranks:
         raise UserError(

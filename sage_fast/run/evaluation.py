@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, speaker
-from sage_fast.distributed import all_gather_object, rank, together, world_size
+from sage_fast.distributed import all_gather_object, data_rank, data_size, rank, sequence_rank, sequence_size, together
 from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
@@ -166,7 +166,7 @@ def evaluate(
     config = setup.config
     texts, seeds = prompts_and_seeds(setup)
     # Rounded up: the first rank, which writes the files, is never without a video.
-    first, last = (-(-number * len(texts) // world_size()) for number in (rank(), rank() + 1))
+    first, last = (-(-number * len(texts) // data_size()) for number in (data_rank(), data_rank() + 1))
     texts, seeds = texts[first:last], seeds[first:last]
     config_of_pairs = dataclasses.replace(config.reward, on_failure="stop")
     strict = CompositeReward(setup.reward.reward, config_of_pairs, "an evaluation needs every score")
@@ -183,7 +183,7 @@ def evaluate(
                 parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
             chunks.append((rewards, parts))
             order += chosen_texts
-            if save is not None:
+            if save is not None and sequence_rank() == 0:
                 for i, video in zip(chosen_texts, chunk.cpu()):
                     save(first + i, texts[i], video)
             # Copies: a view would keep the whole chunk.
@@ -194,7 +194,7 @@ def evaluate(
     scores, parts = scores[back], {part: value[back] for part, value in parts.items()}
     rows = all_gather_object(
         (texts, seeds.tolist(), scores.tolist(), {part: value.tolist() for part, value in parts.items()})
-    )
+    )[:: sequence_size()]  # ranks that share samples have the same
     # A part that a rank with videos lacks is dropped, as one that a chunk lacks.
     named = [part for part in rows[0][3] if all(part in row[3] for row in rows if row[0])]
     return Evaluation(
