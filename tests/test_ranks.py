@@ -162,7 +162,7 @@ def encode(folder: Path) -> Record:
         "shared": round_of(prompts, folder / "shared"),
         "shared again": round_of(prompts, folder / "shared"),
         "own": round_of(prompts, own),
-        "own again": round_of([*prompts, "b" * 20], own),
+        "own again": round_of(["b" * 20, *prompts], own),
         "files": sorted(file.suffix for file in own.iterdir()) if own.exists() else [],
     }
 
