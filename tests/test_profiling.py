@@ -226,7 +226,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     for row in (phases["rollout"], phases["train"], total):
         assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / result["ceiling_flops_per_second"])
         assert 0 < row["mfu"] < 1
-    overrides = dict(argument.removeprefix("--").split("=") for argument in SMALL)
+    overrides = {name.removeprefix("--"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
     expected = plan(load(DEMO, overrides | {"model.gradient_checkpointing": "none"}))
     assert phases["train"]["flops"] == pytest.approx(expected.flops["training"])
     assert result["planned_bytes"] == sum(expected.memory.values())
