@@ -37,7 +37,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 shift 2
 
 chosen=()
-for part in "${@:-${PARTS[@]}}"; do
+(($#)) || set -- "${PARTS[@]}"
+for part; do
     [[ $part =~ ^[1-9][0-9]*$ ]] && name=${PARTS[part - 1]-} || name=$part
     printf '%s\n' "${PARTS[@]}" | grep -qxF -e "$name" || fail "part '$part': expected a number to ${#PARTS[@]} or one of ${PARTS[*]}"
     chosen+=("$name")
