@@ -444,10 +444,10 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
         eval_prompts=PROMPTS,
         embeddings=trainer.embeddings,
     )
-    monkeypatch.setattr("sage_fast.run.evaluation.world_size", lambda: 2)
+    monkeypatch.setattr("sage_fast.run.evaluation.data_size", lambda: 2)
     counts = []
     for number in (0, 1):
-        monkeypatch.setattr("sage_fast.run.evaluation.rank", lambda number=number: number)
+        monkeypatch.setattr("sage_fast.run.evaluation.data_rank", lambda number=number: number)
         result = evaluate(setup, iteration=0)
         counts.append((len(result.videos), len(result.reward), sorted(result.parts)))
     assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
