@@ -42,30 +42,32 @@ SMALL = arguments(
 
 @dataclass
 class Place:
-    """Where runs happen: a server, and a folder under the two names that it has there and here."""
+    """Where runs happen: a server, a folder under the two names that it has there and here, and one for their output,
+    which a full disk does not reach."""
 
     server: ForkServer
     there: Path
     here: Path
+    logs: Path
     private: bool
 
     def start(self, run: str, *options: str, fault: Fault | None = None, **environment: str) -> int:
         """Begin a run, or go on with it if there is one."""
         resume = ["--resume"] * (self.here / run / "config.yaml").is_file()
         command = ["train", str(DEMO), "--output", str(self.there / run), *SMALL, *resume, *options]
-        return self.server.start(command, self.there / f"{run}.log", fault, **environment)
+        return self.server.start(command, self.logs / f"{run}.log", fault, **environment)
 
     def finish(self, run: str, *options: str) -> None:
         status = self.server.wait(self.start(run, *options))
         assert status == 0, self.log(run)
 
     def log(self, run: str) -> str:
-        return (self.here / f"{run}.log").read_text()
+        return (self.logs / f"{run}.log").read_text()
 
     def wait_for(self, run: str, text: str, times: int = 1) -> None:
         """Until the log of a run holds a text."""
         deadline = time.monotonic() + 120
-        log = self.here / f"{run}.log"
+        log = self.logs / f"{run}.log"
         while not log.is_file() or log.read_text().count(text) < times:
             assert time.monotonic() < deadline, f"{text!r} is not in {log.read_text()}"
             time.sleep(0.01)
@@ -79,7 +81,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """On a file system in memory of the server's own if it may have one, as a disk that can be filled."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c",
@@ -89,7 +91,7 @@ def place() -> Iterator[Place]:
             assert server.wait(server.start(["--version"], Path(os.devnull))) == 0  # it has imported everything
             there = Path(folder)
             here = Path(f"/proc/{server.process.pid}/root{folder}") if private else there
-            yield Place(server, there, here, bool(private))
+            yield Place(server, there, here, tmp_path_factory.mktemp("logs"), bool(private))
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -202,7 +204,6 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while file.write(bytes(1 << 16)):
                 pass
-        (place.here / "full.log").write_text("")
     else:
         process = place.start("full", *slow, fault=Fault("state.json", nth=2, do="full"))
     assert place.server.wait(process) == 1, place.log("full")
