@@ -291,8 +291,8 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
     command = ["train", str(DEMO.parent / "hunyuanvideo15-480p.yaml")]
     assert main([*command, "--dry-run", "--gpus", "4"]) == 0
     assert "4 GPUs" in capsys.readouterr().out
-    assert main([*command, "--dry-run", "--gpus", "3"]) == 2
-    assert "prompts_per_iteration = 8: expected a multiple of the 3 ranks; the nearest is 6" in capsys.readouterr().err
+    assert main([*command, "--dry-run", "--gpus", "33"]) == 2
+    assert "32 samples an iteration for 33 ranks; expected at least one each" in capsys.readouterr().err
     assert main([*command, "--dry-run", "--gpus", "0"]) == 2
     assert "--gpus 0: expected at least 1" in capsys.readouterr().err
     assert main([*command, "--gpus", "8"]) == 2

@@ -273,7 +273,8 @@ def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
 
 def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
     """After the step of the rollout in which half of the time is over; what was whole before it is saved."""
-    process = place.start("slow", "--sampling.steps", "1000", "--train.timestep_fraction", "0.01")
+    long = ["--sampling.steps", "1000", "--train.timestep_fraction", "0.01", "--train.grace_seconds", "6"]
+    process = place.start("slow", *long)
     place.wait_for("slow", "rollout: ")
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 0, place.log("slow")
