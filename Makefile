@@ -2,6 +2,7 @@
 # make demo   install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
 # make test   install, then lint, type check and the whole test suite
 # make check  only lint and types, in seconds
+# make soak   runs that are killed and stopped 100 times at random moments, some twenty minutes
 # make bench  operator benchmarks
 # make gpu    prove and measure everything on a GPU without network: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
 
@@ -14,7 +15,7 @@ SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 WHEELS ?= wheels
 OUT ?= runs/gpu
 
-.PHONY: install demo test check bench gpu clean
+.PHONY: install demo test check soak bench gpu clean
 
 install: $(VENV)/installed
 
@@ -36,6 +37,9 @@ check: install
 
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+soak: install
+	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_survive.py tests/test_stop.py tests/test_checkpoint.py
 
 bench: install
 	$(BIN)/python -m pytest benchmarks

@@ -1,7 +1,7 @@
 """`python -m benchmarks.bench_ratio FILE`: what the clip does to each `objective.ratio`, in bfloat16 and float32.
 
-The testbed of configs/demo.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5. Both updates of
-an iteration see the same rollouts, so only the second can be clipped.
+The testbed of configs/demo.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5. Of the two
+updates of an iteration, which see the same rollouts, only the second can be clipped.
 """
 
 import dataclasses
@@ -21,7 +21,13 @@ from sage_fast.settings import load
 from sage_fast.trainer import Trainer
 
 ITERATIONS, SEEDS = 6, (0, 1)
-SETTINGS = {"objective.clip_range": "1e-4", "sampling.eta": "0.5", "train.learning_rate": "1e-5"}
+SETTINGS = {
+    "objective.clip_range": "1e-4",
+    "sampling.eta": "0.5",
+    "sampling.steps": "10",
+    "train.learning_rate": "1e-5",
+    "train.optimizer_steps": "2",
+}
 MEANS = ("ratio/clip_fraction", "ratio/mean", "kl/anchor", "kl/gradient_share")
 
 

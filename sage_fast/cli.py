@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sage_fast import __version__
-from sage_fast.errors import RunError, UserError, reason
+from sage_fast.errors import RunError, Stopped, UserError, reason
 from sage_fast.files import write_json, writing
 from sage_fast.profiling import ranges, tools_of_environment
 
@@ -23,7 +23,7 @@ EPILOG = """examples:
   sage-fast train configs/demo.yaml --output runs/demo
   sage-fast train configs/hunyuanvideo15-480p.yaml --dry-run --gpus 8
   torchrun --nproc-per-node 8 -m sage_fast train configs/hunyuanvideo15-480p.yaml
-  sage-fast train runs/demo/config.yaml --resume
+  sage-fast train runs/demo --resume
   sage-fast sample runs/demo --prompt "a red circle moves left quickly"
 
 Any setting of the YAML file can be given on the command line, such as
@@ -70,10 +70,12 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     )  # fmt: skip
 
     train = add("train", "train a policy; leaves a run folder with weights, metrics, videos and a report")
-    train.add_argument("config", metavar="CONFIG", help="YAML file")
+    train.add_argument("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
     train.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
     train.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
-    train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
+    train.add_argument(
+        "--resume", action="store_true", help="continue the run in the output folder, with its own settings"
+    )
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     sample = add("sample", "make videos with the ODE")
@@ -164,6 +166,8 @@ def _run(arguments: list[str]) -> int:
             raise
         print(f"sage-fast {options.command}: {reason(error)}", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        return stopped.status
     except KeyboardInterrupt:
         return 130
 
@@ -198,9 +202,14 @@ def _tell_loading(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.run.resume import resumed_settings
     from sage_fast.settings import load
 
-    config = load(options.config, overrides)
+    notes: list[str] = []
+    if options.resume:
+        config, notes = resumed_settings(options.config, overrides)
+    else:
+        config = load(options.config, overrides)
     _check_gpus(options)
     _tell_loading(options)
     if options.dry_run:
@@ -214,10 +223,16 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         path = config.model.path
         print(format_plan(plan(config, transformer_config(path), vae_config(path), ranks=ranks)))
         return 0
+    from sage_fast.run.folder import is_restart
     from sage_fast.run.train import train
 
+    restarted = not options.resume and is_restart(config)
+    if restarted:
+        config, notes = resumed_settings(options.config, overrides)
+        _tell(options, f"restarted by torchrun: goes on with the run in {config.output}")
+    _tell(options, *notes)
     with writing(config.output):
-        train(config, resume=options.resume, quiet=options.quiet)
+        train(config, resume=options.resume or restarted, quiet=options.quiet)
     return 0
 
 

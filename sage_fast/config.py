@@ -66,6 +66,9 @@ class ModelConfig(Section):
     """What the backward computes again. `full`: every transformer block, which takes the least memory and one more
     forward; `attention`: the blocks without their attention, whose output is kept; `none`: nothing; `auto`: the fastest
     that fits into the memory that is free."""
+    sequence_parallel: int = within(1, least=1)
+    """GPUs that share one sample, for videos that are long for one: each has a part of the tokens, and for attention a
+    part of the heads. Divides the transformer's heads (16) and the number of ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,6 +146,9 @@ class RewardConfig(Section):
     are given replace those of the file, which replace the default: '{red: 1}', or --reward.weights.red 1."""
     on_failure: OnFailure = "stop"
     """A reward that fails or is not finite stops the run, or its sample is dropped and counted as `reward/dropped`."""
+    timeout_seconds: float = within(1800.0, least=0)
+    """Longest wait for one call of the reward, or of `eval.judge`, which scores up to sampling.batch_size videos; then
+    the run ends, with `drop` too. 0: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -289,6 +295,13 @@ class TrainConfig(Section):
     """Exponential moving average of the trained weights; 0 turns it off."""
     checkpoint_interval: int = within(50, least=1)
     """Iterations between checkpoints."""
+    keep_checkpoints: int = within(2, least=1)
+    """The last so many checkpoints are kept: a damaged one is skipped for the one before."""
+    keep_best: bool = True
+    """Keep the checkpoint with the highest held-out reward too; every evaluation within the run then makes one."""
+    grace_seconds: float = within(25.0, above=0)
+    """From SIGTERM or Ctrl-C to the end of the process. An iteration that does not end within half of it is given up,
+    and done again after --resume. Slurm, Kubernetes and torchrun kill after 30 by default."""
     parity_gate: bool = True
     """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range; with several
     updates an iteration, measure what rounding adds to the ratio after the first, warn above a tenth and stop above a
@@ -380,4 +393,11 @@ class Config(Section):
             "train.optimizer",
             self.train.optimizer,
             "needs model.tuning = full, since it orthogonalises whole weight matrices; the nearest choice is adamw",
+        )
+        require(
+            self.train.optimizer != "adamw8bit" or self.train.eps >= 1e-10,
+            "train.eps",
+            self.train.eps,
+            "adamw8bit rounds second moments far below the largest of their block to 0, and eps alone bounds those "
+            "updates; expected at least 1e-10, the nearest",
         )

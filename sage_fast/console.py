@@ -6,11 +6,15 @@ carriage returns and a long part is never silent.
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -36,13 +40,62 @@ def say_wrapped(line: str, tell: Say) -> None:
 
 
 def say_nothing(line: str) -> None:
-    """`say` of a quiet command, and of all ranks but the first."""
-    del line
+    """`say` of a quiet command, and of all ranks but the first: the line goes into the log alone, if there is one."""
+    if _log is not None:
+        _log.write(f"{line}\n")
 
 
 def speaker(quiet: bool) -> Say:
     """`say`, or `say_nothing` if quiet."""
     return say_nothing if quiet else say
+
+
+class _Log:
+    """A file of lines, each with its time; what draws a bar is no line."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+        self._at_start = True
+
+    def write(self, text: str) -> None:
+        for line in text.splitlines(keepends=True) if "\r" not in text else ():
+            time_of_line = time.strftime("%Y-%m-%d %H:%M:%S ") if self._at_start and line.strip() else ""
+            self.file.write(time_of_line + line)
+            self._at_start = line.endswith("\n")
+
+
+class _Copied:
+    """A stream of the screen, and of the log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if _log is not None:
+            _log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+_log: _Log | None = None
+
+
+def log_to(path: Path) -> None:
+    """From now on `path` is told, beside the screen, all that this process says and prints: warnings, the traceback of
+    what ends it, and where it was if it crashes or is aborted. The screen stays as it was.
+
+    Lines that are said quietly go there too. What an earlier process wrote is kept.
+    """
+    global _log
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _log = _Log(path.open("a", encoding="utf-8", errors="replace", buffering=1))
+    _log.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    faulthandler.enable(_log.file)
+    for name in ("stdout", "stderr"):
+        if not isinstance(getattr(sys, name), _Copied):
+            setattr(sys, name, _Copied(getattr(sys, name)))
 
 
 class Progress:
@@ -53,10 +106,19 @@ class Progress:
         total: units.
         unit: of the count.
         quiet: show nothing.
+        pause: called after each update; what it raises ends the work.
     """
 
-    def __init__(self, what: str, total: int, unit: str = "step", *, quiet: bool = False) -> None:
-        self.what, self.total, self.unit = what, total, unit
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        unit: str = "step",
+        *,
+        quiet: bool = False,
+        pause: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.what, self.total, self.unit, self.pause = what, total, unit, pause
         self.done = 0
         self._bar: Any = None
         self._prints = not quiet and not sys.stderr.isatty()
@@ -81,6 +143,7 @@ class Progress:
             say(f"{self.what}: {self.done} of {self.total} {self.unit}s")
             now = time.monotonic()
             self._next_line = now + (SECONDS_BETWEEN_LINES if now < self._start + LONG else LONG)
+        self.pause()
 
 
 def progress(

@@ -1,14 +1,23 @@
-"""Ranks and reductions; every function is the identity in a single process."""
+"""Ranks and reductions; every function is the identity in a single process.
+
+Ranks that follow each other may share samples (`model.sequence_parallel`): they form a sequence group, hold the same
+samples and count as one data-parallel rank.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from sage_fast.errors import RankError, Stopped
 
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
@@ -29,11 +38,62 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
             timeout=timedelta(minutes=timeout_minutes),
             # NCCL connects at once, and never guesses the device of a barrier.
             device_id=device if device.type == "cuda" else None,
+            **_store_of_restart(),
         )
     return device
 
 
+def _store_of_restart() -> dict[str, Any]:
+    """A part of torchrun's store for each restart on one machine: without --rdzv-backend or --standalone it keeps the
+    store, in which these ranks would find the addresses of those before them. Across machines it makes a new one."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts == 0 or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}
+
+
+_sequence_group: dist.ProcessGroup | None = None
+
+
+def join_sequence_group(size: int, timeout_minutes: float = 10) -> None:
+    """Make each `size` ranks in a row one sequence group; `size` divides the number of ranks.
+
+    Neighbours, so that a group lies within a node if `size` divides the ranks of a node: what it exchanges in every
+    block is far more than what data-parallel ranks exchange in an iteration.
+    """
+    global _sequence_group
+    if size == sequence_size():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    _sequence_group = dist.new_subgroups(size, timeout=timeout)[0] if size > 1 else None
+
+
+def sequence_group() -> dist.ProcessGroup | None:
+    """The ranks that share this rank's samples; None if it shares none."""
+    return _sequence_group
+
+
+def sequence_size() -> int:
+    return dist.get_world_size(_sequence_group) if _sequence_group is not None else 1
+
+
+def sequence_rank() -> int:
+    return rank() % sequence_size()
+
+
+def data_rank() -> int:
+    """This rank's place among those that have samples of their own."""
+    return rank() // sequence_size()
+
+
+def data_size() -> int:
+    return world_size() // sequence_size()
+
+
 def shutdown() -> None:
+    global _sequence_group
+    _sequence_group = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -58,20 +118,55 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
-def all_gather(tensor: Tensor, device: torch.device) -> Tensor:
-    """Concatenate equally shaped tensors of all ranks along the first dimension; returned where `tensor` was."""
-    if not dist.is_initialized():
-        return tensor
-    local = tensor.to(device).contiguous()
-    parts = [torch.empty_like(local) for _ in range(world_size())]
-    dist.all_gather(parts, local)
-    return torch.cat(parts).to(tensor.device)
-
-
 def all_gather_object(value: Any) -> list[Any]:
     """The values of all ranks; small picklable things only."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    return _gather_objects(value, world_size(), None) if dist.is_initialized() else [value]
+
+
+def gather_objects_of_sequence(value: Any) -> list[Any]:
+    """The values of the ranks of this sequence group, likewise."""
+    return _gather_objects(value, sequence_size(), _sequence_group) if _sequence_group is not None else [value]
+
+
+def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def broadcast_object(value: Any, source: int) -> Any:
+    """The value of rank `source`, on every rank; something picklable, tensors on the CPU."""
+    if not dist.is_initialized():
+        return value
+    values = [value if rank() == source else None]
+    dist.broadcast_object_list(values, src=source)
+    return values[0]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Around work without collectives: what fails on one rank fails on all, so that none waits for it in vain.
+
+    Raises:
+        RankError: on the ranks whose own work went well, or was stopped, if that of another one failed.
+        Stopped: on all ranks, if it was raised on one.
+    """
+    if world_size() == 1:
+        yield
+        return
+    failure: Exception | Stopped | None = None
+    try:
+        yield
+    except (Exception, Stopped) as error:
+        failure = error
+    number = failure.number if isinstance(failure, Stopped) else 0
+    text = None if failure is None or number else f"{type(failure).__name__}: {failure}"
+    outcomes: list[tuple[int, str | None]] = all_gather_object((number, text))
+    if failure is not None and text is not None:
+        vars(failure)["on_all_ranks"] = True
+        raise failure
+    for other, (_, why) in enumerate(outcomes):
+        if why is not None:
+            raise RankError(f"rank {other} failed: {why}")
+    if stopped := max(number for number, _ in outcomes):
+        raise Stopped(stopped)

@@ -9,11 +9,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
 from sage_fast.errors import UserError
+
+PARTIAL = ".partial"
+"""Suffix of a file or folder that is being written; what a kill leaves under it is no result, and may be removed."""
 
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -55,6 +58,41 @@ def _share(path: Path) -> None:
             file.chmod(0o666 & ~umask)
 
 
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file that appears whole, or stays as it was: a kill, a full disk or a loss of power tears nothing.
+
+    Args:
+        path: of a regular file; its folder exists.
+        content: text is encoded as UTF-8.
+
+    Raises:
+        OSError: it names `path`; what stood there is as it was.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        if error.filename is None or str(error.filename) == str(partial):
+            error.filename = str(path)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder survive a loss of power, as fsync does for what is in a file."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(result: Mapping[str, Any], path: Path) -> None:
     """A result file, readable by a person; it appears whole, or stays as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,14 +100,26 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
     if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
         with writing(path):
             path.write_text(text, encoding="utf-8")
-        return
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with writing(path):
-            partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    else:
+        write_atomic(path, text)
+
+
+def append_line(file: BinaryIO, line: str) -> None:
+    """Append a line in one write; what a full disk took only a part of is cut off again.
+
+    Args:
+        file: opened for appending, unbuffered.
+        line: without its end.
+    """
+    content, size = line.encode() + b"\n", os.fstat(file.fileno()).st_size
+    with writing(file.name):
+        try:
+            written = file.write(content)
+            if written < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
@@ -97,9 +147,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-                raise UserError("expected an object with an integer 'iteration'")
-        except ValueError as error:
+            iteration = row.get("iteration") if isinstance(row, dict) else None
+            if not isinstance(iteration, int) or not 0 <= iteration < 2**53:
+                raise UserError("expected an object with an integer 'iteration' from 0")
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove it to go on"
             ) from error

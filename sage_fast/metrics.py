@@ -6,14 +6,15 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage_fast.distributed import all_gather, all_gather_object
+from sage_fast.distributed import all_gather_object, world_size
 from sage_fast.errors import NonFiniteError
 from sage_fast.objective import Loss
-from sage_fast.profiling import annotate
+from sage_fast.profiling import PHASES, WAIT, annotate
 
 REWARD_PART = "reward_part/"
 """Prefix of the parts of a reward, whose names its author chooses; statistics are under `reward/`."""
@@ -83,23 +84,19 @@ def record_rewards(
     advantages: Tensor,
     valid: Tensor,
     equal: Tensor,
-    device: torch.device,
 ) -> None:
-    """Statistics of the composite as `reward/<statistic>`, means of its parts as `reward_part/<part>`, over all ranks.
+    """Statistics of the composite as `reward/<statistic>`, means of its parts as `reward_part/<part>`.
 
     Args:
         metrics: takes them.
-        rewards, advantages: `[P, G]`, of this rank's groups.
-        parts: each `[P G]`; one that a rank lacks after a failure is skipped.
+        rewards, advantages: `[P, G]`, of all ranks.
+        parts: each `[P G]`.
         valid: bool `[P, G]`, False for a failed reward.
         equal: bool `[P]`, groups without an advantage.
-        device: of the process group.
 
     Raises:
         NonFiniteError: every reward failed.
     """
-    rewards, valid, advantages = (all_gather(t, device) for t in (rewards, valid, advantages))
-    equal = all_gather(equal, device)
     counted = rewards[valid]
     if not counted.numel():
         raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
@@ -109,10 +106,8 @@ def record_rewards(
     metrics.set("reward/zero_std_groups", float(equal.float().mean()))
     metrics.set("reward/dropped", int((~valid).sum()))
     metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
-    names = all_gather_object(list(parts))
-    for part in (name for name in names[0] if all(name in others for others in names)):
-        gathered = all_gather(parts[part], device)
-        metrics.set(REWARD_PART + part, float(gathered[gathered.isfinite()].mean()))
+    for part, values in parts.items():
+        metrics.set(REWARD_PART + part, float(values[values.isfinite()].mean()))
 
 
 def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
@@ -132,7 +127,8 @@ def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
 class Stopwatch:
     """Seconds by phase, and on a GPU the peak of allocated memory; each phase is a named range for profilers too.
 
-    Waits for the device when a phase ends. What one phase left running on another stream counts in the next.
+    Waits for the device when a phase ends. What one phase left running on another stream counts in the next. A phase
+    within another counts for itself alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,7 +153,18 @@ class Stopwatch:
         finally:
             self._note_peak()
             self._open.pop()
-        self._seconds[phase] += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._seconds[phase] += seconds
+        if self._open:
+            self._seconds[self._open[-1]] -= seconds
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Around a collective whose result is needed at once: `wait`, of which a single process has none."""
+        if world_size() == 1:
+            return contextlib.nullcontext()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # its own work is not waiting
+        return self(WAIT)
 
     def _note_peak(self) -> None:
         """The peak since the last call belongs to all phases that are open."""
@@ -172,9 +179,43 @@ class Stopwatch:
         return {f"memory/{phase}": peak for phase, peak in self._peaks.items()}
 
     def seconds(self) -> dict[str, float]:
-        """`time/<phase>`, and `time/total` since this watch was made; `train` excludes `optimizer`, which it holds."""
-        seconds = dict(self._seconds)
-        if "train" in seconds and "optimizer" in seconds:
-            seconds["train"] -= seconds["optimizer"]
-        rows = {f"time/{phase}": value for phase, value in seconds.items()}
+        """`time/<phase>`, and `time/total` since this watch was made."""
+        rows = {f"time/{phase}": value for phase, value in self._seconds.items()}
         return rows | {"time/total": time.perf_counter() - self.start}
+
+
+def slowest_and_fastest(seconds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
+    """Phase -> `slowest` and `fastest`, each [rank, seconds]; `work` is all of a rank's phases.
+
+    Args:
+        seconds: `Stopwatch.seconds()` of every rank.
+    """
+    known = [phase for phase in PHASES if any(f"time/{phase}" in row for row in seconds)]
+    times = {phase: [row.get(f"time/{phase}", 0.0) for row in seconds] for phase in known}
+    times["work"] = [sum(of_rank) for of_rank in zip(*times.values())]
+    ends = {}
+    for phase, values in times.items():
+        slowest, fastest = values.index(max(values)), values.index(min(values))
+        ends[phase] = {"slowest": [slowest, values[slowest]], "fastest": [fastest, values[fastest]]}
+    return ends
+
+
+SHARE_OF_STRAGGLERS, SECONDS_OF_STRAGGLERS = 0.1, 1.0
+"""Of an iteration, what the slowest rank works longer than the fastest before a line says so."""
+
+
+def straggler_line(row: Mapping[str, Any]) -> str | None:
+    """Which rank the others wait for, if that is worth a line; where it differs most is named."""
+    ends = dict(row.get("time/ranks", {}))
+    if not ends:
+        return None
+
+    def spread(phase: str) -> float:
+        return ends[phase]["slowest"][1] - ends[phase]["fastest"][1]
+
+    if spread("work") < max(SHARE_OF_STRAGGLERS * row["time/total"], SECONDS_OF_STRAGGLERS):
+        return None
+    phase = max((phase for phase in ends if phase != "work"), key=spread)
+    (slow, most), (fast, least) = (ends["work"][end] for end in ("slowest", "fastest"))
+    line = f"rank {slow} works {most:.1f} s, rank {fast} {least:.1f} s; {phase}: "
+    return line + ", ".join(f"{ends[phase][end][1]:.1f} s on {ends[phase][end][0]}" for end in ("slowest", "fastest"))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import AdvantageStd, Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
-from sage_fast.distributed import all_gather_object
 from sage_fast.ops import Row
 
 
@@ -25,8 +24,7 @@ def group_advantages(
     Args:
         rewards: float `[P, G]`, one row per group.
         valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
-        std: population std of the `group`, or of the `batch`: all groups of all ranks, about their groups' means. The
-            latter is a collective: every rank must call.
+        std: population std of the `group`, or of the `batch`: all groups, about their groups' means.
         clamp: bound on |A|.
         eps: constant of Eq. 10.
 
@@ -37,14 +35,13 @@ def group_advantages(
     filled = torch.where(valid, rewards, 0.0)
     mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(valid, rewards - mean, 0.0)
-    squares, size = centred.square().sum(1, keepdim=True), count.clamp(min=1)
+    squares, size = centred.square().sum(1, keepdim=True), count
     if std == "batch":
-        ranks = all_gather_object((squares.sum().item(), count.sum().item()))
-        squares, size = squares.new_tensor(sum(s for s, _ in ranks)), max(1, sum(n for _, n in ranks))
+        squares, size = squares.sum(), count.sum()
     high = torch.where(valid, rewards, -torch.inf).amax(1)
     low = torch.where(valid, rewards, torch.inf).amin(1)
     equal = (count[:, 0] < 2) | (high == low)
-    advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size).sqrt() + eps))
+    advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps))
     return advantages.clamp(-clamp, clamp), equal
 
 
@@ -125,8 +122,12 @@ def centres_ratio(objective: ObjectiveConfig) -> bool:
 
 
 def stores_rollout_velocities(config: Config) -> bool:
-    """Whether the loss needs the KL to the rollout policy in closed form, and so the rollout's velocities."""
-    return centres_ratio(config.objective) or (uses_velocity(config.kl) and config.kl.velocity_term == "closed_form")
+    """Whether the loss needs the KL to the rollout policy in closed form, and so the rollout's velocities.
+
+    In the first update of an iteration it is 0, and so is its gradient.
+    """
+    needed = centres_ratio(config.objective) or (uses_velocity(config.kl) and config.kl.velocity_term == "closed_form")
+    return needed and config.train.optimizer_steps > 1
 
 
 def sage_loss(

@@ -20,6 +20,8 @@ from sage_fast.errors import UserError
 
 PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
 """Of an iteration, in order; what the trainer's Stopwatch times."""
+WAIT = "wait"
+"""A phase of several ranks, within others: for the slowest of them."""
 DOMAIN = "sage_fast"
 """NVTX domain of every range."""
 SWITCH = "SAGE_FAST_NVTX"

@@ -17,7 +17,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 import sys
 import types
@@ -33,6 +32,7 @@ BOUNDS = {
     "below": ("below", operator.lt),
 }
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+LARGEST = sys.float_info.max
 _PYTHON = {bool: bool, int: int, float: int | float, str: str}
 
 
@@ -125,7 +125,7 @@ class Setting:
         require(problem is None, self.name, value, str(problem))
 
     def _out_of_bounds(self, value: float) -> str | None:
-        if not math.isfinite(value):
+        if not -LARGEST <= value <= LARGEST:  # nor is NaN
             return f"expected a finite number, such as {self.default}"
         if every := self.bounds.get("every"):
             least = self.bounds["least"]
@@ -172,7 +172,14 @@ def _problem(hint: Any, value: object) -> str | None:
     wanted = next(member for member in (*_members(hint), hint) if member is not types.NoneType)
     if not isinstance(value, _PYTHON[wanted]) or (isinstance(value, bool) and wanted is not bool):
         return f"expected {kind(hint)}"
-    return "expected text that is not empty" if value == "" else None
+    if value == "":
+        return "expected text that is not empty"
+    return "expected text in UTF-8" if isinstance(value, str) and not is_unicode(value) else None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: not what Python makes of the bytes of another encoding on a command line."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def section_name(section: type) -> str:

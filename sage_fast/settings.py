@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from sage_fast.config import Config
 from sage_fast.errors import UserError
-from sage_fast.section import kind, meanings, own_settings, sections, settings_of
+from sage_fast.section import is_unicode, kind, meanings, own_settings, sections, settings_of
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
@@ -31,23 +31,39 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
     """
     path = Path(path)
+    if overrides and not path.exists():
+        raise UserError(f"config {path}: no such file; it comes first, before settings such as --sampling.eta 0.7")
+    settings = _read(path)
+    given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    return build(_entries_joined(settings) | _entries_joined(given))
+
+
+def keys_of(path: Path) -> list[str]:
+    """Names of the settings that a file holds, which `load` has read."""
+    return list(_entries_joined(_read(path)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Dotted key -> value of a YAML file."""
     if path.is_dir():
         raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}")
     if not path.exists():
-        hint = "; it comes first, before settings such as --sampling.eta 0.7" if overrides else ""
-        raise UserError(f"config {path}: no such file{hint}")
+        raise UserError(f"config {path}: no such file")
     try:
         loaded = OmegaConf.load(path)
     except RecursionError as error:
         raise UserError(f"config {path}: nested too deeply; expected sections of settings") from error
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"config {path}: not valid YAML: {_where(error)}") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise UserError(f"config {path}: expected a mapping of settings") from error  # a number or a word
     if not isinstance(loaded, DictConfig):
         raise UserError(f"config {path}: expected a mapping of settings")
     if not loaded:
         raise UserError(f"config {path}: holds no settings")
-    given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
-    return build(_entries_joined(_leaves(OmegaConf.to_container(loaded))) | _entries_joined(given))
+    return _leaves(OmegaConf.to_container(loaded))
 
 
 def build(settings: Mapping[str, Any]) -> Config:
@@ -58,7 +74,7 @@ def build(settings: Mapping[str, Any]) -> Config:
             raise UserError(_unknown(key))
         try:
             OmegaConf.update(tree, key, value, merge=False)
-        except ValidationError as error:
+        except (ValidationError, OverflowError) as error:
             known[key].check(value)
             raise UserError(f"{key} = {value!r}: expected {kind(known[key].type)}") from error
         except OmegaConfBaseException as error:
@@ -111,6 +127,8 @@ def _typed(key: str, text: str) -> Any:
     """The value that an override gives, as YAML; text stays as typed where text is expected."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
+    if not is_unicode(text):
+        raise UserError(f"--{key} {text!r}: expected text in UTF-8")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
     except (yaml.YAMLError, OmegaConfBaseException) as error:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, progress, say_wrapped, speaker
-from sage_fast.distributed import all_reduce, world_size
+from sage_fast.distributed import (
+    all_gather_object,
+    all_reduce,
+    data_rank,
+    data_size,
+    sequence_size,
+    together,
+    world_size,
+)
 from sage_fast.engine import make_engine
 from sage_fast.errors import NonFiniteError, UserError
-from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards
+from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
 from sage_fast.objective import (
     KLController,
     Loss,
@@ -37,16 +45,17 @@ from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, idle_rollouts, initial_latents, rollout
 from sage_fast.rollout.schedule import (
-    Group,
+    Sample,
     Transition,
     configured_table,
-    draw_groups,
+    deal,
+    draw_samples,
     iteration_table,
     position_steps,
     trained_steps,
     update_schedule,
 )
-from sage_fast.rollout.scoring import VideoScorer
+from sage_fast.rollout.scoring import VideoScorer, gather_scores
 from sage_fast.rollout.trajectories import Trajectories, on_device
 from sage_fast.transitions import TransitionTable
 
@@ -61,6 +70,11 @@ class Trainer:
         prompts: training prompts.
         embeddings: prompt -> embedding, for every training prompt and the empty one.
         quiet: print neither progress nor notes.
+
+    Attributes:
+        pause: called between the steps of a rollout, on each rank on its own; may raise `Stopped`.
+        before_update: called before each optimizer step, on all ranks; may raise `Stopped`, on all of them.
+        mid_iteration: this iteration has begun to change the state, which a checkpoint must not hold now.
     """
 
     def __init__(
@@ -90,6 +104,9 @@ class Trainer:
         reduction = config.objective.log_prob
         self.equalizer = self.full_table.equalizer(reduction).to(self.device, torch.float32)
         self.log_ratio_bias = self.full_table.log_ratio_bias(reduction).to(self.device, torch.float32)
+        self.pause: Callable[[], object] = lambda: None
+        self.before_update: Callable[[], object] = lambda: None
+        self.mid_iteration = False
         self.graphs = step_graphs(self.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
 
     # -- one iteration ------------------------------------------------------------------------------------------------
@@ -107,24 +124,28 @@ class Trainer:
         steps = trained_steps(table, self.config, index)
         coefs = table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
 
-        groups = draw_groups(self.config, self.prompts, index)
-        groups.sort(key=lambda group: self.embeddings[group.prompt].tokens)  # equal lengths side by side
-        prompts = self._prompts_of(groups)
+        samples = draw_samples(self.config, self.prompts, index)
+        tokens = [self._tokens(sample.prompt) for sample in samples]
+        mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
+        prompts = [samples[i].prompt for i in mine]
         with watch("rollout"):
             embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in {"", *prompts}}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch)
-        trajectories = self._rollout(groups, table, coefs, steps, conditioning, scorer, watch)
-        rewards, parts = scorer.finish()
+        with together():
+            trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
+            scores = scorer.finish()
+        with watch.waiting():
+            rewards, parts = gather_scores(mine, scores)
 
-        size = (len(groups), self.config.train.group_size)
+        size = (self.config.train.prompts_per_iteration, self.config.train.group_size)
         valid = rewards.isfinite().view(size)
         objective = self.config.objective
         advantages, equal = group_advantages(
             rewards.view(size), valid, std=objective.advantage_std, clamp=objective.advantage_clamp
         )
         metrics = Metrics()
-        record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal, self.device)
+        record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal)
 
         kept = valid & ~(equal[:, None] & self.config.objective.drop_equal_groups)
         batch = Batch(
@@ -133,17 +154,19 @@ class Trainer:
             trajectories=trajectories,
             conditioning=conditioning,
             prompts=prompts,
-            advantages=advantages.flatten().float().to(self.device),
+            advantages=advantages.flatten()[mine].float().to(self.device),
             anchor_velocities={},
         )
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, position_steps(self.config, steps, index))
         if self.config.train.parity_gate and self.engine.steps == self._first_step:
             self._check_parity(batch, steps, metrics)
-        updates = update_schedule(self.config, index, groups, steps, kept.flatten().tolist())
-        with watch("train"), Progress("train", sum(map(len, updates)), "transition", quiet=self.quiet) as bar:
-            for transitions in updates:
-                self._update(batch, transitions, metrics, watch, bar)
+        updates = update_schedule(self.config, index, samples, steps, kept.flatten().tolist())
+        own = {number: i for i, number in enumerate(mine)}
+        shares = [[(own[sample], step) for sample, step in update if sample in own] for update in updates]
+        with watch("train"), Progress("train", sum(map(len, shares)), "transition", quiet=self.quiet) as bar:
+            for update, share in zip(updates, shares):
+                self._update(batch, share, len(update), metrics, watch, bar)
         self._refresh_anchor()
 
         row: dict[str, object] = {"iteration": index, "optimizer_step": self.engine.steps}
@@ -151,19 +174,24 @@ class Trainer:
         row["kl/lambda"] = self.kl.value
         row["learning_rate"] = self.engine.learning_rate
         row["velocity_grad_norm"] = metrics.by_step(len(table))
-        return row | watch.seconds() | watch.peaks()
+        seconds = watch.seconds()
+        if world_size() > 1:
+            row["time/ranks"] = slowest_and_fastest(all_gather_object(seconds))
+        return row | seconds | watch.peaks()
 
     # -- rollout ------------------------------------------------------------------------------------------------------
 
-    def _prompts_of(self, groups: Sequence[Group]) -> list[str]:
-        return [group.prompt for group in groups for _ in group.seeds]
+    def _tokens(self, prompt: str) -> int:
+        """Of one forward of a sample, both of its passes with guidance."""
+        passes = (prompt, "") if self.policy.uses_guidance else (prompt,)
+        return sum(self.model.joint_tokens(self.config.sampling, self.embeddings[of].tokens) for of in passes)
 
     def _runs(self, prompts: Sequence[str], size: int) -> list[slice]:
         return equal_runs([self.embeddings[prompt].tokens for prompt in prompts], size)
 
     def _rollout(
         self,
-        groups: Sequence[Group],
+        samples: Sequence[Sample],
         table: TransitionTable,
         coefs: Tensor,
         steps: Sequence[int],
@@ -171,10 +199,10 @@ class Trainer:
         scorer: VideoScorer,
         watch: Stopwatch,
     ) -> Trajectories:
-        """Sample every group; on a GPU the videos of a run are decoded beside the rollout of the next one."""
-        prompts = self._prompts_of(groups)
-        seeds = torch.cat([group.seeds for group in groups])
-        latent_seeds = torch.cat([group.latent_seeds for group in groups])
+        """Make this rank's samples; on a GPU the videos of a run are decoded beside the rollout of the next one."""
+        prompts = [sample.prompt for sample in samples]
+        seeds = torch.tensor([sample.seed for sample in samples])
+        latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
         keeps_velocities = stores_rollout_velocities(self.config) or (
             self.anchor is not None and self.anchor_is_current
         )
@@ -188,7 +216,7 @@ class Trainer:
         )
         runs = self._runs(prompts, self.config.sampling.batch_size)
         idle = self.policy.states.behind(len(runs))
-        with Progress("rollout", len(runs) * len(table), quiet=self.quiet) as bar:
+        with Progress("rollout", len(runs) * len(table), quiet=self.quiet, pause=self.pause) as bar:
             for rows in runs:
                 with watch("rollout"):
                     latents = rollout(
@@ -214,17 +242,18 @@ class Trainer:
     # -- update -------------------------------------------------------------------------------------------------------
 
     def _update(
-        self, batch: Batch, transitions: Sequence[Transition], metrics: Metrics, watch: Stopwatch, bar: Progress
+        self, batch: Batch, mine: Sequence[Transition], total: int, metrics: Metrics, watch: Stopwatch, bar: Progress
     ) -> None:
-        """One optimizer step on `transitions`, accumulated over micro-batches."""
-        total = int(all_reduce(torch.tensor(len(transitions), device=self.device)))
+        """One optimizer step on `total` transitions, `mine` of them on this rank, accumulated over micro-batches."""
+        self.before_update()
         if total == 0:
             metrics.count("update/skipped", 1)
             return
-        # Gradients are averaged over the ranks; `total` counts the transitions of all of them.
-        weight = world_size() / total
+        # Gradients are averaged over the ranks; `total` counts the transitions of all of them, those that ranks share
+        # once: the gradients of a sequence group add up to as many times those of one process as it has ranks.
+        weight = data_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
-        transitions = sorted(transitions, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
+        transitions = sorted(mine, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
         runs = self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
         idle = self.policy.states.behind(len(runs))
         for rows in runs:
@@ -237,11 +266,17 @@ class Trainer:
         for _ in range(idle):
             self.engine.backward(0 * self._loss(batch, [(0, min(batch.trajectories.steps))], Metrics())[0].total.sum())
         record_losses(metrics, losses)
-        value, observed, policy_square, kl_square = (all_reduce(sums) / total).tolist()
+        with watch.waiting():
+            value, observed, policy_square, kl_square = (all_reduce(sums) / sequence_size() / total).tolist()
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
-        with watch("optimizer"):
-            norm, update = self.engine.step()
+        was, self.mid_iteration = self.mid_iteration, True
+        try:
+            with watch("optimizer"):
+                norm, update = self.engine.step()
+        except NonFiniteError:
+            self.mid_iteration = was  # the weights were left as they were
+            raise
         metrics.add("grad_norm", torch.tensor([norm]))
         metrics.add("update/relative", update.relative[None])
         self.anchor_is_current = False
@@ -354,12 +389,14 @@ class Trainer:
         def log_ratio(micro: Sequence[Transition], v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
             log_prob, _, kl = self._score(batch, micro, v_old)
             steps = on_device([t for _, t in micro], self.device)
-            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[steps] * kl
+            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[steps] * kl.detach()
 
         delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
-        check_replay(delta, self.config.objective.clip_range)
         metrics.set("log_prob/parity", delta)
-        if self.config.train.optimizer_steps > 1 and self.config.objective.surrogate == "clip":
+        if self.config.objective.surrogate != "clip":
+            return  # no ratio
+        check_replay(delta, self.config.objective.clip_range)
+        if self.config.train.optimizer_steps > 1:
             moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.table), velocity, log_ratio)
             tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
             metrics.set("log_prob/rounding", check_rounding(*moments, self.equalizer, self.config, tell))

@@ -37,9 +37,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 shift 2
 
 chosen=()
-for part in "${@:-${PARTS[@]}}"; do
-    [[ $part =~ ^[0-9]+$ ]] && name=${PARTS[part - 1]-} || name=$part
-    [[ -n $name && " ${PARTS[*]} " == *" $name "* ]] || fail "part '$part': expected a number to ${#PARTS[@]} or one of ${PARTS[*]}"
+(($#)) || set -- "${PARTS[@]}"
+for part; do
+    [[ $part =~ ^[1-9][0-9]*$ ]] && name=${PARTS[part - 1]-} || name=$part
+    printf '%s\n' "${PARTS[@]}" | grep -qxF -e "$name" || fail "part '$part': expected a number to ${#PARTS[@]} or one of ${PARTS[*]}"
     chosen+=("$name")
 done
 py=$GPU_VENV/bin/python
@@ -114,10 +115,12 @@ command_of() {
             ;;
         demo | demo-bf16)
             size=(--train.iterations 3 --eval.num_prompts 8)
-            # More updates an iteration would make the gate of the log-probs warn of bfloat16.
-            [[ $1 == demo-bf16 ]] && size+=(--model.dtype bfloat16 --train.optimizer_steps 1)
             $tiny && size=(--train.iterations 1 --eval.num_prompts 1 --eval.steps 2 --sampling.steps 3 --train.optimizer_steps 1
                 --train.prompts_per_iteration 1 --train.group_size 2 --eval.seeds_per_prompt 1)
+            # The gate of the log-probs asks for one batch size in rollout and training: in bfloat16 another one rounds
+            # otherwise. More updates an iteration would make it warn.
+            [[ $1 == demo-bf16 ]] && size+=(--model.dtype bfloat16 --train.optimizer_steps 1 --sampling.batch_size 1
+                --train.batch_size 1)
             printf '%s\n' "${sage[@]}" train configs/demo.yaml --output "$GPU_VENV/$1" "${size[@]}"
             ;;
         operators)

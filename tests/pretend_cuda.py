@@ -269,6 +269,7 @@ class PretendCuda(TorchDispatchMode):
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
             "device_count": lambda: 1,
+            "current_device": lambda: 0,
             "set_device": lambda device: None,
             "get_device_name": lambda device=None: "pretend CUDA",
             "get_device_capability": lambda device=None: (9, 0),

@@ -53,6 +53,48 @@ def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pyt
     assert capfd.readouterr() == ("", "")
 
 
+LOGGED = """
+import os, sys, warnings
+from pathlib import Path
+from sage_fast import console
+console.log_to(Path(sys.argv[1]))
+console.say("said")
+console.speaker(True)("said quietly")
+list(console.progress(range(3), "sample", 3, "step"))
+print("printed", flush=True)
+warnings.warn("warned")
+if sys.argv[2] == "abort":
+    os.abort()
+raise ValueError("what ended it")
+"""
+
+
+@pytest.mark.parametrize("end", ["error", "abort"])
+def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path: Path) -> None:
+    log, code = tmp_path / "logs" / "rank-003.log", tmp_path / "code.py"
+    code.write_text(LOGGED)
+    leader, follower = pty.openpty()  # where a bar is drawn
+    termios.tcsetwinsize(follower, (24, 80))
+    command = [sys.executable, str(code), str(log), end]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, text=True)
+    assert done.returncode != 0
+    assert done.stdout.splitlines() == ["said", "printed"]
+    screen = os.read(leader, 65536).decode()
+    os.close(follower)
+    os.close(leader)
+    assert "sample:" in screen
+    text = log.read_text()
+    assert "\r" not in text
+    assert "sample:" not in text
+    assert [line.split(" ", 2)[2] for line in text.splitlines()[1:4]] == ["said", "said quietly", "printed"]
+    assert "UserWarning: warned" in text
+    last = "ValueError: what ended it" if end == "error" else "Fatal Python error: Aborted"
+    for where in (text, screen) if end == "error" else (text,):
+        assert last in where
+    subprocess.run(command, capture_output=True)
+    assert log.read_text().startswith(text)  # what the process before wrote is kept
+
+
 def test_the_log_of_a_run_fits_80_columns(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sage_fast", "train", "configs/demo.yaml", "--output", "run", *TINY_RUN]
     command[4] = str(Path(__file__).parent.parent / command[4])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,28 @@ import torch.distributed as dist
 
 from sage_fast.config import Config
 from sage_fast.distributed import initialize
+from sage_fast.files import read_metrics
+from tests.tiny import FEW_STEPS, BrightnessReward, arguments
 
 REPOSITORY = Path(__file__).parent.parent
 
 
-def start_two_ranks(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run `code` on two gloo ranks, with `folder` as its argument."""
-    (folder / "ranks.py").write_text(code)
+def torchrun(*arguments: str, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
+    """So many gloo ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, str(folder / "ranks.py"), str(folder)],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [*command, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def start_two_ranks(code: str, folder: Path, ranks: int = 2) -> "subprocess.CompletedProcess[str]":
+    """Run `code` on so many gloo ranks, with `folder` as its argument."""
+    (folder / "ranks.py").write_text(code)
+    return torchrun(str(folder / "ranks.py"), str(folder), ranks=ranks)
 
 
 ENCODE = """
@@ -105,3 +112,43 @@ def test_nccl_is_told_its_device_and_the_timeout_of_the_settings(monkeypatch: py
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert initialize(Config().timeout_minutes) == torch.device("cuda", 1)
     assert told == {"backend": "nccl", "timeout": timedelta(minutes=60), "device_id": torch.device("cuda", 1)}
+
+
+class HangsOnce(BrightnessReward):
+    """On the second rank, in the second iteration; not when torchrun has started the ranks again."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.calls) == ("1", "0", 2):
+            time.sleep(1000)  # the evaluation has one video, which the first rank scores
+        return super().__call__(videos, prompts)
+
+
+def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(tmp_path: Path) -> None:
+    """One evaluation video on two ranks; a bounded stop that names the reward; then the run goes on where it was."""
+    run, reward = tmp_path / "run", f"{__name__}:HangsOnce"
+    train = ["-m", "sage_fast", "train", "configs/demo.yaml", "--output", str(run), *FEW_STEPS]
+    options = arguments(
+        train__iterations=3, train__prompts_per_iteration=2, train__group_size=2, train__checkpoint_interval=1,
+        eval__num_prompts=1, eval__seeds_per_prompt=1, eval__num_videos=1, reward__name=reward,
+        reward__timeout_seconds=4,
+    )  # fmt: skip
+    done = torchrun("--max-restarts=1", *train, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"reward '{reward}' gave no answer within reward.timeout_seconds = 4" in done.stderr
+    assert f"restarted by torchrun: goes on with the run in {run}" in done.stdout
+    assert "goes on after 1 iterations" in done.stdout
+    assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    assert [start["iteration"] for start in json.loads((run / "run.json").read_text())["resumed"]] == [1]
+    for name in ("before", "after"):
+        assert len(json.loads((run / "eval" / f"{name}.json").read_text())["reward"]) == 1
+    assert (run / "report.html").is_file()
+
+    again = torchrun("--max-restarts=1", *train, *options)  # another command is not this one restarted
+    assert again.returncode != 0
+    assert "already holds a run: continue it with --resume" in again.stderr
+    assert "restarted by torchrun" not in again.stdout
+    assert len(json.loads((run / "run.json").read_text())["resumed"]) == 1

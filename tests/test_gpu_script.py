@@ -131,7 +131,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
 def test_what_is_asked_for_is_checked(machine: Path) -> None:
     for arguments, message in (
         (["wheels", "out", "docter"], "part 'docter': expected a number to 11 or one of install doctor"),
-        (["wheels", "out", "12"], "part '12'"),
+        *((["wheels", "out", part], f"part '{part}'") for part in ("12", "0", "08", "012", "doctor tests", "")),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
         (["--fast", "wheels", "out"], "unknown option --fast"),

@@ -1,6 +1,7 @@
 """What a new user does from the README alone: the wheel in an environment of its own, an empty folder and no clone."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from sage_fast.cli import main
 from sage_fast.files import read_metrics
 from sage_fast.run.init import init
+from sage_fast.settings import load
 from tests.tiny import FEW_STEPS, arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -112,6 +114,9 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
     done = len(read_metrics(run / "metrics.jsonl"))
 
     user.run("sage-fast", "train", "config.yaml", *SMALL, "--train.iterations", str(done + 1), "--resume")
+    readme = (CONFIGS.parent / "README.md").read_text()
+    (further,) = re.findall(r"--resume --train.iterations (\d+)", readme)
+    assert int(further) > load(CONFIGS / "demo.yaml").train.iterations  # of what the command before it has done
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(done + 1))
     assert all("reward_part/bright" in row for row in rows)

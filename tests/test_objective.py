@@ -10,7 +10,7 @@ from sage_fast.config import KLConfig, ObjectiveConfig
 from sage_fast.metrics import Metrics, Stopwatch
 from sage_fast.objective import KL_STRATEGIES, SURROGATES, KLController, group_advantages, sage_loss
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.schedule import draw_groups, trained_steps
+from sage_fast.rollout.schedule import draw_samples, trained_steps
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.trainer import Trainer
 from tests.tiny import perturb, settings, tiny_trainer
@@ -128,23 +128,22 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     table = trainer.full_table
     steps = trained_steps(table, trainer.config, 0)
     coefs = table.coefficients(2560, trainer.config.objective.log_prob).to(torch.float64)
-    groups = draw_groups(trainer.config, trainer.prompts, 0)
+    samples = draw_samples(trainer.config, trainer.prompts, 0)
     conditioning = trainer.policy.conditioning_table(table.sigmas[:-1], trainer.embeddings)
     watch = Stopwatch(trainer.device)
     scorer = VideoScorer(trainer.model.decoder, trainer.reward, watch)
-    rows = trainer._rollout(groups, table, coefs, steps, conditioning, scorer, watch)
+    rows = trainer._rollout(samples, table, coefs, steps, conditioning, scorer, watch)
     rows.states, rows.log_probs = ({t: x.double() for t, x in of.items()} for of in (rows.states, rows.log_probs))
-    samples = rows.count
     batch = Batch(
         table=table,
         coefs=coefs,
         trajectories=rows,
         conditioning=conditioning,
-        prompts=trainer._prompts_of(groups),
-        advantages=torch.linspace(-1.5, 1.5, samples, dtype=torch.float64),
+        prompts=[sample.prompt for sample in samples],
+        advantages=torch.linspace(-1.5, 1.5, rows.count, dtype=torch.float64),
         anchor_velocities={},
     )
-    return batch, [(i, t) for i in range(samples) for t in steps]
+    return batch, [(i, t) for i in range(rows.count) for t in steps]
 
 
 @pytest.mark.parametrize("velocity_term", ["rollout", "closed_form"])
@@ -160,7 +159,7 @@ def test_gradient_of_the_whole_loss(
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
         objective__surrogate=kind, objective__ratio=ratio, objective__clip_range=0.05, sampling__steps=3,
-        train__group_size=2,
+        train__group_size=2, train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
     monkeypatch.setattr(

@@ -72,10 +72,16 @@ def test_muon_asks_for_full_tuning_when_the_settings_are_made() -> None:
         settings(train__optimizer="muon")
 
 
+def test_8_bits_ask_for_an_eps_that_bounds_an_update() -> None:
+    """A second moment that is rounded to 0 leaves m / eps, which the default would let grow without bound."""
+    with pytest.raises(UserError, match=r"train.eps = 1e-15: adamw8bit.*at least 1e-10"):
+        settings(train__optimizer="adamw8bit")
+
+
 def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sage_fast.optimizers.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(train_module, "load_setup", lambda *args, **kwargs: pytest.fail("the model was loaded"))
-    config = settings(train__optimizer="adamw8bit", output=str(tmp_path / "run"))
+    config = settings(train__optimizer="adamw8bit", train__eps=1e-10, output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"'adamw8bit' needs bitsandbytes.*pip install 'sage-fast\[bitsandbytes\]'"):
         train_module.train(config)
 
@@ -91,7 +97,8 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
 def test_resume_is_bit_identical(optimizer: str, tuning: str, tmp_path: Path) -> None:
     """Optimizer, warm-up and schedule go on as if never stopped."""
     config = settings(
-        train__optimizer=optimizer, model__tuning=tuning, model__lora_rank=64,  # factors of 4096 elements and more
+        train__optimizer=optimizer, train__eps=1e-10, model__tuning=tuning,
+        model__lora_rank=64,  # factors of 4096 elements and more
         train__schedule="cosine", train__warmup_steps=1, train__optimizer_steps=2, train__iterations=3,
     )  # fmt: skip
     whole = tiny_trainer(config)
@@ -129,7 +136,7 @@ def test_resume_takes_new_settings_but_no_other_optimizer(tmp_path: Path) -> Non
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", BIT8])
 def test_state_is_as_large_as_the_plan_says(optimizer: str) -> None:
     """Every element of it, apart from step counters and 8-bit Adam's two tables of 256 values."""
-    config = settings(train__optimizer=optimizer, model__tuning="full")
+    config = settings(train__optimizer=optimizer, train__eps=1e-10, model__tuning="full")
     policy = tiny_model(config).policy
     freeze_dead_ends(policy.transformer)
     engine = Engine(policy, config.train)

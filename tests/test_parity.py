@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.errors import ParityError
-from sage_fast.parity import check_rounding, moved, rounding_of
+from sage_fast.parity import check_rounding, moments_after_an_update, moved, rounding_of
 from sage_fast.trainer import Trainer
 from tests.tiny import demo_trainer, settings, tiny_trainer
 
@@ -82,6 +82,19 @@ def test_one_update_an_iteration_needs_no_measurement() -> None:
         settings(train__optimizer_steps=2, objective__surrogate="log_prob")
     ).iteration(0)
     assert 0 <= first_row(tiny_trainer(settings(train__optimizer_steps=2)))["log_prob/rounding"] < 1e-5
+
+
+def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One would hold the activations of every micro-batch that it looks at, at once."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def noted(*arguments: Any) -> tuple[Tensor, Tensor]:
+        seen.append(moments_after_an_update(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr("sage_fast.trainer.moments_after_an_update", noted)
+    tiny_trainer(settings(train__optimizer_steps=2)).iteration(0)
+    assert not any(moment.requires_grad for moment in seen[0])
 
 
 @pytest.mark.parametrize("ratio", ["plain", "centred", "normalised"])

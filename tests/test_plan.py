@@ -1,5 +1,7 @@
 """Every formula of the plan against a count that PyTorch makes."""
 
+import re
+
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
@@ -78,6 +80,14 @@ def test_samples_are_spread_over_ranks_and_weights_are_not() -> None:
     for part in ("trajectories (fp32 latents)", "stored velocities"):
         assert two.memory[part] == one.memory[part] / 2
     assert two.memory["frozen weights"] == one.memory["frozen weights"] == 2 * one.parameters
+
+
+def test_the_time_is_that_of_the_rank_with_the_most_samples() -> None:
+    """8 samples: on 6 ranks some have two, so that it takes as long as on 4."""
+    times = {ranks: re.findall(r"together +[\d,]+ +\S+ +(.+)", format_plan(plan(PUBLISHED, ranks=ranks)))
+             for ranks in (4, 6, 8)}  # fmt: skip
+    assert len(times[4]) == 1
+    assert times[6] == times[4] != times[8]
 
 
 def test_trained_parameters_are_those_of_peft() -> None:
@@ -207,6 +217,6 @@ def test_counts_of_an_iteration() -> None:
     assert result.forwards == {"rollout": 6 * 8 * 2, "training": 6 * 4 * 2, "anchor": 6 * 4 * 2}
     assert result.memory["trajectories (fp32 latents)"] == 4 * 2560 * 6 * 8  # 4 steps with gaps: 2 states each
     assert result.memory["stored velocities"] == 4 * 2560 * 6 * 4
-    config.objective.ratio = "centred"  # its KL needs the rollout's velocities beside the anchor's
+    config.objective.ratio, config.train.optimizer_steps = "centred", 2  # its KL needs those of the rollout too
     result = plan(config, dict(tiny_model(config).policy.transformer.config))
     assert result.memory["stored velocities"] == 2 * 4 * 2560 * 6 * 4

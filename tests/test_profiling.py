@@ -19,6 +19,7 @@ from torch.autograd import DeviceType
 from sage_fast import profiling
 from sage_fast.cli import main
 from sage_fast.measure import profile as iteration_profile
+from sage_fast.measure.plan import plan
 from sage_fast.measure.profile import (
     COLUMNS,
     PYTHON,
@@ -35,7 +36,9 @@ from sage_fast.measure.profile import (
     phase_table,
 )
 from sage_fast.metrics import Stopwatch
+from sage_fast.policy.load import transformer_config, vae_config
 from sage_fast.profiling import annotate, ranges
+from sage_fast.settings import load
 from tests.test_cli import DEMO, SMALL
 from tests.tiny import settings, tiny_trainer
 
@@ -188,6 +191,10 @@ def test_the_environment_switches_ranges_on(
 # -- sage-fast profile ------------------------------------------------------------------------------------------------
 
 
+AUTO = "--model.gradient_checkpointing=auto"
+"""Which takes none, as there is memory; the dry run, which cannot know, plans for full."""
+
+
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     """Folder, printed text and profile.json of one small profile."""
@@ -195,7 +202,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setitem(sys.modules, "nvtx", None)  # torch.profiler needs no NVTX
-        assert main(["profile", str(DEMO), "--folder", str(folder), *SMALL, "--sampling.eta=0.4"]) == 0
+        assert main(["profile", str(DEMO), "--folder", str(folder), *SMALL, "--sampling.eta=0.4", AUTO]) == 0
     return folder, printed.getvalue(), json.loads((folder / "profile.json").read_text())
 
 
@@ -220,6 +227,11 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     for row in (phases["rollout"], phases["train"], total):
         assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / result["ceiling_flops_per_second"])
         assert 0 < row["mfu"] < 1
+    overrides = {name.removeprefix("--"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
+    config = load(DEMO, overrides | {"model.gradient_checkpointing": "none"})
+    expected = plan(config, transformer_config("testbed"), vae_config("testbed"))
+    assert phases["train"]["flops"] == pytest.approx(expected.flops["training"])
+    assert result["planned_bytes"] == sum(expected.memory.values())
 
 
 def test_families_cover_the_time(profiled: tuple[Path, str, dict[str, Any]]) -> None:

@@ -1,16 +1,21 @@
 """Rewards by name: those of the current folder, and what a mistake in one looks like."""
 
+import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sage_fast.config import RewardConfig
 from sage_fast.errors import RewardError, UserError
-from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.rewards import CompositeReward, Judge, load_reward
+from sage_fast.rewards.timeout import call_within
 
 
 @pytest.fixture
@@ -96,3 +101,57 @@ def test_a_reward_that_returns_no_mapping() -> None:
     composite = CompositeReward(lambda videos, prompts: videos, RewardConfig(name="my:reward", on_failure="drop"))  # type: ignore[arg-type, return-value]
     with pytest.raises(UserError, match="'my:reward' returned Tensor; expected a mapping of parts"):
         composite(torch.zeros(1, 5, 3, 8, 8), ["a"])
+
+
+def hangs(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+    """As a client that tries again for ever; for one prompt it answers."""
+    while len(prompts) > 1:
+        try:
+            time.sleep(0.05)
+        except Exception:
+            continue
+    return {"red": torch.ones(1)}
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "drop"])
+def test_a_reward_that_hangs_is_named(on_failure: Any) -> None:
+    config = RewardConfig(name="my:reward", weights={"red": 1.0}, on_failure=on_failure, timeout_seconds=0.3)
+    composite, videos = CompositeReward(hangs, config), torch.zeros(2, 5, 3, 8, 8)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"reward 'my:reward' gave no answer within .* = 0.3 for 2 prompts"):
+        composite(videos, ["a", "b"])
+    assert time.monotonic() - start < 30
+    assert composite(videos[:1], ["a"])[0].tolist() == [1.0]
+
+
+def test_a_judge_that_hangs_is_named() -> None:
+    judge = Judge("tests.test_rewards:hangs", 0.3)
+    with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
+        judge(torch.zeros(2, 5, 3, 8, 8), ["a", "b"])
+
+
+def test_a_call_with_a_limit_is_one_without() -> None:
+    """The same thread every time, the caller's gradients, and the reward's own exceptions, TimeoutError too."""
+
+    def here() -> tuple[int, bool]:
+        return threading.get_ident(), torch.is_grad_enabled()
+
+    def times_out() -> None:
+        raise TimeoutError("the server's")
+
+    first = call_within(60, here)
+    assert first[0] != threading.get_ident()
+    with torch.no_grad():
+        assert call_within(60, here) == (first[0], False)
+    assert call_within(60, here) == (first[0], True)
+    with pytest.raises(TimeoutError, match="the server's"):
+        call_within(60, times_out)
+    assert call_within(0, here) == (threading.get_ident(), True)
+
+
+def test_a_fork_has_a_thread_of_its_own() -> None:
+    call_within(60, int)
+    child = os.fork()
+    if child == 0:
+        os._exit(call_within(60, int, 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

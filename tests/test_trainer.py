@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sage_fast.data.prompts import read_prompts
 from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
+from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
-from sage_fast.rollout.schedule import check_trainable, draw_groups, iteration_table, trained_steps, update_schedule
+from sage_fast.rollout.schedule import check_trainable, draw_samples, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate, generate
 from sage_fast.run.setup import Setup
@@ -136,32 +137,22 @@ def test_window_trains_contiguous_steps() -> None:
 
 
 def test_shared_initial_noise() -> None:
-    groups = draw_groups(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
-    assert all(len(set(group.latent_seeds.tolist())) == 1 for group in groups)
-    assert all(len(set(group.seeds.tolist())) == 3 for group in groups)
-    assert len({int(group.latent_seeds[0]) for group in groups}) == 2
+    samples = draw_samples(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
+    assert len({sample.seed for sample in samples}) == len(samples) == 6
+    assert len({(sample.group, sample.latent_seed) for sample in samples}) == 2
+    assert len({sample.latent_seed for sample in samples}) == 2
 
 
-def test_no_seed_is_used_twice_and_ranks_split_the_same_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_seed_is_used_twice() -> None:
     config = settings(train__prompts_per_iteration=4)
-    seeds = [int(s) for index in range(50) for group in draw_groups(config, PROMPTS, index) for s in group.seeds]
+    seeds = [sample.seed for index in range(50) for sample in draw_samples(config, PROMPTS, index)]
     assert len(set(seeds)) == len(seeds) == 50 * 4 * 3
-    whole = draw_groups(config, PROMPTS, 7)
-    monkeypatch.setattr("sage_fast.rollout.schedule.world_size", lambda: 2)
-    parts = []
-    for number in (0, 1):
-        monkeypatch.setattr("sage_fast.rollout.schedule.rank", lambda number=number: number)
-        parts.append(draw_groups(config, PROMPTS, 7))
-    assert [len(part) for part in parts] == [2, 2]
-    for ours, expected in zip(parts[0] + parts[1], whole):
-        actual, wanted = ((g.slot, g.prompt, g.seeds.tolist()) for g in (ours, expected))
-        assert actual == wanted
 
 
 def test_every_kept_sample_is_in_every_update() -> None:
     config = settings(train__optimizer_steps=2, sampling__steps=6)
-    groups = draw_groups(config, PROMPTS, 0)
-    schedule = update_schedule(config, 0, groups, list(range(6)), [True, False, True, True, True, True])
+    samples = draw_samples(config, PROMPTS, 0)
+    schedule = update_schedule(config, 0, samples, list(range(6)), [True, False, True, True, True, True])
     assert [len(update) for update in schedule] == [15, 15]
     assert {i for i, _ in schedule[0]} == {i for i, _ in schedule[1]} == {0, 2, 3, 4, 5}
     assert sorted(schedule[0] + schedule[1]) == [(i, t) for i in (0, 2, 3, 4, 5) for t in range(6)]
@@ -248,6 +239,30 @@ def test_parity_gate_stops_a_run_that_cannot_reproduce_itself(monkeypatch: pytes
     with pytest.raises(ParityError, match=r"log-prob by up to \d.*e-0\d.*clip_range"):
         trainer.iteration(0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.snapshot().items())
+
+
+def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(objective__surrogate="log_prob"))
+    original = trainer.policy.velocity
+    monkeypatch.setattr(
+        trainer.policy, "velocity", lambda *args: original(*args) * (1.1 if torch.is_grad_enabled() else 1.0)
+    )
+    assert trainer.iteration(0)["log_prob/parity"] > 1e-4
+
+
+@pytest.mark.parametrize("overrides", [{}, {"objective__ratio": "centred"}])
+def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]) -> None:
+    """The KL to the rollout policy in closed form is 0 there, to rounding, and its gradient too."""
+    config = settings(kl__velocity_term="closed_form", **overrides)
+    assert not stores_rollout_velocities(config)
+    config.train.optimizer_steps = 2
+    assert stores_rollout_velocities(config)
+
+
+def test_a_kl_that_is_always_zero_is_refused() -> None:
+    config = settings(kl__strategy="stepwise", kl__velocity_term="closed_form")
+    with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of .*stepwise.* is 0.*at least 2"):
+        check_trainable(config)
 
 
 def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,29 +395,6 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
     assert len(there.graphs) > 0
 
 
-PARTS_OF_TWO_RANKS = """
-import json, sys, torch
-from sage_fast.distributed import initialize, rank, shutdown
-from sage_fast.metrics import Metrics, record_rewards
-device = initialize()
-values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}][rank()]  # after a failure: sorted, those with a weight
-parts = {name: torch.full((2,), float(value)) for name, value in values.items()}
-metrics, rewards, valid = Metrics(), torch.rand(1, 2), torch.ones(1, 2, dtype=torch.bool)
-record_rewards(metrics, rewards, parts, rewards, valid, torch.zeros(1, dtype=torch.bool), device)
-if rank() == 0:
-    open(sys.argv[1], "w").write(json.dumps(metrics.reduce()))
-else:
-    metrics.reduce()
-shutdown()
-"""
-
-
-def test_parts_of_a_reward_are_matched_by_name_across_ranks(tmp_path: Path) -> None:
-    """A rank on which a reward failed may have fewer parts, in another order; what not all ranks have is dropped."""
-    row = on_two_ranks(PARTS_OF_TWO_RANKS, tmp_path)
-    assert {name: row[name] for name in row if "part" in name} == {"reward_part/vq": 3, "reward_part/mq": 4}
-
-
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm in closed form, step by step, against the gradients that autograd delivers to the scored velocities."""
@@ -452,13 +444,34 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
         eval_prompts=PROMPTS,
         embeddings=trainer.embeddings,
     )
-    monkeypatch.setattr("sage_fast.run.evaluation.world_size", lambda: 2)
+    monkeypatch.setattr("sage_fast.run.evaluation.data_size", lambda: 2)
     counts = []
     for number in (0, 1):
-        monkeypatch.setattr("sage_fast.run.evaluation.rank", lambda number=number: number)
+        monkeypatch.setattr("sage_fast.run.evaluation.data_rank", lambda number=number: number)
         result = evaluate(setup, iteration=0)
         counts.append((len(result.videos), len(result.reward), sorted(result.parts)))
     assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
+
+
+def test_a_part_that_one_rank_lacks_is_no_part_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the scores of the other ranks would stand beside the wrong prompts. A rank without videos has no parts."""
+    trainer = tiny_trainer(settings(eval__num_prompts=1))
+    setup = Setup(
+        config=trainer.config,
+        model=trainer.model,
+        reward=trainer.reward,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS,
+        embeddings=trainer.embeddings,
+    )
+
+    def gathered(own: Any) -> list[Any]:
+        return [own, (["another"], [7], [1.0], {"vq": [0.5]}), ([], [], [], {})]
+
+    monkeypatch.setattr("sage_fast.run.evaluation.all_gather_object", gathered)
+    result = evaluate(setup, iteration=0)
+    assert result.parts.keys() == {"vq"}
+    assert [len(values) for values in (result.prompts, result.seeds, result.reward, result.parts["vq"])] == [2] * 4
 
 
 def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

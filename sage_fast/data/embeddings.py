@@ -1,8 +1,9 @@
-"""Embeddings of prompts, computed once and kept on disk."""
+"""Embeddings of prompts, computed once over all ranks and kept on disk."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from sage_fast.console import progress
+from sage_fast.console import Progress
+from sage_fast.distributed import all_gather_object, broadcast_object, rank, world_size
 from sage_fast.files import saving
 from sage_fast.policy.text import Encoder, TextEmbedding
 
@@ -20,33 +22,60 @@ def _digest(*parts: str) -> str:
 
 
 def encode_cached(
-    prompts: Sequence[str], encoder_factory: Callable[[], Encoder], cache: Path, model: str, quiet: bool = False
+    prompts: Sequence[str],
+    encoder_factory: Callable[[], Encoder],
+    cache: Path | None,
+    model: str,
+    quiet: bool = False,
 ) -> dict[str, TextEmbedding]:
-    """Embeddings of `prompts`, read from `cache` if they are there; the text encoders load only if one is missing.
+    """Embeddings of `prompts`, on every rank: read from `cache`, or encoded by one rank and sent to those that lack it.
+
+    A collective. No rank waits longer than another takes to load the text encoders and encode one prompt, and nothing
+    is asked of the file system: a rank that does not see the files of another is sent what it lacks.
 
     Args:
-        prompts: duplicates are encoded once.
-        encoder_factory: loads the text encoders and returns a function from prompt to embedding.
-        cache: folder; one safetensors file per (model, prompt).
+        prompts: the same on every rank; duplicates are encoded once.
+        encoder_factory: loads the text encoders, on a rank that has a prompt to encode; returns a function from prompt
+            to embedding.
+        cache: folder, one safetensors file per (model, prompt); None keeps nothing on disk.
         model: name of the checkpoint, part of the key.
+        quiet: show no progress.
     """
-    cache.mkdir(parents=True, exist_ok=True)
-    files = {prompt: cache / f"{_digest(model, prompt)}.safetensors" for prompt in prompts}
-    embeddings = {prompt: _read(file) for prompt, file in files.items()}
-    missing = [prompt for prompt, embedding in embeddings.items() if embedding is None]
-    if missing:
-        encode = encoder_factory()
-        for prompt in progress(missing, "encode", len(missing), "prompt", quiet=quiet):
-            embeddings[prompt] = embedding = encode(prompt)
-            # A killed run leaves no half-written embedding behind, and runs that share the cache do not meet.
-            partial = files[prompt].with_suffix(f".{os.getpid()}.partial")
-            try:
-                with saving(partial):
-                    save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
-                partial.replace(files[prompt])
-            finally:
-                partial.unlink(missing_ok=True)
-    return {prompt: embedding for prompt, embedding in embeddings.items() if embedding is not None}
+    prompts = list(dict.fromkeys(prompts))
+    files = {} if cache is None else {prompt: cache / f"{_digest(model, prompt)}.safetensors" for prompt in prompts}
+    known = {prompt: embedding for prompt, file in files.items() if (embedding := _read(file)) is not None}
+    held = all_gather_object([prompt in known for prompt in prompts])
+    turns = itertools.cycle(range(world_size()))
+    sources = {}  # of the prompts that a rank lacks: one that has it, else the next in turn, which encodes it
+    for prompt, *holds in zip(prompts, *held, strict=True):
+        if not all(holds):
+            sources[prompt] = holds.index(True) if any(holds) else next(turns)
+    encode: Encoder | None = None
+    with Progress("encode", len(sources), "prompt", quiet=quiet or not sources) as bar:
+        for first in range(0, len(sources), world_size()):
+            block = list(itertools.islice(sources, first, first + world_size()))
+            for prompt in block:
+                if sources[prompt] == rank() and prompt not in known:
+                    encode = encode or encoder_factory()
+                    known[prompt] = encode(prompt)
+                    if prompt in files:
+                        _write(known[prompt], files[prompt])
+            for prompt in block:
+                known[prompt] = broadcast_object(known.get(prompt), sources[prompt])
+            bar.update(len(block))
+    return {prompt: known[prompt] for prompt in prompts}
+
+
+def _write(embedding: TextEmbedding, file: Path) -> None:
+    """A killed run leaves no half-written embedding behind, and runs that share the cache do not meet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    try:
+        with saving(partial):
+            save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> TextEmbedding | None:

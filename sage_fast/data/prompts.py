@@ -22,7 +22,11 @@ def read_prompts(source: str) -> list[str]:
             raise UserError(f"prompts {source!r}: expected {' or '.join(sets)}, or a text file")
         return sets[source]()
     path = Path(source)
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError:  # no possible name
+        found = False
+    if not found:
         raise UserError(f"prompt file {source!r}: no such file; expected UTF-8 text with one prompt a line")
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")  # splitlines() also splits at U+2028, form feeds, ...

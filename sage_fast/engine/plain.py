@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sage_fast.config import TrainConfig
 from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.distributed import all_reduce, barrier, rank, world_size
+from sage_fast.environment import free_bytes
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
 from sage_fast.optimizers import OPTIMIZERS, learning_rate
@@ -50,6 +53,7 @@ class Engine:
         self._warned = False
         self._prepare()
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
+        self._remembered: dict[str, Any] | None = None
 
     def _prepare(self) -> None:
         self.optimizers = OPTIMIZERS[self.config.optimizer].make(self.policy.parameters(), self.config)
@@ -133,6 +137,34 @@ class Engine:
         """Give the policy its averaged weights for a block; without an average, leave it as it is."""
         with contextlib.nullcontext() if self.ema is None else self.policy.using(self.ema):
             yield
+
+    def remember(self) -> bool:
+        """Hold the present state in host memory, for `rewind`; False if it takes more than half of what is free."""
+        state = {
+            "steps": self.steps,
+            "parameters": dict(self.policy.parameters()),
+            "ema": self.ema,
+            "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
+        }
+        if self._remembered is None:
+            sizes: list[int] = []
+            recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            fits = 2 * ranks * sum(sizes) < free_bytes(torch.device("cpu"))
+            if not int(all_reduce(torch.tensor(int(fits), device=self.policy.device), "min")):
+                return False
+        self._remembered = recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        return True
+
+    def rewind(self) -> None:
+        """Go back to the state that `remember` held."""
+        state = self._remembered
+        assert state is not None
+        self.policy.load(state["parameters"])
+        if self.ema is not None:
+            self.ema = {name: tensor.to(self.policy.device) for name, tensor in state["ema"].items()}
+        self._load_optimizer_states(state["optimizers"])
+        self.steps = state["steps"]
 
     # -- files --------------------------------------------------------------------------------------------------------
 

@@ -155,6 +155,10 @@ class ZeroEngine(Engine):
                 )
         self._moved = set(states[0])
 
+    def remember(self) -> bool:
+        """Never: a host's memory holds DeepSpeed's shares already, or may be needed for them."""
+        return False
+
     def save_weights(self, folder: Any) -> None:
         with self._whole_on_host():
             super().save_weights(folder)

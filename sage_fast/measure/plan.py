@@ -23,6 +23,7 @@ from sage_fast.objective import uses_anchor
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.policy.sequence import check_heads
 from sage_fast.rollout.schedule import configured_table, iteration_table, position_steps, trained_steps
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import TestbedTransformer, tiny_vae
@@ -177,7 +178,8 @@ def plan(
         config: validated settings.
         architecture: the transformer's config.json; None for the published architecture.
         autoencoder: the autoencoder's config.json, likewise.
-        ranks: GPUs; samples are spread over them, and of weights and optimizer what `train.engine` shares out.
+        ranks: GPUs; samples are spread over them (`model.sequence_parallel` of them share theirs), and of weights and
+            optimizer what `train.engine` shares out.
     """
     transformer = build_meta(config, architecture)
     built = transformer.config
@@ -220,7 +222,9 @@ def plan(
     }
 
     width = 2 if config.model.dtype == "bfloat16" else 4
-    mine = -(-samples // ranks)
+    sharing = config.model.sequence_parallel
+    check_heads(sharing, built.num_attention_heads)
+    mine = -(-samples // (ranks // sharing))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     held = held_bytes(config, transformer, ranks, mode)
     memory = {
@@ -236,7 +240,9 @@ def plan(
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
     rank = config.model.lora_rank if config.model.tuning == "lora" else 0
     activations = {
-        name: activation_bytes(name, built, joint, width, rank=rank, batch_size=train.batch_size, passes=passes)
+        name: activation_bytes(
+            name, built, -(-joint // sharing), width, rank=rank, batch_size=train.batch_size, passes=passes
+        )
         for name in MODES
     }
     memory[f"activations, checkpointing {asked}{', as full' if asked == 'auto' else ''}"] = activations.pop(mode)
@@ -267,8 +273,9 @@ def format_plan(plan: Plan) -> str:
         return f"  {label:<41}{''.join(f'{cell:>12}' for cell in cells)}"
 
     def work(label: str, count: int, flops: float) -> str:
-        gpus = 1 if label == "one forward of one sample" else plan.ranks
-        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", _duration(flops / gpus))
+        # Of the GPU that has the most samples.
+        share = 1 if label == "one forward of one sample" else -(-plan.samples // plan.ranks) / plan.samples
+        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", _duration(flops * share))
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"

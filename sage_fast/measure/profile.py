@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import DeviceType
 
-from sage_fast.config import Config
+from sage_fast.config import Checkpointing, Config
 from sage_fast.console import progress, say
 from sage_fast.distributed import initialize, world_size
 from sage_fast.environment import environment, format_bytes
@@ -109,7 +110,9 @@ def profile_iteration(
             trainer.iteration(index)
         say("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
-        expected = plan(config, transformer_config(config.model.path), vae_config(config.model.path))
+        chosen = cast(Checkpointing, setup.model.checkpointing)  # by `auto`
+        run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
+        expected = plan(run, transformer_config(config.model.path), vae_config(config.model.path))
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
         if trainer.anchor_is_current:
             flops["anchor"] = 0.0  # the rollout's own velocities serve

@@ -23,6 +23,7 @@ from sage_fast.policy.attention import ATTENTION, Attention
 from sage_fast.policy.block import TextToVideoBlock, block_forward
 from sage_fast.policy.conditioning import Conditioning
 from sage_fast.policy.projection import Projection
+from sage_fast.policy.sequence import SequenceParallel
 from sage_fast.policy.text import TextBatch
 
 
@@ -32,6 +33,10 @@ class TextToVideoForward(nn.Module):
     Args:
         transformer: shares its weights.
         dtype: of activations.
+
+    Attributes:
+        attention: the kernel.
+        sequence: how ranks share samples; None if they do not.
     """
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:
@@ -40,6 +45,7 @@ class TextToVideoForward(nn.Module):
         self.dtype = dtype
         self.attention: Attention = ATTENTION["sdpa"]
         self.uses_all_embedders = False  # also of text that is not there, so that all ranks have the same gradients
+        self.sequence: SequenceParallel | None = None
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
         self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
         self.out = Projection(transformer, "proj_out")
@@ -66,19 +72,25 @@ class TextToVideoForward(nn.Module):
         rotary = self._rotary_of(x)
         hidden = self._embed(x)
         context = conditioning.context.expand(batch, -1, -1)
-        mask = conditioning.mask
-        if mask is not None:
-            mask = F.pad(mask, (hidden.shape[1], 0), value=True)
+        mask, attention, tokens, sequence = conditioning.mask, self.attention, hidden.shape[1], self.sequence
+        if sequence is not None:
+            attention = sequence.attention(attention, tokens, context.shape[1])
+            mask = None if mask is None else sequence.joint_mask(mask, tokens)
+            hidden, context, rotary = sequence.part(hidden), sequence.part(context), sequence.part(rotary[None])[0]
+        elif mask is not None:
+            mask = F.pad(mask, (tokens, 0), value=True)
         for layer, block in enumerate(self.blocks):
             modulation = conditioning.modulation[:, layer]
             is_last = layer == len(self.blocks) - 1
-            arguments = (hidden, context, modulation, mask, rotary, self.attention, is_last)
+            arguments = (hidden, context, modulation, mask, rotary, attention, is_last)
             if model.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, context = model._gradient_checkpointing_func(block, *arguments)
             else:
                 hidden, context = block(*arguments)
         scale, shift = conditioning.final.expand(batch, 2, -1).unbind(1)
         out = self.out(norm_modulate(hidden, scale, shift, room=self.out.room))
+        if sequence is not None:
+            out = sequence.whole(out, tokens)
 
         patch = (config.patch_size_t, config.patch_size, config.patch_size)
         grid = [size // p for size, p in zip(space, patch)]

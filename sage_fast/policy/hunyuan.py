@@ -279,23 +279,46 @@ def load_lora(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None
     layers = {n: m.weight.shape for n, m in transformer.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
     # A transformer writes bare layer names; a pipeline puts "transformer." before each.
     prefix = "transformer" if any(key.startswith("transformer.") for key in tensors) else None
-    factors = {key: tensor for key, tensor in tensors.items() if ".lora_A." in key or ".lora_B." in key}
-    if not factors:
-        raise UserError(f"model.weights = {str(path)!r}: holds no LoRA in diffusers format (`<layer>.lora_A.weight`)")
-    for key, tensor in factors.items():
-        layer, _, factor = key.removeprefix("transformer.").partition(".lora_")
-        weight, axis = layers.get(layer), 1 if factor.startswith("A") else 0
-        if weight is None or tensor.shape[axis] != weight[axis]:
-            expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
-            raise UserError(
-                f"model.weights = {str(path)!r} was made for another model: "
-                f"{key} has shape {list(tensor.shape)}, {expected}"
-            )
+    problem = _problem_of_factors({key.removeprefix("transformer."): t for key, t in tensors.items()}, layers)
+    if problem is not None:
+        raise UserError(f"model.weights = {str(path)!r}{problem}")
     transformer.requires_grad_(False)
-    transformer.load_lora_adapter(str(file), prefix=prefix, adapter_name=ADAPTER, use_safetensors=True)
+    try:
+        transformer.load_lora_adapter(str(file), prefix=prefix, adapter_name=ADAPTER, use_safetensors=True)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # metadata that does not fit
+        why = str(error).strip().splitlines()[0]
+        raise UserError(f"model.weights = {str(path)!r}: diffusers cannot load it as a LoRA: {why}") from error
     _train_adapter(transformer)
     # The line above the last has rounded the adapter to the type of the base: once more, now in float32.
-    set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): t for k, t in factors.items()}, ADAPTER)
+    set_peft_model_state_dict(transformer, {k.removeprefix("transformer."): t for k, t in tensors.items()}, ADAPTER)
+
+
+def _problem_of_factors(tensors: Mapping[str, Tensor], layers: Mapping[str, torch.Size]) -> str | None:
+    """Why tensors `<layer>.lora_A.weight` and `.lora_B.weight` are no adapter for layers with weights of these shapes;
+    None if they are one: two factors for each layer, all of one rank, finite."""
+    named = re.compile(r"(.+)\.lora_([AB])\.weight")
+    if not any(map(named.fullmatch, tensors)):
+        return ": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)"
+    ranks = set()
+    for key, tensor in tensors.items():
+        if (match := named.fullmatch(key)) is None:
+            return f": holds {key!r}; expected nothing but `<layer>.lora_A.weight` and `<layer>.lora_B.weight`"
+        layer, factor = match.groups()
+        other = f"{layer}.lora_{'B' if factor == 'A' else 'A'}.weight"
+        weight, axis = layers.get(layer), 1 if factor == "A" else 0
+        if weight is None or tensor.ndim != len(weight) or tensor.shape[axis] != weight[axis]:
+            expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
+            return f" was made for another model: {key} has shape {list(tensor.shape)}, {expected}"
+        if other not in tensors:
+            return f": {key} is there and {other} is missing"
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            return f": {key} is {tensor.dtype}; expected float32, bfloat16 or float16"
+        if not tensor.isfinite().all():
+            return f": {key} is not finite"
+        ranks.add(tensor.shape[1 - axis])
+    if len(ranks) > 1 or 0 in ranks:
+        return f": its factors have the ranks {sorted(ranks)}; expected one above 0 for all layers"
+    return None
 
 
 def _train_adapter(transformer: HunyuanVideo15Transformer3DModel) -> None:

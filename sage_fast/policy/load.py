@@ -27,13 +27,14 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, Repositor
 from safetensors import SafetensorError
 
 from sage_fast.config import ModelConfig, SamplingConfig
-from sage_fast.distributed import all_gather_object
+from sage_fast.distributed import all_gather_object, sequence_group, sequence_size
 from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
 from sage_fast.policy.checkpointing import set_checkpointing
 from sage_fast.policy.decode import VideoDecoder
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
 from sage_fast.policy.random_weights import check_random, is_random, random_encoder, random_layout, random_module
+from sage_fast.policy.sequence import SequenceParallel, check_heads
 from sage_fast.policy.text import Encoder, TextEmbedding, check_crop, encode_with_pipeline
 from sage_fast.testbed.model import BASE, TestbedTransformer
 from sage_fast.testbed.text import embed
@@ -80,7 +81,8 @@ class Model:
         """
         config, device = self.policy.transformer.config, self.policy.device
         tokens = self.joint_tokens(sampling)
-        shape = (sampling.batch_size, tokens, config.num_attention_heads, config.attention_head_dim)
+        heads = config.num_attention_heads // sequence_size()
+        shape = (sampling.batch_size, tokens, heads, config.attention_head_dim)
         check_attention(asked, device, self.policy.dtype)
         dtype = self.policy.dtype
         if asked == "auto":
@@ -106,10 +108,10 @@ class Model:
         self.checkpointing = mode
         set_checkpointing(self.policy.transformer, mode, gathered=gathered)
 
-    def joint_tokens(self, sampling: SamplingConfig) -> int:
-        """Tokens of a video and of a prompt of `TEXT_TOKENS`."""
+    def joint_tokens(self, sampling: SamplingConfig, text_tokens: int = TEXT_TOKENS) -> int:
+        """Tokens of a video and of a prompt of `text_tokens`."""
         config = self.policy.transformer.config
-        return math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2) + TEXT_TOKENS
+        return math.prod(self.latent_shape(sampling)[1:]) // (config.patch_size_t * config.patch_size**2) + text_tokens
 
     def __post_init__(self) -> None:
         self.decoder = VideoDecoder(self.vae)
@@ -317,6 +319,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     if class_name not in TRANSFORMERS:
         raise UserError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
     _check_task(config.path, layout)
+    check_heads(config.sequence_parallel, layout.get("num_attention_heads", 16))
     # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
     weights = torch.float32 if config.tuning == "full" else dtype
     setting, source = "model.path", loaded
@@ -347,6 +350,8 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
         notes = [f"model.path = {path}: the weights are random; times and memory count, videos and rewards do not"]
     else:
         notes = [] if class_name == TestbedTransformer.__name__ else _unlike_published(loaded, sampling)
+    if (group := sequence_group()) is not None:
+        policy.forward.sequence = SequenceParallel(group, device)
     model = Model(path=path, policy=policy, vae=vae, fps=VIDEO_FPS[class_name], notes=notes)
     model.choose_attention(config.attention, sampling)
     return model

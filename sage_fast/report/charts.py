@@ -19,12 +19,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 
-from sage_fast.profiling import PHASES
+from sage_fast.profiling import PHASES, WAIT
 
 Row = Mapping[str, Any]
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
-TEAL, RED, GREY = "#2aa3ad", "#dc5252", "#8a8f98"
+TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
 # Stand-ins that `_svg` replaces by what the page's style sheet says.
 _TEXT, _LINE = "#010203", "#040506"
@@ -57,12 +58,12 @@ _STYLE: Any = {
 
 
 def column(rows: Sequence[Row], key: str) -> np.ndarray:
-    """float64 `[rows]`: the value of `key` in every row, NaN if it is missing, null or not finite."""
+    """float64 `[rows]`: the value of `key` in every row, NaN if it is missing, null or beyond float32, as none is."""
     return np.array([_number(row.get(key)) for row in rows], dtype=np.float64)
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
         return math.nan
     return float(value)
 
@@ -209,7 +210,7 @@ def ratio(rows: Sequence[Row]) -> str | None:
 
 def phases(rows: Sequence[Row]) -> str | None:
     """Seconds per iteration by phase, stacked; at most 60 bars, each the mean of neighbouring iterations."""
-    keys = [key for key in PHASES if not np.isnan(column(rows, f"time/{key}")).all()]
+    keys = [key for key in (*PHASES, WAIT) if not np.isnan(column(rows, f"time/{key}")).all()]
     if not keys:
         return None
     known = {key: np.nan_to_num(column(rows, f"time/{key}")) for key in keys}
@@ -223,7 +224,7 @@ def phases(rows: Sequence[Row]) -> str | None:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure()
         bottom = np.zeros(len(bins))
-        for color, (key, values) in zip((BLUE, TEAL, GREEN, PURPLE, ORANGE, RED, GREY), known.items()):
+        for color, (key, values) in zip((BLUE, TEAL, GREEN, PURPLE, ORANGE, RED, GREY, YELLOW), known.items()):
             mean = np.array([values[i].mean() for i in bins])
             axes.bar(center, mean, 0.9 * width, bottom=bottom, color=color, label=key, linewidth=0)
             bottom += mean

@@ -5,18 +5,55 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sage_fast.errors import UserError
+from sage_fast.files import read_json
 from sage_fast.metrics import JUDGE_PART
 
 MIN_PROMPTS = 5
 """A standard error needs that many prompts: one from two of them is itself wrong by more than half, and "2 standard
 errors" means nothing then."""
 
+LARGEST = float(np.finfo(np.float32).max)
+"""Of a score, which is a float32."""
+
 TOO_FEW = f"no standard error from fewer than {MIN_PROMPTS} prompts"
+
+
+def read_scores(file: Path) -> dict[str, Any]:
+    """An evaluation, `eval/*.json`.
+
+    Raises:
+        UserError: it is cut off, or holds something else.
+    """
+    scores = read_json(file)
+    missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
+    if missing:
+        raise UserError(f"{file}: {missing[0]!r} is missing")
+    parts, weights = scores["parts"], scores.get("weights", {})
+    if not isinstance(parts, dict) or not isinstance(weights, dict) or not isinstance(scores["prompts"], list):
+        raise UserError(f"{file}: expected lists of prompts, seeds and rewards, and objects of parts and weights")
+    kinds: dict[str, tuple[Any, Any]] = {
+        "iteration": ([scores["iteration"]], int),
+        "prompts": (scores["prompts"], str),
+        "seeds": (scores["seeds"], int),
+        "reward": (scores["reward"], float | int | None),
+        **{part: (values, float | int | None) for part, values in parts.items()},
+        "weights": (list(weights.values()), float | int),
+    }
+    for name, (values, kind) in kinds.items():
+        sound = isinstance(values, list) and all(isinstance(value, kind) for value in values)
+        if sound and name not in ("prompts", "seeds"):  # float32 each
+            sound = not any(value is not None and LARGEST < abs(value) < math.inf for value in values)
+        if not sound:
+            raise UserError(f"{file}: {name!r} does not hold what it should")
+        if name not in ("iteration", "weights") and len(values) != len(scores["prompts"]):
+            raise UserError(f"{file}: {name!r} has {len(values)} values for {len(scores['prompts'])} videos")
+    return scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import yaml
 
 from sage_fast.environment import PACKAGES
 from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics
+from sage_fast.files import read_json, read_metrics, write_atomic
 from sage_fast.metrics import JUDGE_PART, REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
@@ -26,6 +26,7 @@ from sage_fast.report.comparison import (
     hacking,
     mean_and_error,
     paired_table,
+    read_scores,
     scores_of,
     shown_pairs,
 )
@@ -71,19 +72,45 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{str(folder)!r} is no run folder: config.yaml is missing")
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
-    evaluations = {path.stem: read_json(path) for path in sorted((folder / "eval").glob("*.json"))}
-    for name, scores in evaluations.items():
-        missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
-        if missing:
-            raise UserError(f"{folder / 'eval' / name}.json: {missing[0]!r} is missing")
+    evaluations = {path.stem: read_scores(path) for path in sorted((folder / "eval").glob("*.json"))}
     facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    _check_facts(facts, folder / "run.json")
     return Run(
         folder=folder,
-        config=(folder / "config.yaml").read_text(encoding="utf-8"),
+        config=_read_settings(folder / "config.yaml"),
         facts=facts,
         rows=read_metrics(folder / "metrics.jsonl"),
         evaluations=evaluations,
     )
+
+
+def _read_settings(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+        yaml.safe_load(text)
+    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from error
+    return text
+
+
+def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
+    """
+    Raises:
+        UserError: what the page reads from `run.json` is not what a run writes there.
+    """
+    notes, sigmas, starts = (facts.get(name) or [] for name in ("notes", "sigmas", "resumed"))
+    texts = [facts, *(starts if isinstance(starts, list) else [])]
+    sound = {
+        "notes": isinstance(notes, list) and all(isinstance(note, str) for note in notes),
+        "sigmas": isinstance(sigmas, list) and all(isinstance(sigma, int | float) for sigma in sigmas),
+        "resumed": isinstance(starts, list) and all(isinstance(s, dict) and "iteration" in s for s in starts),
+    }
+    sound |= {
+        name: all(isinstance(start.get(name), str | None) for start in texts if isinstance(start, dict))
+        for name in ("date", "commit", "command")
+    }
+    if wrong := [name for name, right in sound.items() if not right]:
+        raise UserError(f"{file}: {wrong[0]!r} does not hold what it should")
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------
@@ -202,7 +229,7 @@ def write_report(run: Path) -> Path:
         config=data.config,
     )
     path = data.folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_atomic(path, page)
     return path
 
 
@@ -328,8 +355,9 @@ def _videos(data: Run) -> list[dict[str, Any]]:
     numbers = [set(found) for found in files.values()]
     available = set.intersection(*numbers) or set.union(*numbers)
     last = scores[data.last] if data.last else {}
+    count = _setting(data, "eval.num_videos")
     shown = []
-    chosen = shown_pairs(scores["before"], last, available, _setting(data, "eval.num_videos") or 6)
+    chosen = shown_pairs(scores["before"], last, available, count if isinstance(count, int) and count > 0 else 6)
     for index, why in sorted(chosen.items()):
         cells = []
         for side, label in sides.items():

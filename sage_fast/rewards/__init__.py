@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sage_fast.config import RewardConfig
 from sage_fast.errors import RewardError, UserError
+from sage_fast.rewards.timeout import OverdueError, call_within
 
 SHIPPED = {
     "testbed": "sage_fast.rewards.testbed:TestbedReward",
@@ -73,13 +74,20 @@ def load_reward(config: RewardConfig, key: str = "reward.name") -> Reward:
     return reward
 
 
-def _parts(reward: Reward, name: str, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-    """What the reward returns, each part float32 `[B]` on the CPU.
+def _parts(reward: Reward, name: str, videos: Tensor, prompts: Sequence[str], timeout: float) -> dict[str, Tensor]:
+    """What the reward returns within `timeout` seconds (0: whenever), each part float32 `[B]` on the CPU.
 
     Raises:
+        RewardError: it returns nothing in time.
         UserError: it returns something else.
     """
-    returned: object = reward(videos, prompts)
+    try:
+        returned: object = call_within(timeout, reward, videos, prompts)
+    except OverdueError as error:
+        raise RewardError(
+            f"reward {name!r} gave no answer within reward.timeout_seconds = {timeout:g} for {len(prompts)} prompts "
+            f"that begin with {prompts[0]!r}; a larger value, or 0, waits longer"
+        ) from error
     if not isinstance(returned, Mapping):
         raise UserError(
             f"reward {name!r} returned {type(returned).__name__}; expected a mapping of parts to [B], "
@@ -97,26 +105,28 @@ class Judge:
 
     Args:
         name: as in `reward.name`, given as `eval.judge`.
+        timeout: seconds of a call; 0: no limit.
 
     Raises:
         UserError: as `load_reward`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, timeout: float = 0.0) -> None:
         self.name = name
+        self.timeout = timeout
         self.reward = load_reward(RewardConfig(name=name), "eval.judge")
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Its parts, each float32 `[B]` on the CPU.
 
         Raises:
-            RewardError: it failed or returned a value that is not finite; an evaluation needs every score.
+            RewardError: it failed, hangs, or returned a value that is not finite; an evaluation needs every score.
             UserError: it returned something else than parts of shape `[B]`.
         """
         where = f"eval.judge = {self.name!r}: on {len(prompts)} prompts that begin with {prompts[0]!r}"
         try:
-            parts = _parts(self.reward, self.name, videos, prompts)
-        except UserError:
+            parts = _parts(self.reward, self.name, videos, prompts, self.timeout)
+        except (UserError, RewardError):
             raise
         except Exception as error:
             raise RewardError(f"{where}: {_failure(error)}") from error
@@ -158,12 +168,13 @@ class CompositeReward:
         """Composite float32 `[B]` and its parts, on the CPU; NaN marks a failed sample if `on_failure = drop`.
 
         Raises:
-            RewardError: the reward raised or returned a non-finite value, and `on_failure = stop`.
+            RewardError: the reward raised or returned a non-finite value, and `on_failure = stop`; or it hangs, after
+                which it cannot be called again.
             UserError: a weighted part is missing, or has another shape than `[B]`.
         """
         try:
             parts = self._parts(videos, prompts)
-        except UserError:
+        except (UserError, RewardError):
             raise
         except Exception as error:
             if self.config.on_failure == "stop":
@@ -185,7 +196,7 @@ class CompositeReward:
         return torch.where(composite.isfinite(), composite, torch.nan), parts
 
     def _parts(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        parts = _parts(self.reward, self.config.name, videos, prompts)
+        parts = _parts(self.reward, self.config.name, videos, prompts, self.config.timeout_seconds)
         for part, weight in self.config.weights.items():
             if weight != 0 and part not in parts:
                 raise UserError(f"reward.weights names {part!r}; reward {self.config.name!r} returns {sorted(parts)}")
@@ -196,7 +207,7 @@ class CompositeReward:
         for i, prompt in enumerate(prompts):
             try:
                 rows.append(self._parts(videos[i : i + 1], [prompt]))
-            except UserError:
+            except (UserError, RewardError):
                 raise
             except Exception:  # this sample is dropped and counted by the caller as NaN
                 rows.append({part: torch.full((1,), torch.nan) for part in self.config.weights})

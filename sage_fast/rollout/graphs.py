@@ -200,8 +200,9 @@ class CudaRecorder:
 
 
 def step_graphs(policy: HunyuanVideo15Policy, say: Callable[[str], object]) -> StepGraphs | None:
-    """Graphs for a policy on a CUDA device; None on the CPU, which has none, and where weights come and go (ZeRO-3)."""
-    if policy.device.type != "cuda" or policy.states.gathers:
+    """Graphs for a policy on a CUDA device; None on the CPU, which has none, where weights come and go (ZeRO-3), and
+    where ranks share samples, whose exchanges DeepSpeed issues from the host."""
+    if policy.device.type != "cuda" or policy.states.gathers or policy.forward.sequence is not None:
         return None
     total = torch.cuda.get_device_properties(policy.device).total_memory
     return StepGraphs(policy, CudaRecorder(), int(MAX_MEMORY_SHARE * total), say)

@@ -1,4 +1,7 @@
-"""What an iteration draws and trains: its transitions, its groups of samples, and the order of its updates."""
+"""What an iteration draws and trains: its transitions, its samples, who makes them, and the order of its updates.
+
+All of it follows from the settings, the iteration and the number of ranks, so every rank knows what the others do.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
-from sage_fast.distributed import rank, world_size
+from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
+from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
@@ -49,8 +51,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     """What settings and ranks (None: those of this run) make impossible, before a model is loaded.
 
     Raises:
-        UserError: no stochastic step, more optimizer steps than trained transitions, or groups that do not divide
-            among the ranks.
+        UserError: no stochastic step, more optimizer steps than trained transitions, a KL that is always 0, or more
+            ranks than samples.
     """
     s, train = config.sampling, config.train
     table = configured_table(config)
@@ -68,11 +70,19 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
-    ranks = ranks or world_size()
-    if train.prompts_per_iteration % ranks:
+    kl = config.kl
+    if kl.strategy == "stepwise" and kl.velocity_term == "closed_form" and train.optimizer_steps == 1:
         raise UserError(
-            f"train.prompts_per_iteration = {train.prompts_per_iteration}: expected a multiple of the {ranks} ranks; "
-            f"the nearest is {max(train.prompts_per_iteration // ranks, 1) * ranks}"
+            "train.optimizer_steps = 1: the KL of kl.strategy = 'stepwise' in closed form is 0 in the first update of "
+            "an iteration; expected at least 2, or kl.strategy = 'none'"
+        )
+    ranks = check_sequence_parallel(config.model.sequence_parallel, ranks or world_size())
+    samples = train.prompts_per_iteration * train.group_size
+    if samples < ranks:
+        raise UserError(
+            f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = {train.group_size}: "
+            f"{samples} samples an iteration for {ranks} ranks; expected at least one each. The nearest is {samples} "
+            f"ranks, or train.prompts_per_iteration = {-(-ranks // train.group_size)}"
         )
 
 
@@ -97,26 +107,61 @@ def check_log_prob(config: Config, numel: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
-    """One prompt and the samples drawn for it; `slot` counts the groups of an iteration over all ranks."""
+class Sample:
+    """One rollout of an iteration.
 
-    slot: int
+    Attributes:
+        group: counts the iteration's prompts.
+        index: within its group.
+        prompt: of the group.
+        seed: key of its noise.
+        latent_seed: key of its initial latents; that of the group with shared initial noise.
+    """
+
+    group: int
+    index: int
     prompt: str
-    seeds: Tensor
-    """int64 `[G]`, noise keys."""
-    latent_seeds: Tensor
-    """int64 `[G]`, keys of the initial latents; all equal with shared initial noise."""
+    seed: int
+    latent_seed: int
 
 
-def draw_groups(config: Config, prompts: Sequence[str], iteration: int) -> list[Group]:
-    """This rank's groups of an iteration; the draw does not depend on the number of ranks."""
+def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
+    """All samples of an iteration, group by group; the draw does not depend on the number of ranks."""
     chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
-    groups = []
-    for slot in range(rank() * len(chosen) // world_size(), (rank() + 1) * len(chosen) // world_size()):
-        seeds = sample_seeds(config.seed, iteration, slot, range(config.train.group_size))
-        latent_seeds = seeds[:1].expand(len(seeds)) if config.sampling.shared_initial_noise else seeds
-        groups.append(Group(slot=slot, prompt=prompts[chosen[slot]], seeds=seeds, latent_seeds=latent_seeds))
-    return groups
+    samples = []
+    for group, prompt in enumerate(chosen):
+        seeds = sample_seeds(config.seed, iteration, group, range(config.train.group_size)).tolist()
+        for index, seed in enumerate(seeds):
+            latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
+            samples.append(Sample(group=group, index=index, prompt=prompts[prompt], seed=seed, latent_seed=latent_seed))
+    return samples
+
+
+def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
+    """Deal an iteration's samples out: for each rank, the numbers of its own, those of one length side by side.
+
+    The counts differ by one at most, since every sample has the same memory and, nearly, the same work. Within that,
+    the longest samples go first, each to the rank with the fewest tokens so far, in runs of up to a batch: a batch
+    holds one length alone.
+
+    Args:
+        tokens: of each sample's forwards, N.
+        ranks: at most N.
+        batch_size: samples that are denoised together.
+    """
+    free = [(rank + 1) * len(tokens) // ranks - rank * len(tokens) // ranks for rank in range(ranks)]
+    load = [0] * ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    left = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
+    while left:
+        rank = min((r for r in range(ranks) if free[r]), key=lambda r: (load[r], free[r], r))
+        length = tokens[left[0]]
+        run = [sample for sample in left[: min(batch_size, free[rank])] if tokens[sample] == length]
+        shares[rank] += run
+        load[rank] += len(run) * length
+        free[rank] -= len(run)
+        del left[: len(run)]
+    return [sorted(share, key=lambda sample: (tokens[sample], sample)) for share in shares]
 
 
 def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list[int]:
@@ -126,23 +171,22 @@ def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list
 
 
 def update_schedule(
-    config: Config, iteration: int, groups: Sequence[Group], steps: Sequence[int], kept: Sequence[bool]
+    config: Config, iteration: int, samples: Sequence[Sample], steps: Sequence[int], kept: Sequence[bool]
 ) -> list[list[Transition]]:
     """The transitions of each optimizer step: every kept sample is in each, at other timesteps each time.
 
     Args:
         config: validated settings.
         iteration: seeds the order of the timesteps.
-        groups: this rank's.
+        samples: all samples of the iteration; a transition has the number of its sample among them.
         steps: the trained steps.
-        kept: of each sample, in the order of the groups, whether it is trained.
+        kept: of each sample, whether it is trained.
     """
     orders = []
-    for group in groups:
-        for sample in range(len(group.seeds)):
-            index = (iteration, group.slot, sample)
-            permuted = config.train.timestep_permutation
-            orders.append(permutation(len(steps), config.seed, "timesteps", *index) if permuted else range(len(steps)))
+    for sample in samples:
+        index = (iteration, sample.group, sample.index)
+        permuted = config.train.timestep_permutation
+        orders.append(permutation(len(steps), config.seed, "timesteps", *index) if permuted else range(len(steps)))
     updates = config.train.optimizer_steps
     return [
         [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sage_fast.distributed import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
+from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.decode import PendingVideos, VideoDecoder
 from sage_fast.rewards import CompositeReward
@@ -22,11 +25,24 @@ def join_scores(chunks: Sequence[Scores]) -> Scores:
     return torch.cat([rewards for rewards, _ in chunks]), parts
 
 
+def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
+    """The scores of all ranks, in the order of the samples' numbers; this rank's samples have `numbers`."""
+    ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]  # ranks that share samples have the same
+    places = {number: place for place, number in enumerate(number for numbers, _ in ranks for number in numbers)}
+    order = [places[number] for number in sorted(places)]
+    rewards, parts = join_scores([scores for _, scores in ranks])
+    return rewards[order], {part: values[order] for part, values in parts.items()}
+
+
 class VideoScorer:
     """Decodes and scores the latents of one iteration.
 
     On a GPU the decode of a chunk runs beside what the caller does after `submit`, such as the rollout of the next
     chunk. One chunk's videos exist at a time: those of the last one are scored before the next is decoded.
+
+    Ranks that share samples all have the latents, and take turns: each decodes and scores its share of the chunks, and
+    `finish` gives every one of them the scores of all. A reward that fails on one of them is an error there and then on
+    all, since in the rollout the others would wait for it.
 
     Args:
         decoder: makes the videos.
@@ -39,6 +55,8 @@ class VideoScorer:
         self.reward = reward
         self.watch = watch
         self._pending: tuple[PendingVideos, list[str]] | None = None
+        self._submitted = 0
+        self._failure: RewardError | UserError | None = None
         self._scores: list[Scores] = []
 
     def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
@@ -47,6 +65,9 @@ class VideoScorer:
         Raises:
             RewardError: the reward failed on the chunk before, and `on_failure = stop`.
         """
+        self._submitted += 1
+        if (self._submitted - 1) % sequence_size() != sequence_rank():
+            return
         self._score_pending()
         with self.watch("decode", wait=False):
             self._pending = (self.decoder.submit(latents), list(prompts))
@@ -55,10 +76,16 @@ class VideoScorer:
         """Score the last chunk; the scores of all, in order.
 
         Raises:
-            RewardError: the reward failed on it, and `on_failure = stop`.
+            RewardError: the reward failed on it, and `on_failure = stop`; among ranks that share samples, on any chunk.
         """
         self._score_pending()
-        return join_scores(self._scores)
+        ranks = gather_objects_of_sequence((self._scores, self._failure and str(self._failure)))
+        if self._failure is not None:
+            raise self._failure
+        if failure := next((failure for _, failure in ranks if failure), None):
+            raise RewardError(failure)
+        in_turn = itertools.zip_longest(*(scores for scores, _ in ranks))
+        return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
 
     def _score_pending(self) -> None:
         if self._pending is None:
@@ -68,4 +95,9 @@ class VideoScorer:
         with self.watch("decode"):
             videos = pending.result()
         with self.watch("reward"):
-            self._scores.append(self.reward(videos, prompts))
+            try:
+                self._scores.append(self.reward(videos, prompts))
+            except (RewardError, UserError) as error:
+                if sequence_size() == 1:
+                    raise
+                self._failure = error

@@ -1,28 +1,38 @@
 """Checkpoints of a run: weights, optimizer, anchor, EMA and counters. Randomness needs none: seeds are derived.
 
-<run>/checkpoints/iteration-N/  state.json anchor.safetensors, and what the engine writes
+<run>/checkpoints/iteration-N/  manifest.json state.json anchor.safetensors, and what the engine writes
+
+A checkpoint is the state between two iterations, never within one. Its folder is written aside, and appears under its
+name once every file in it is on the disk; the manifest holds their sizes and SHA-256, and loading verifies them.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.distributed import barrier, rank
+from sage_fast.console import Say, say_nothing, say_wrapped
+from sage_fast.distributed import all_gather_object, barrier, rank, world_size
 from sage_fast.engine import Engine
-from sage_fast.files import read_json
+from sage_fast.errors import UserError
+from sage_fast.files import PARTIAL, read_json, sync_folder, write_json
 from sage_fast.policy.hunyuan import State
 
-KEPT_CHECKPOINTS = 2
+MANIFEST = "manifest.json"
 
 
 def save_checkpoint(
     run: Path, iteration: int, engine: Engine, counters: Mapping[str, Any], anchor: State | None
 ) -> None:
-    """Write `checkpoints/iteration-N`; every rank calls. The folder appears whole or not at all; the last two are kept.
+    """Write `checkpoints/iteration-N`; every rank calls. The folder appears whole or not at all.
+
+    A sound one of the same iteration, as that which a run was resumed from, is left as it is. Later ones, which
+    loading must have skipped, are removed.
 
     Args:
         run: the run folder.
@@ -30,41 +40,157 @@ def save_checkpoint(
         engine: saves its own part.
         counters: the trainer's, small and JSON.
         anchor: weights of the KL's anchor, if there is one.
+
+    Raises:
+        OSError: a file cannot be written; the checkpoints before are left as they were.
     """
     folder = run / "checkpoints" / f"iteration-{iteration:06d}"
-    partial = folder.with_name(folder.name + ".partial")
+    if folder.is_dir() and _fault(folder) is None:
+        return
+    partial = folder.with_name(folder.name + PARTIAL)
     if rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
-    engine.save(partial)
-    if anchor is not None:
-        engine.save_state(anchor, partial / "anchor.safetensors")
-    if rank() == 0:
-        state = {"iteration": iteration, "optimizer_steps": engine.steps, **counters}
-        (partial / "state.json").write_text(json.dumps(state, indent=1))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
-        for old in checkpoints(run)[:-KEPT_CHECKPOINTS]:
-            shutil.rmtree(old)
+    try:
+        engine.save(partial)
+        if anchor is not None:
+            engine.save_state(anchor, partial / "anchor.safetensors")
+        if rank() == 0:
+            write_json({"iteration": iteration, "optimizer_steps": engine.steps, **counters}, partial / "state.json")
+        barrier()
+        described = all_gather_object(_describe(partial))
+        if rank() == 0:
+            files = {name: entry for part in described for name, entry in part.items()}
+            write_json({"files": dict(sorted(files.items()))}, partial / MANIFEST)
+            for inner in [path for path in partial.rglob("*") if path.is_dir()]:
+                sync_folder(inner)
+            later = [other for other in checkpoints(run) if number(other) >= iteration]
+            for other in later:
+                remove_checkpoint(other)
+            partial.replace(folder)
+            sync_folder(folder.parent)
+    except OSError:
+        if rank() == 0:  # on a full disk it would be in the way of everything else
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     barrier()
 
 
-def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], State | None] | None:
-    """Restore the engine from the newest checkpoint of `run`; every rank calls.
+def prune_checkpoints(run: Path, keep: int, keep_best: bool) -> None:
+    """Remove all but the last `keep`, and the best by evaluation; the first rank calls."""
+    found = checkpoints(run)
+    kept = set(found[-keep:])
+    if keep_best and (best := best_checkpoint(run)) is not None:
+        kept.add(best)
+    for folder in found:
+        if folder not in kept:
+            remove_checkpoint(folder)
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """That of the highest mean held-out reward; None if no checkpoint was evaluated."""
+    rewards = {}
+    for folder in checkpoints(run):
+        scores = run / "eval" / f"{folder.name}.json"
+        if scores.is_file():
+            reward = read_json(scores)["reward"]
+            rewards[folder] = sum(reward) / len(reward)
+    return max(rewards, key=rewards.__getitem__, default=None)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """It disappears at once: a kill leaves no half of it under its name."""
+    aside = folder.with_name(folder.name + ".old" + PARTIAL)
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.replace(aside)
+    shutil.rmtree(aside)
+
+
+def load_checkpoint(
+    run: Path, engine: Engine, tell: Say = say_nothing
+) -> tuple[int, dict[str, Any], State | None] | None:
+    """Restore the engine from the newest sound checkpoint of `run`; every rank calls.
+
+    Args:
+        tell: told which checkpoints are skipped, and why.
 
     Returns:
         The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
+
+    Raises:
+        UserError: there are checkpoints, and none is sound.
     """
-    found = checkpoints(run)
-    if not found:
-        return None
-    counters = read_json(found[-1] / "state.json")
-    engine.load(found[-1], counters["optimizer_steps"])
-    anchor = found[-1] / "anchor.safetensors"
-    return counters["iteration"], counters, engine.load_state(anchor) if anchor.is_file() else None
+    faults = []
+    for folder in reversed(checkpoints(run)):
+        fault = _fault(folder)
+        if fault is None:
+            counters = read_json(folder / "state.json")
+            engine.load(folder, counters["optimizer_steps"])
+            anchor = folder / "anchor.safetensors"
+            return counters["iteration"], counters, engine.load_state(anchor) if anchor.is_file() else None
+        faults.append(f"{folder.name}: {fault}")
+        say_wrapped(f"note: checkpoint {folder.name} is damaged and is skipped: {fault}", tell)
+    if faults:
+        raise UserError(
+            f"{str(run / 'checkpoints')!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy "
+            "there, or start another run with --output and no --resume; nothing was changed"
+        )
+    return None
 
 
 def checkpoints(run: Path) -> list[Path]:
     """Folders of the whole checkpoints, the newest last."""
-    return sorted(path for path in (run / "checkpoints").glob("iteration-*") if path.suffix != ".partial")
+    found = [path for path in (run / "checkpoints").glob("iteration-*") if re.fullmatch(r"iteration-\d+", path.name)]
+    return sorted(found, key=number)
+
+
+def number(folder: Path) -> int:
+    """The iteration that a checkpoint continues with."""
+    return int(folder.name.removeprefix("iteration-"))
+
+
+# -- what a checkpoint holds ------------------------------------------------------------------------------------------
+
+
+def _share(names: list[str]) -> list[str]:
+    """Of this rank: reading what was written takes a share of the time."""
+    return sorted(names)[rank() :: world_size()]
+
+
+def _digest(file: Path, sync: bool = False) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        if sync:
+            os.fsync(opened.fileno())
+        return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name -> size and checksum of this rank's share of the files, which are on the disk afterwards."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return {name: _digest(folder / name, sync=True) for name in _share(names)}
+
+
+def _fault(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, None if it can; the ranks share the reading and the answer."""
+    return next((fault for fault in all_gather_object(_own_fault(folder)) if fault is not None), None)
+
+
+def _own_fault(folder: Path) -> str | None:
+    if not (folder / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        files = read_json(folder / MANIFEST)["files"]
+        expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (UserError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not what was written"
+    for name in _share(list(expected)):
+        size, digest = expected[name]
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
+        if _digest(file)["sha256"] != digest:
+            return f"{name} has changed since it was written (SHA-256)"
+    return None

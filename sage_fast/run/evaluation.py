@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, speaker
-from sage_fast.distributed import all_gather_object, rank, world_size
+from sage_fast.distributed import all_gather_object, data_rank, data_size, rank, sequence_rank, sequence_size, together
+from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
+from sage_fast.report.comparison import read_scores
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
@@ -44,6 +48,31 @@ class Evaluation:
         return {field: getattr(self, field) for field in fields}
 
 
+def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
+    """`eval/<name>.json` as the first rank finds it; None if the evaluation was interrupted."""
+    scores = None
+    file = run / "eval" / f"{name}.json"
+    if rank() == 0 and file.is_file():
+        with contextlib.suppress(UserError):  # cut off while it was written
+            scores = read_scores(file)
+    return all_gather_object(scores)[0]
+
+
+def check_pairs(setup: Setup, run: Path) -> None:
+    """
+    Raises:
+        UserError: what is evaluated now is not what the run in `run` evaluated before training.
+    """
+    before = read_evaluation(run, "before")
+    texts, seeds = prompts_and_seeds(setup)
+    if before is not None and (before["prompts"], before["seeds"]) != (texts, seeds.tolist()):
+        raise UserError(
+            f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than those that the run in "
+            f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
+            "changed"
+        )
+
+
 @torch.no_grad()
 def video_chunks(
     config: Config,
@@ -53,10 +82,14 @@ def video_chunks(
     seeds: Tensor,
     *,
     quiet: bool = True,
+    pause: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Indices of at most `sampling.batch_size` prompts and their videos `[B, F, 3, H, W]` in [0, 1], by the ODE.
 
     On a GPU a chunk is decoded beside the rollout of the next one.
+
+    Args:
+        pause: called after each step; what it raises ends the work.
     """
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
@@ -68,7 +101,7 @@ def video_chunks(
     graphs = step_graphs(model.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
     idle = model.policy.states.behind(len(runs))
     pending = None
-    with Progress("sample", len(runs) * len(table), quiet=quiet) as bar:
+    with Progress("sample", len(runs) * len(table), quiet=quiet, pause=pause) as bar:
 
         def sample(prompts: Sequence[str], seeds: Tensor) -> Tensor:
             conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
@@ -105,8 +138,22 @@ def generate(
     return [videos[i] for i in range(len(prompts))]
 
 
+def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
+    """Prompt and seed (int64 `[N]`) of each of the N videos of an evaluation."""
+    config = setup.config
+    chosen = setup.eval_prompts[: config.eval.num_prompts]
+    pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
+    seeds = [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in pairs]
+    return [chosen[prompt] for prompt, _ in pairs], torch.cat(seeds)
+
+
 def evaluate(
-    setup: Setup, *, iteration: int, quiet: bool = True, save: Callable[[int, str, Tensor], object] | None = None
+    setup: Setup,
+    *,
+    iteration: int,
+    quiet: bool = True,
+    save: Callable[[int, str, Tensor], object] | None = None,
+    pause: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
 
@@ -115,48 +162,48 @@ def evaluate(
 
     Args:
         save: told the number, the prompt and the video (on the CPU) of each of this rank's videos as it is made.
+        pause: called after each step; what it raises on one rank ends the evaluation on all.
     """
     config = setup.config
-    chosen = setup.eval_prompts[: config.eval.num_prompts]
-    pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
-    first, last = (-(-number * len(pairs) // world_size()) for number in (rank(), rank() + 1))
-    mine = pairs[first:last]  # rounded up: the first rank, which writes the files, is never without a video
-    texts = [chosen[prompt] for prompt, _ in mine]
-    seeds = torch.cat(
-        [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in mine]
-        or [torch.zeros(0, dtype=torch.int64)]
-    )
+    texts, seeds = prompts_and_seeds(setup)
+    # Rounded up: the first rank, which writes the files, is never without a video.
+    first, last = (-(-number * len(texts) // data_size()) for number in (data_rank(), data_rank() + 1))
+    texts, seeds = texts[first:last], seeds[first:last]
     config_of_pairs = dataclasses.replace(config.reward, on_failure="stop")
     strict = CompositeReward(setup.reward.reward, config_of_pairs, "an evaluation needs every score")
     chunks: list[Scores] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    for chosen_texts, chunk in video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet):
-        chunk_texts = [texts[i] for i in chosen_texts]
-        rewards, parts = strict(chunk, chunk_texts)
-        if setup.judge is not None:
-            judged = setup.judge(chunk, chunk_texts)
-            parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
-        chunks.append((rewards, parts))
-        order += chosen_texts
-        if save is not None:
-            for i, video in zip(chosen_texts, chunk.cpu()):
-                save(first + i, texts[i], video)
-        # Copies: a view would keep the whole chunk.
-        kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
-        videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
+    with together():
+        made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
+        for chosen_texts, chunk in made:
+            chunk_texts = [texts[i] for i in chosen_texts]
+            rewards, parts = strict(chunk, chunk_texts)
+            if setup.judge is not None:
+                judged = setup.judge(chunk, chunk_texts)
+                parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
+            chunks.append((rewards, parts))
+            order += chosen_texts
+            if save is not None and sequence_rank() == 0:
+                for i, video in zip(chosen_texts, chunk.cpu()):
+                    save(first + i, texts[i], video)
+            # Copies: a view would keep the whole chunk.
+            kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
+            videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
     scores, parts = join_scores(chunks) if chunks else (torch.zeros(0), {})
     back = torch.tensor(order, dtype=torch.int64).argsort()
     scores, parts = scores[back], {part: value[back] for part, value in parts.items()}
     rows = all_gather_object(
         (texts, seeds.tolist(), scores.tolist(), {part: value.tolist() for part, value in parts.items()})
-    )
+    )[:: sequence_size()]  # ranks that share samples have the same
+    # A part that a rank with videos lacks is dropped, as one that a chunk lacks.
+    named = [part for part in rows[0][3] if all(part in row[3] for row in rows if row[0])]
     return Evaluation(
         iteration=iteration,
         prompts=[text for row in rows for text in row[0]],
         seeds=[seed for row in rows for seed in row[1]],
         reward=[score for row in rows for score in row[2]],
-        parts={part: [value for row in rows for value in row[3].get(part, [])] for part in rows[0][3]},
+        parts={part: [value for row in rows if row[0] for value in row[3][part]] for part in named},
         weights=config.reward.weights,
         videos=[videos[i] for i in sorted(videos)],
     )

@@ -1,36 +1,36 @@
 """The files of a run folder that are not metrics or checkpoints.
 
 <run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/
-<run>/comparison.png report.html
+<run>/comparison.png report.html run.lock
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from sage_fast.config import Config
-from sage_fast.distributed import barrier, rank
+from sage_fast.console import Say
+from sage_fast.distributed import all_gather_object, barrier, initialize, rank
 from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics
+from sage_fast.files import PARTIAL, read_json, read_metrics, write_atomic
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.checkpoint import checkpoints
+from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
 from sage_fast.settings import dump, load
 
-KEPT_ON_RESUME = {
-    "model": ("path", "tuning", "lora_rank", "lora_alpha", "lora_targets"),
-    "data": ("eval_prompts",),
-    "sampling": ("num_frames", "height", "width", "shift", "guidance_scale"),
-    "reward": ("name",),
-    "eval": ("steps", "num_prompts", "seeds_per_prompt", "judge"),
-}
-"""Settings without which a checkpoint is that of another policy, or the evaluation before training is not a pair of the
-one after it; `seed` too."""
+LOCK = "run.lock"
 
 
 def check_output(config: Config, *, resume: bool) -> None:
@@ -41,39 +41,94 @@ def check_output(config: Config, *, resume: bool) -> None:
             has to keep, or one that has done more iterations already (with it).
     """
     run = Path(config.output)
-    holds_run = (run / "config.yaml").exists()
-    if resume and not holds_run:
-        raise UserError(f"output = {config.output!r}: no run to resume there; leave --resume out to start one")
-    if not resume and run.exists() and (not run.is_dir() or any(run.iterdir())):
+    if resume:
+        check_run(run)
+        check_kept(config)
+        done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)
+        if done > config.train.iterations:
+            raise UserError(
+                f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
+                "nothing was changed"
+            )
+    elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
+        holds_run = (run / "config.yaml").exists()
         found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
         raise UserError(
             f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
             "nothing was changed"
         )
-    if resume:
-        _check_resumed(config, run)
 
 
-def _check_resumed(config: Config, run: Path) -> None:
-    begun = load(run / "config.yaml")
-    pairs = {"seed": (begun.seed, config.seed)} | {
-        f"{section}.{name}": (getattr(getattr(begun, section), name), getattr(getattr(config, section), name))
-        for section, names in KEPT_ON_RESUME.items()
-        for name in names
-    }
-    for name, (old, new) in pairs.items():
-        if old != new:
-            way = "null" if old is None else old
+def _is_trace(path: Path) -> bool:
+    """Whether a run that was killed before it began has left this file."""
+    return path.name == LOCK or path.suffix == PARTIAL
+
+
+@contextlib.contextmanager
+def locked(run: Path, tell: Say) -> Iterator[None]:
+    """Keep every other run out of the folder; the first rank holds the lock, and the kernel gives it back if it dies.
+
+    A folder in which no run began is left as it was found.
+
+    Args:
+        run: made if it does not exist.
+        tell: told if the file system knows no locks.
+
+    Raises:
+        UserError: on all ranks: another run uses the folder.
+    """
+    made = [path for path in (run, *run.parents) if not path.exists()]
+    lock, user, failure = None, None, None
+    if rank() == 0:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            lock, user = _lock(run / LOCK, tell)
+        except OSError as error:  # the others wait to be told
+            failure = error
+    refused = all_gather_object(user if failure is None else f"cannot be locked: {failure}")[0]
+    try:
+        if failure is not None:
+            raise failure
+        if refused is not None:
             raise UserError(
-                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; --{name} {way}, or "
-                "another run by another --output and no --resume; nothing was changed"
+                f"output = {str(run)!r}: {refused}; wait for its end, or choose another folder with --output; nothing "
+                "was changed"
             )
-    done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)
-    if done > config.train.iterations:
-        raise UserError(
-            f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
-            "nothing was changed"
-        )
+        yield
+    finally:
+        if lock is not None:
+            if not (run / "config.yaml").exists():
+                (run / LOCK).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not empty: something else is there now
+                    for folder in made:
+                        folder.rmdir()
+            lock.close()
+
+
+def _lock(file: Path, tell: Say) -> tuple[BinaryIO | None, str | None]:
+    """The open lock file, or in words who holds it."""
+    while True:
+        opened = file.open("a+b", buffering=0)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            opened.seek(0)
+            user = opened.read(200).decode(errors="replace").strip()
+            opened.close()
+            return None, f"another run is using it ({user or 'it has just begun'})"
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            tell(
+                f"note: no locks on this file system ({error.strerror}): see to it that only one run uses {file.parent}"
+            )
+            return opened, None
+        if file.exists() and os.path.samestat(os.fstat(opened.fileno()), file.stat()):
+            break
+        opened.close()  # a run that was refused has just removed it
+    opened.truncate(0)
+    opened.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return opened, None
 
 
 def claim_output(config: Config) -> None:
@@ -83,27 +138,47 @@ def claim_output(config: Config) -> None:
         UserError: another run has claimed it since `check_output`.
     """
     run = Path(config.output)
-    barrier()  # all ranks have looked before the first one writes
+    launchers = all_gather_object(launcher())  # all ranks have looked before the first one writes
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
-        try:
-            with (run / "config.yaml").open("x", encoding="utf-8") as file:
-                file.write(dump(config))
-        except FileExistsError as error:
-            raise UserError(
-                f"output = {config.output!r}: another run began there while this one was loading"
-            ) from error
+        if (run / "config.yaml").exists():
+            raise UserError(f"output = {config.output!r}: another run began there while this one was loading")
+        if named := sorted({name for name in launchers if name is not None}):
+            write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
+        write_atomic(run / "config.yaml", dump(config))
     barrier()
 
 
-def replace_settings(config: Config) -> None:
-    """Write the settings of a run that is resumed; the ones before are kept under another name."""
+def is_restart(config: Config) -> bool:
+    """Whether torchrun has started these ranks before, and they began the run in `config.output`; all ranks call."""
+    if launcher() is None:
+        return False
+    initialize(config.timeout_minutes)
+    return any(all_gather_object(began_here(Path(config.output))))
+
+
+def replace_settings(config: Config, tell: Say) -> None:
+    """Write the settings of a run that is resumed, and tell what is new; those before are kept under another name."""
     run = Path(config.output)
     settings = run / "config.yaml"
-    if rank() == 0 and settings.read_text(encoding="utf-8") != dump(config):
-        settings.rename(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml")
-        settings.write_text(dump(config), encoding="utf-8")
+    changed = differences(load(settings), config)
+    barrier()  # all ranks have read them
+    for line in changed:
+        tell(line)
+    if rank() == 0 and changed:
+        before = settings.read_text(encoding="utf-8")
+        write_atomic(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml", before)
+        write_atomic(settings, dump(config))
     barrier()
+
+
+def remove_partials(run: Path) -> None:
+    """Remove what a killed run was writing; the one that holds the lock calls, before it writes."""
+    for path in [*run.glob(f"*{PARTIAL}"), *run.glob(f"eval/*{PARTIAL}"), *run.glob(f"checkpoints/*{PARTIAL}")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:

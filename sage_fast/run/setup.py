@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from pathlib import Path
 
 import torch
@@ -12,12 +11,21 @@ import torch
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.data.prompts import read_prompts
-from sage_fast.distributed import all_gather_object, barrier, initialize, rank, world_size
+from sage_fast.distributed import (
+    all_gather_object,
+    data_size,
+    initialize,
+    join_sequence_group,
+    rank,
+    sequence_size,
+    world_size,
+)
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.load import Model, check_path, load_model
+from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward, Judge, load_reward
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
@@ -39,24 +47,21 @@ class Setup:
     embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
 
     def encode(self, cache: Path | None = None, *, quiet: bool) -> None:
-        """Embed all prompts: each rank its share, into a cache that all read.
-
-        A rank that does not see the others' files, on a machine with disks of its own, encodes what it lacks.
+        """Embed all prompts, each on one rank: see `encode_cached`.
 
         Args:
-            cache: folder, unless `data.embedding_cache` names one; None is a temporary one.
+            cache: folder, unless `data.embedding_cache` names one; None keeps nothing on disk.
             quiet: show no progress.
         """
-        wanted = list(dict.fromkeys(["", *self.prompts, *self.eval_prompts]))
-        source = f"{self.model.path} {self.config.model.dtype}"
-        with tempfile.TemporaryDirectory() as scratch:
-            # The ranks share the first one's.
-            folder = Path(self.config.data.embedding_cache or cache or all_gather_object(scratch)[0])
-            share = wanted[rank() :: world_size()]
-            encode_cached(share, self.model.load_encoder, folder, source, quiet or rank() > 0)
-            barrier()
-            self.embeddings = encode_cached(wanted, self.model.load_encoder, folder, source, quiet=True)
-            barrier()
+        configured = self.config.data.embedding_cache
+        folder = Path(configured) if configured else cache
+        self.embeddings = encode_cached(
+            ["", *self.prompts, *self.eval_prompts],
+            self.model.load_encoder,
+            folder,
+            f"{self.model.path} {self.config.model.dtype}",
+            quiet or rank() > 0,
+        )
 
 
 def load_setup(config: Config, prompts: list[str] | None = None, attention: AttentionBackend | None = None) -> Setup:
@@ -65,16 +70,22 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
     Args:
         prompts: in place of the configured prompt files.
         attention: in place of `model.attention`.
+
+    Raises:
+        UserError: something that the settings name is missing or does not fit.
     """
+    device = initialize(config.timeout_minutes)
+    check_sequence_parallel(config.model.sequence_parallel, world_size())
     train_prompts = read_prompts(config.data.prompts) if prompts is None else prompts
     eval_prompts = read_prompts(config.data.eval_prompts) if prompts is None else prompts
     if check_path(config.model.path) == str(BASE):  # the testbed knows few words, and they are looked up at once
         for prompt in (*train_prompts, *eval_prompts):
             embed(prompt)
     reward = CompositeReward(load_reward(config.reward), config.reward)
-    judge = Judge(config.eval.judge) if config.eval.judge is not None else None
+    judge = Judge(config.eval.judge, config.reward.timeout_seconds) if config.eval.judge is not None else None
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
-    model = load_model(settings, config.sampling, initialize(config.timeout_minutes), config.seed)
+    join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
+    model = load_model(settings, config.sampling, device, config.seed)
     model.set_checkpointing(choose_checkpointing(config, model), gathered=config.train.engine == "zero3")
     return Setup(
         config=config, model=model, reward=reward, judge=judge, prompts=train_prompts, eval_prompts=eval_prompts
@@ -106,7 +117,7 @@ def choose_checkpointing(config: Config, model: Model) -> str:
         needed = activation_bytes(
             mode,
             model.policy.transformer.config,
-            tokens,
+            -(-tokens // sequence_size()),
             model.policy.dtype.itemsize,
             rank=config.model.lora_rank if config.model.tuning == "lora" else 0,
             batch_size=config.train.batch_size,
@@ -119,7 +130,7 @@ def choose_checkpointing(config: Config, model: Model) -> str:
 
 def _samples(config: Config) -> int:
     """Of an iteration, on this rank."""
-    return -(-config.train.prompts_per_iteration * config.train.group_size // world_size())
+    return -(-config.train.prompts_per_iteration * config.train.group_size // data_size())
 
 
 def _trajectories(config: Config, model: Model) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 
 from sage_fast.config import Config
 from sage_fast.errors import RunError, UserError, nearest
-from sage_fast.files import read_metrics
+from sage_fast.files import append_line, read_metrics, write_atomic
 from sage_fast.report.comparison import mean_and_error
 from sage_fast.settings import dump
 
@@ -56,16 +57,15 @@ class MetricsWriter:
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
         path = run / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["iteration"] < iteration]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._trackers = [
             _start(name, config, run.resolve(), run_id, iteration) for name in dict.fromkeys(config.tracking.trackers)
         ]
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one iteration; numbers that are not finite are written as null."""
-        self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
-        self._file.flush()
+        """Append one iteration, whole or not at all; numbers that are not finite are written as null."""
+        append_line(self._file, json.dumps({key: _finite(value) for key, value in row.items()}))
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
         self._log(numbers, row["iteration"] + 1)
 
@@ -87,6 +87,10 @@ class MetricsWriter:
     def _log(self, numbers: Mapping[str, float], step: int) -> None:
         for tracker in self._trackers:
             tracker.log(numbers, step=step)
+
+    def sync(self) -> None:
+        """The rows are on the disk, as those before a checkpoint have to be."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -12,31 +13,43 @@ from typing import Any
 import torch
 
 from sage_fast.config import AttentionBackend, Config
-from sage_fast.console import Say, say_wrapped, speaker
-from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
+from sage_fast.console import Say, log_to, say_wrapped, speaker
+from sage_fast.distributed import barrier, initialize, rank, sequence_size, shutdown, world_size
 from sage_fast.engine import check_engine
 from sage_fast.environment import command_line, environment
-from sage_fast.files import read_json
-from sage_fast.metrics import REWARD_PART
+from sage_fast.files import read_json, write_atomic, write_json
+from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
-from sage_fast.policy.hunyuan import numel
+from sage_fast.policy.hunyuan import State, numel
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
-from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import evaluate
-from sage_fast.run.folder import check_output, claim_output, replace_settings, run_facts, save_video
+from sage_fast.run.checkpoint import checkpoints, load_checkpoint, number, prune_checkpoints, save_checkpoint
+from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
+from sage_fast.run.folder import (
+    check_output,
+    claim_output,
+    locked,
+    remove_partials,
+    replace_settings,
+    run_facts,
+    save_video,
+)
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
+from sage_fast.run.stop import Stop
 from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
-    """Train, and leave a run folder with a report; whatever stops it leaves a checkpoint that `resume` continues.
+    """Train, and leave a run folder with a report; what stops it leaves a checkpoint that `resume` continues.
 
     Returns:
         The run folder.
+
+    Raises:
+        Stopped: after SIGINT or SIGTERM.
     """
     initialize(config.timeout_minutes)
     check_trainable(config)
@@ -44,61 +57,128 @@ def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
     check_engine(config.train)
     check_trackers(config.tracking.trackers)
     check_output(config, resume=resume)
-    quiet = quiet or rank() > 0
+    run, quiet = Path(config.output), quiet or rank() > 0
+    tell = speaker(quiet)
+    with Stop(config.train.grace_seconds, tell) as stop, locked(run, tell):
+        _train(config, run, stop, resume=resume, quiet=quiet)
+    return run
+
+
+def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) -> None:
     tell = speaker(quiet)
     setup = load_setup(config, attention=_attention_of(config, resume))
     trajectories = check_trajectories(config, setup.model)
     check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
-    run = Path(config.output)
-    if not resume:
+    if resume:
+        check_pairs(setup, run)
+    else:
         claim_output(config)
+    if world_size() > 1:
+        log_to(run / "logs" / f"rank-{rank():03d}.log")
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
-    start = _resume(trainer, run) if resume else 0
+    if sequence_size() == 1:  # else the ranks that share this one's samples would wait for it
+        trainer.pause = stop.pause
+    trainer.before_update = functools.partial(stop.before_update, trainer.device)
+    lacks_before = resume and read_evaluation(run, "before") is None
+    start_weights = trainer.policy.snapshot() if lacks_before else None
+    start = _resume(trainer, run, tell) if resume else 0
     if resume:  # after all that could refuse the new settings
-        replace_settings(config)
+        if rank() == 0:
+            remove_partials(run)
+        replace_settings(config, tell)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
     if resume:
         tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
     writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
+    stop.training = True
     try:
-        _iterate(trainer, setup, run, start, writer, tell)
+        _iterate(trainer, setup, run, start, start_weights, writer, tell, stop)
         _finish(trainer, setup, run, writer, tell)
     finally:
         if writer is not None:
             writer.close()
     barrier()  # the first rank has written the report
     shutdown()
-    return run
 
 
-def _iterate(trainer: Trainer, setup: Setup, run: Path, start: int, writer: MetricsWriter | None, tell: Say) -> None:
-    """All iterations from `start` on, with evaluations and checkpoints; whatever stops them leaves a checkpoint too."""
+def _iterate(
+    trainer: Trainer,
+    setup: Setup,
+    run: Path,
+    start: int,
+    start_weights: State | None,
+    writer: MetricsWriter | None,
+    tell: Say,
+    stop: Stop,
+) -> None:
+    """All iterations from `start` on, with evaluations and checkpoints.
+
+    An evaluation that was interrupted is done first; that before training with `start_weights`, if they are given. What
+    stops the iterations leaves the checkpoint of the last whole one too, if all ranks know of it.
+    """
     config = setup.config
     done = start
+    whole: _Whole | None = None
+
+    def due() -> bool:
+        return config.eval.interval > 0 and done % config.eval.interval == 0 and 0 < done < config.train.iterations
+
     try:
-        if not (run / "eval" / "before.json").exists():
-            _evaluate(trainer, setup, run, "before", 0, writer, tell)
+        if read_evaluation(run, "before") is None:
+            _evaluate(trainer, setup, run, "before", 0, writer, tell, start_weights)
+        if due() and read_evaluation(run, f"iteration-{done:06d}") is None:
+            _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
         for index in range(start, config.train.iterations):
+            stop.boundary(trainer.device)
+            whole = _Whole(trainer)
             row = trainer.iteration(index)
-            done = index + 1
             if writer is not None:
                 writer.write(row)
+            done, trainer.mid_iteration = index + 1, False
             tell(format_row(row, config.train.iterations))
-            if config.eval.interval and done % config.eval.interval == 0 and done < config.train.iterations:
+            if evaluated := due():
                 _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
-            if done % config.train.checkpoint_interval == 0 or done == config.train.iterations:
-                _save(trainer, run, done)
+            last = done == config.train.iterations
+            if last or done % config.train.checkpoint_interval == 0 or (evaluated and config.train.keep_best):
+                _save(trainer, run, done, writer, stop)
+        stop.boundary(trainer.device)
     except BaseException as reason:
-        # An error may be on only one rank, where waiting for the others would never end; Ctrl-C reaches them all.
-        if isinstance(reason, KeyboardInterrupt) or world_size() == 1:
+        # An error may be on only one rank, where waiting for the others would never end.
+        if world_size() == 1 or getattr(reason, "on_all_ranks", False):
+            if trainer.mid_iteration and not (whole is not None and whole.restore(trainer)):
+                kept = checkpoints(run)
+                tell(
+                    f"stopped within iteration {done + 1}, whose updates are lost; continue with --resume, "
+                    + (f"from the checkpoint of {number(kept[-1])} iterations" if kept else "from the beginning")
+                )
+                raise
             try:
-                _save(trainer, run, done)
+                _save(trainer, run, done, writer, stop)
                 tell(f"stopped after {done} iterations; continue with --resume")
             except OSError as error:
                 tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
         raise
+
+
+class _Whole:
+    """The state at the end of an iteration, to go back to from within the next one.
+
+    With one update an iteration hardly anything can fail after it, and the weights are not held twice.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.counters, self.anchor = trainer.state_dict(), trainer.anchor  # an anchor is replaced, never changed
+        self.held = trainer.config.train.optimizer_steps > 1 and trainer.engine.remember()
+
+    def restore(self, trainer: Trainer) -> bool:
+        """False if the weights were not held."""
+        if self.held:
+            trainer.engine.rewind()
+            trainer.load_state_dict(self.counters, self.anchor)
+            trainer.mid_iteration = False
+        return self.held
 
 
 def _attention_of(config: Config, resume: bool) -> AttentionBackend:
@@ -109,13 +189,18 @@ def _attention_of(config: Config, resume: bool) -> AttentionBackend:
     return read_json(file).get("attention", "auto")
 
 
-def _save(trainer: Trainer, run: Path, iteration: int) -> None:
-    save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
+def _save(trainer: Trainer, run: Path, iteration: int, writer: MetricsWriter | None, stop: Stop) -> None:
+    with stop.saving():
+        if writer is not None:
+            writer.sync()
+        save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
+        if rank() == 0:
+            prune_checkpoints(run, trainer.config.train.keep_checkpoints, trainer.config.train.keep_best)
 
 
-def _resume(trainer: Trainer, run: Path) -> int:
-    """Restore the newest checkpoint; returns the iteration to continue with."""
-    found = load_checkpoint(run, trainer.engine)
+def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
+    """Restore the newest sound checkpoint; returns the iteration to continue with."""
+    found = load_checkpoint(run, trainer.engine, tell)
     if found is None:
         return 0
     iteration, counters, anchor = found
@@ -137,9 +222,17 @@ def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | N
 
 
 def _evaluate(
-    trainer: Trainer, setup: Setup, run: Path, name: str, iteration: int, writer: MetricsWriter | None, tell: Say
+    trainer: Trainer,
+    setup: Setup,
+    run: Path,
+    name: str,
+    iteration: int,
+    writer: MetricsWriter | None,
+    tell: Say,
+    weights: State | None = None,
 ) -> None:
-    """Evaluate the averaged weights if there are any; scores and videos go into the run folder and the trackers."""
+    """Evaluate `weights`, else the averaged ones if there are any, else those that are trained; scores and videos go
+    into the run folder and the trackers."""
     tell(f"evaluate ({name})")
     folder, shown = run / "videos" / name, setup.config.eval.num_videos
     # The choice of what is shown needs the last scores: until then, all of what `comparison.png` may show is kept.
@@ -153,14 +246,14 @@ def _evaluate(
         if keep_all or number < shown:
             save_video(video, prompt, folder, number, setup.model.fps)
 
-    with trainer.engine.averaged_weights():
-        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save)
+    with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
+        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save, pause=trainer.pause)
     if writer is not None:
         scores, sheet = result.to_json(), folder.with_suffix(".png")
         contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(sheet)
         videos = [path for number, path in numbered(folder).items() if number < shown]
         (run / "eval").mkdir(exist_ok=True)
-        (run / "eval" / f"{name}.json").write_text(json.dumps(scores), encoding="utf-8")
+        write_atomic(run / "eval" / f"{name}.json", json.dumps(scores))
         writer.write_evaluation(scores, videos, sheet)
 
 
@@ -190,7 +283,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
     }
     if rank() == 0:
         facts = run_facts(run, facts, iteration)
-        (run / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        write_json(facts, run / "run.json")
     lines = [
         f"{facts['device']} x {world_size()}, {facts['threads']} threads",
         f"{parameters / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M trained",
@@ -208,7 +301,8 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
 
 
 def format_row(row: dict[str, Any], iterations: int) -> str:
-    """Two lines of numbers for an iteration, within 80 columns for up to four parts of the reward."""
+    """Two lines of numbers for an iteration, within 80 columns for up to four parts of the reward; a third one says
+    which rank the others waited for."""
     parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
     label = f"{row['iteration'] + 1:>5}/{iterations}"
     first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
@@ -220,4 +314,7 @@ def format_row(row: dict[str, Any], iterations: int) -> str:
         )
     else:
         second = "no update: the rewards of every group are equal  "
-    return f"{first}\n{'':>{len(label)}}  {second}{row['time/total']:.1f} s"
+    lines = [first, f"{'':>{len(label)}}  {second}{row['time/total']:.1f} s"]
+    if slow := straggler_line(row):
+        lines.append(f"{'':>{len(label)}}  {slow}")
+    return "\n".join(lines)

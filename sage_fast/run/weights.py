@@ -5,12 +5,13 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from sage_fast.config import Config
 from sage_fast.errors import UserError
+from sage_fast.files import read_json
 from sage_fast.settings import load
 
 
@@ -45,11 +46,14 @@ def newest_weights(run: Path) -> tuple[Path, int]:
     """
     found: dict[int, Path] = {}
     for folder in (run / "checkpoints").glob("iteration-*"):
-        if folder.suffix != ".partial":
+        if re.fullmatch(r"iteration-\d+", folder.name):
             found[int(folder.name.removeprefix("iteration-"))] = folder
     final, scores = run / "weights", run / "eval" / "after.json"
     if final.is_dir() and scores.is_file():
-        found[json.loads(scores.read_text(encoding="utf-8"))["iteration"]] = final
+        iteration = read_json(scores).get("iteration")
+        if not isinstance(iteration, int):
+            raise UserError(f"{scores}: expected a whole number as 'iteration'")
+        found[iteration] = final
     if not found:
         raise UserError(f"run {str(run)!r} has neither a checkpoint nor weights with their eval/after.json yet")
     return found[max(found)], max(found)

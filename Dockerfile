@@ -1,0 +1,16 @@
+# sage-fast with the C++ operators, on PyTorch's image: `docker build -t sage-fast .`, docs/scaling.md.
+# TORCH is any tag of docker.io/pytorch/pytorch with torch 2.11 or newer and a compiler (devel).
+ARG TORCH=2.11.0-cuda13.0-cudnn9-devel
+FROM docker.io/pytorch/pytorch:${TORCH}
+
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+WORKDIR /opt/sage-fast
+COPY . .
+
+# The README's, in the environment that the image has.
+RUN pip install torch numpy setuptools ninja
+RUN pip install --no-build-isolation '.[deepspeed]'
+
+# Configuration, prompts, rewards and runs are those of the folder that is mounted here.
+WORKDIR /work
+CMD ["sage-fast", "--help"]

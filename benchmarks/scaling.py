@@ -1,0 +1,391 @@
+"""The tables of docs/scaling.md: the plan's formulas, a stated model of communication, CPU seconds at small size.
+
+python -m benchmarks.scaling                  write the tables into docs/scaling.md
+python -m benchmarks.scaling --measure FILE   measure the small sizes first, on one thread, into FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from sage_fast.config import Config
+from sage_fast.environment import environment
+from sage_fast.measure.harness import H200_BF16_FLOPS
+from sage_fast.measure.plan import attention_flops, build_meta_vae, decode_flops, forward_flops, plan, training_flops
+from sage_fast.policy.checkpointing import activation_bytes
+from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.settings import load
+
+REPOSITORY = Path(__file__).parent.parent
+PAGE = REPOSITORY / "docs" / "scaling.md"
+MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-22-cpu-1-thread-scaling.json"
+ARCHITECTURE = {
+    "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2, "mlp_ratio": 4.0,
+    "patch_size": 1, "patch_size_t": 1, "in_channels": 65, "out_channels": 32, "text_embed_dim": 3584,
+}  # fmt: skip
+"""The published transformer; tests/test_scaling.py compares it with diffusers' own defaults."""
+WIDTH, BF16 = 16 * 128, 2
+
+IN_NODE, BETWEEN_NODES = 300e9, 40e9
+"""Bytes a second that one GPU sends. Assumptions, not measurements: two thirds of NVLink 4's 450 GB/s, and four fifths
+of one 400 Gbit/s port for each GPU."""
+LATENCY_IN_NODE, LATENCY_BETWEEN = 20e-6, 60e-6
+"""Seconds of a collective of no bytes; assumptions likewise."""
+NODE = 8
+
+
+# -- what an iteration takes -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """One iteration of a video size."""
+
+    frames: int = 81
+    height: int = 480
+    width: int = 832
+    samples: int = 32
+    steps: int = 20
+    trained: int = 20
+    frozen_base: bool = True
+
+    @property
+    def latents(self) -> tuple[int, int, int, int]:
+        return 32, (self.frames - 1) // 4 + 1, self.height // 16, self.width // 16
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.latents[1:])
+
+    @property
+    def joint(self) -> int:
+        return self.tokens + TEXT_TOKENS
+
+    @property
+    def forward(self) -> float:
+        """FLOPs."""
+        return forward_flops(ARCHITECTURE, self.tokens, TEXT_TOKENS)
+
+    @property
+    def training(self) -> float:
+        """FLOPs of one transition, checkpointing `attention`."""
+        attention = attention_flops(ARCHITECTURE, self.tokens, TEXT_TOKENS)
+        return training_flops(self.forward, attention, checkpointing="attention", frozen_base=self.frozen_base)
+
+    @property
+    def decode(self) -> float:
+        return _decode_flops(self.latents)
+
+    @property
+    def of_a_sample(self) -> float:
+        """FLOPs of rollout, anchor and training."""
+        return (self.steps + self.trained) * self.forward + self.trained * self.training
+
+
+@functools.cache
+def _decode_flops(latents: tuple[int, int, int, int]) -> float:
+    return decode_flops(_autoencoder().decoder, latents)
+
+
+@functools.cache
+def _autoencoder() -> torch.nn.Module:
+    return build_meta_vae(None, testbed=False)
+
+
+def exchange_bytes(joint: int, size: int, width: int = WIDTH, bytes_per_value: int = BF16) -> float:
+    """What a rank sends in one block's forward: queries, keys, values and outputs of its tokens, to the others."""
+    return 4 * math.ceil(joint / size) * width * bytes_per_value * (size - 1) / size
+
+
+def all_reduce_bytes(size: float, ranks: int) -> float:
+    """What a rank sends in a ring over `size` bytes; a reduce-scatter or an all-gather is half of it."""
+    return 2 * size * (ranks - 1) / ranks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Seconds of an iteration on `gpus`, all kernels at the ceiling, and no wait but those that are counted here.
+
+    Attributes:
+        sharing: `model.sequence_parallel`.
+        sharded: ranks over which weights, gradients and optimizer are sharded (ZeRO-3); 1: whole on each.
+        trained_bytes: of the gradients, float32.
+        weight_bytes: that a forward gathers, if they are sharded.
+    """
+
+    work: Work
+    gpus: int
+    sharing: int = 1
+    sharded: int = 1
+    trained_bytes: float = 4 * 184e6
+    weight_bytes: float = 2 * 8.33e9
+
+    @property
+    def groups(self) -> int:
+        return self.gpus // self.sharing
+
+    @property
+    def mine(self) -> int:
+        """Samples of the group with the most."""
+        return -(-self.work.samples // self.groups)
+
+    @property
+    def ideal(self) -> float:
+        """Seconds, if all GPUs shared all FLOPs evenly and nothing were sent."""
+        return self.work.samples * (self.work.of_a_sample + self.work.decode) / H200_BF16_FLOPS / self.gpus
+
+    @property
+    def compute(self) -> float:
+        padded = math.ceil(self.work.joint / self.sharing) * self.sharing / self.work.joint
+        transformer = self.mine * self.work.of_a_sample * padded / self.sharing
+        decodes = -(-self.mine // self.sharing) * self.work.decode  # a decode beside a rollout slows it down
+        return (transformer + decodes) / H200_BF16_FLOPS
+
+    @property
+    def passes(self) -> int:
+        """Forwards of a sample with exchanges of their own; a recomputation and a backward count one each."""
+        return self.work.steps + self.work.trained + 3 * self.work.trained
+
+    @property
+    def exchanges(self) -> float:
+        """Seconds of the sequence group's all-to-alls."""
+        if self.sharing == 1:
+            return 0.0
+        each = exchange_bytes(self.work.joint, self.sharing) / IN_NODE + 4 * LATENCY_IN_NODE
+        return self.mine * self.passes * ARCHITECTURE["num_layers"] * each
+
+    @property
+    def gradients(self) -> float:
+        """Seconds of the all-reduce of an optimizer step."""
+        if self.sharded > 1:
+            return 0.0
+        speed, latency = (BETWEEN_NODES, LATENCY_BETWEEN) if self.gpus > NODE else (IN_NODE, LATENCY_IN_NODE)
+        return all_reduce_bytes(self.trained_bytes, self.gpus) / speed + 2 * self.gpus * latency
+
+    @property
+    def gathers(self) -> float:
+        """Seconds of ZeRO-3: weights in every forward, recomputation and backward, and gradients (bf16) in every
+        backward."""
+        if self.sharded == 1:
+            return 0.0
+        speed, latency = (BETWEEN_NODES, LATENCY_BETWEEN) if self.sharded > NODE else (IN_NODE, LATENCY_IN_NODE)
+        times = self.passes + self.work.trained
+        each = self.weight_bytes * (self.sharded - 1) / self.sharded / speed + ARCHITECTURE["num_layers"] * latency
+        return self.mine * times * each
+
+    @property
+    def efficiency(self) -> float:
+        """Nothing that is sent is hidden."""
+        return self.ideal / (self.compute + self.exchanges + self.gradients + self.gathers)
+
+    @property
+    def hidden(self) -> float:
+        """ZeRO's gathers are hidden behind computing, as far as that lasts."""
+        return self.ideal / (max(self.compute, self.gathers) + self.exchanges + self.gradients)
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    lines.insert(1, "|---" * len(head) + "|")
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value / 3600:.1f} h" if value >= 7200 else f"{value / 60:.1f} min" if value >= 120 else f"{value:.2g} s"
+
+
+def sizes() -> str:
+    """Cost and memory of one sample against frames and resolution."""
+    rows = []
+    for work in (
+        Work(frames=17), Work(frames=49), Work(), Work(frames=121), Work(frames=241),
+        Work(height=352, width=624), Work(height=720, width=1280), Work(frames=121, height=720, width=1280),
+    ):  # fmt: skip
+        kept = [
+            activation_bytes("attention", ARCHITECTURE, math.ceil(work.joint / size), BF16, rank=64) for size in (1, 8)
+        ]
+        share = attention_flops(ARCHITECTURE, work.tokens, TEXT_TOKENS) / work.forward
+        rows.append(
+            [f"{work.frames} x {work.height} x {work.width}", f"{work.tokens:,}", f"{work.forward:.2e}", f"{share:.0%}",
+             _seconds(work.of_a_sample / H200_BF16_FLOPS), _seconds(work.decode / H200_BF16_FLOPS),
+             *(f"{size / 2**30:.1f} GiB" for size in kept)]
+        )  # fmt: skip
+    head = ["frames x height x width", "tokens", "FLOPs of a forward", "of that attention", "a sample", "its decode",
+            "activations", "shared by 8"]  # fmt: skip
+    return _table(head, rows)
+
+
+def collectives() -> str:
+    """Bytes that one GPU sends, 480p."""
+    work, rows = Work(), []
+    forward, sample = (flops / H200_BF16_FLOPS for flops in (work.forward, work.of_a_sample))
+    layers = ARCHITECTURE["num_layers"]
+
+    def row(what: str, when: str, size: float, seconds: float, beside: float, of: str) -> None:
+        times = f"{1e3 * seconds:.0f} ms", f"{seconds / beside:.2g} of {of}"
+        rows.append([what, when, f"{size / 1e9:.2f} GB", *times])
+
+    every = "each forward, recomputation and backward"
+    for size in (2, 4, 8):
+        sent = layers * exchange_bytes(work.joint, size)
+        seconds = sent / IN_NODE + layers * 4 * LATENCY_IN_NODE
+        of = f"a forward's {1e3 * forward / size:.0f} ms"
+        row(f"4 all-to-alls a block, {size} GPUs a sample", every, sent, seconds, forward / size, of)
+    for gpus in (8, 64, 512):
+        layout = Layout(work=work, gpus=gpus)
+        sent = all_reduce_bytes(layout.trained_bytes, gpus)
+        what = f"all-reduce of the LoRA's gradients, {gpus} GPUs"
+        row(what, "each optimizer step", sent, layout.gradients, sample, f"a sample's {_seconds(sample)}")
+    for gpus, speed in ((8, IN_NODE), (64, BETWEEN_NODES)):
+        sent = Layout(work=work, gpus=gpus).weight_bytes * (gpus - 1) / gpus
+        of = f"a forward's {1e3 * forward:.0f} ms"
+        row(f"ZeRO-3's all-gather of bf16 weights, {gpus} GPUs", every, sent, sent / speed, forward, of)
+    return _table(["collective", "when", "a GPU sends", "takes", "which is"], rows)
+
+
+def layouts() -> str:
+    """Expected efficiency on 8, 64 and 512 GPUs."""
+    long = Work(frames=121, height=720, width=1280)
+    rows = []
+    for name, layout in (
+        ("LoRA, 480p, 32 samples", Layout(work=Work(), gpus=8)),
+        ("LoRA, 480p, 32 samples", Layout(work=Work(), gpus=8, sharing=8)),
+        ("LoRA, 720p, 121 frames, 32 samples", Layout(work=long, gpus=8, sharing=8)),
+        ("full, ZeRO-3 over 8, 480p, 32 samples", Layout(work=Work(frozen_base=False), gpus=8, sharded=8)),
+        ("LoRA, 480p, 128 samples", Layout(work=Work(samples=128), gpus=64)),
+        ("LoRA, 480p, 96 samples", Layout(work=Work(samples=96), gpus=64)),
+        ("LoRA, 480p, 32 samples", Layout(work=Work(), gpus=64, sharing=2)),
+        ("full, ZeRO-3 over 64, 480p, 128 samples",
+         Layout(work=Work(samples=128, frozen_base=False), gpus=64, sharded=64)),
+        ("LoRA, 480p, 512 samples", Layout(work=Work(samples=512), gpus=512)),
+        ("LoRA, 480p, 128 samples", Layout(work=Work(samples=128), gpus=512, sharing=4)),
+        ("LoRA, 720p, 121 frames, 128 samples",
+         Layout(work=dataclasses.replace(long, samples=128), gpus=512, sharing=8)),
+    ):  # fmt: skip
+        rows.append(
+            [str(layout.gpus), name, str(layout.sharing), str(layout.mine),
+             _seconds(layout.compute), _seconds(layout.exchanges) if layout.sharing > 1 else "",
+             _seconds(layout.gathers) if layout.sharded > 1 else _seconds(layout.gradients),
+             f"{layout.efficiency:.0%}" + (f" to {layout.hidden:.0%}" if layout.sharded > 1 else "")]
+        )  # fmt: skip
+    head = ["GPUs", "what", "GPUs a sample", "samples of a GPU or group", "computing", "all-to-alls",
+            "gradients, or ZeRO-3", "efficiency"]  # fmt: skip
+    return _table(head, rows)
+
+
+def overlap() -> str:
+    """What could still be hidden, of an iteration of 480p with four samples a GPU."""
+    work = Work()
+    iteration = 4 * work.of_a_sample / H200_BF16_FLOPS
+    decode = work.decode / H200_BF16_FLOPS
+    rows = [
+        ["decode of all but the last chunk beside the rollout", "done", f"{3 * decode / iteration:.1%}"],
+        ["decode of the last chunk beside the anchor's forwards", "not done", f"{decode / iteration:.1%}"],
+        ["scores of the last chunk beside the first updates", "not done", "at most the reward's time for one chunk"],
+        ["rollout of the next iteration beside this one's updates", "not done: off-policy",
+         f"at most {work.steps * work.forward / work.of_a_sample:.0%}"],
+    ]  # fmt: skip
+    return _table(["what runs beside what", "", "of the iteration"], rows)
+
+
+# -- measured at small size --------------------------------------------------------------------------------------------
+
+SMALL = {
+    "as in the demo": {},
+    "33 frames": {"sampling.num_frames": 33},
+    "65 frames": {"sampling.num_frames": 65},
+    "64 x 64 pixels": {"sampling.height": 64, "sampling.width": 64},
+    "groups of 8": {"train.group_size": 8},
+    "10 steps": {"sampling.steps": 10},
+}
+
+
+def small_config(given: dict[str, int]) -> Config:
+    base = {"train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 1}
+    settings = {key: str(value) for key, value in (base | given).items()}
+    return load(REPOSITORY / "configs" / "demo.yaml", settings)
+
+
+def measure(file: Path) -> None:
+    """CPU seconds of one thread in the second iteration of the testbed, at each size: rollout, and anchor and training.
+
+    CPU seconds, since other processes do not add to them.
+    """
+    from sage_fast.run.setup import load_setup
+    from sage_fast.trainer import Trainer
+
+    torch.set_num_threads(1)
+    rows = {}
+    for name, given in SMALL.items():
+        config = small_config(given)
+        setup = load_setup(config)
+        setup.encode(quiet=True)
+        trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+        trainer.iteration(0)
+        seconds = []
+        for index in range(1, 4):
+            start = time.process_time()
+            row = trainer.iteration(index)
+            spent = time.process_time() - start
+            scored = float(str(row["time/decode"])) + float(str(row["time/reward"]))
+            seconds.append(spent * (1 - scored / float(str(row["time/total"]))))
+        rows[name] = {"settings": given, "cpu_seconds": min(seconds)}
+        print(name, rows[name])
+    facts = environment(torch.device("cpu")) | {"threads": 1}
+    file.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def small_flops(name: str) -> float:
+    """FLOPs of rollout, anchor and training by the plan."""
+    from sage_fast.policy.load import transformer_config, vae_config
+
+    config = small_config(SMALL[name])
+    planned = plan(config, transformer_config("testbed"), vae_config("testbed"))
+    return sum(planned.flops[part] for part in ("rollout", "training", "anchor"))
+
+
+def small() -> str:
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    base = "as in the demo"
+    return _table(
+        ["testbed", "FLOPs of rollout, anchor and training", "by the formulas", "CPU seconds", "measured"],
+        [
+            [name, f"{small_flops(name):.2e}", f"{small_flops(name) / small_flops(base):.2f}x",
+             f"{row['cpu_seconds']:.2f}", f"{row['cpu_seconds'] / rows[base]['cpu_seconds']:.2f}x"]
+            for name, row in rows.items()
+        ],
+    )  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (sizes, collectives, layouts, overlap, small)
+}
+
+
+def written(page: str) -> str:
+    """The page with every table, between `<!-- table: NAME -->` and `<!-- end -->`, made again."""
+    pattern = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+    return pattern.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.measure is not None:
+        measure(options.measure)
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

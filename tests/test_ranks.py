@@ -1,0 +1,469 @@
+"""Any number of ranks is one process: the same rollouts, rewards, advantages and lambda, and to rounding the updates.
+
+One group of gloo processes for each number of ranks does all cases; a fork server imports PyTorch once for all.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sage_fast.trainer
+from sage_fast.cli import main
+from sage_fast.data.embeddings import encode_cached
+from sage_fast.data.prompts import read_prompts
+from sage_fast.distributed import initialize, rank, shutdown, world_size
+from sage_fast.errors import UserError
+from sage_fast.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
+from sage_fast.policy.text import TextEmbedding
+from sage_fast.rewards import Reward
+from sage_fast.rollout.loop import equal_runs
+from sage_fast.rollout.schedule import check_trainable, deal, draw_samples
+from sage_fast.rollout.scoring import gather_scores
+from sage_fast.trainer import Trainer
+from tests.tiny import FEW_STEPS, BrightnessReward, arguments, settings, tiny_trainer
+
+COUNTS = (1, 2, 3, 4)
+Record = dict[str, Any]
+
+
+# -- rewards that depend on the video and the prompt alone ------------------------------------------------------------
+
+
+def odd(video: Tensor) -> bool:
+    """Of about half of the videos, whoever makes them: far coarser than rounding, finer than what tells them apart."""
+    return int(400 * float(video.mean())) % 2 == 1
+
+
+class SomeAreNotFinite(BrightnessReward):
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        parts = super().__call__(videos, prompts)
+        failed = torch.tensor([odd(video) for video in videos])
+        return {part: torch.where(failed, torch.nan, value) for part, value in parts.items()}
+
+
+class SomeFail(BrightnessReward):
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        if any(odd(video) for video in videos):
+            raise OSError("scoring server went away")
+        return {"seen": torch.ones(len(prompts)), **super().__call__(videos, prompts)}
+
+
+class OneGroupIsEqual(BrightnessReward):
+    """All videos of the first prompt of an iteration are worth the same."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        first = {draw_samples(settings(), read_prompts("testbed:train"), index)[0].prompt for index in range(2)}
+        equal = torch.tensor([prompt in first for prompt in prompts])
+        return {part: torch.where(equal, 0.5, value) for part, value in super().__call__(videos, prompts).items()}
+
+
+# -- the cases: settings and reward; six samples in two groups, one by one --------------------------------------------
+
+ALONE = {"sampling__batch_size": 1, "train__batch_size": 1, "sampling__steps": 3, "train__parity_gate": False}
+CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
+    "std of the group, two updates": (
+        ALONE | {"train__optimizer_steps": 2, "kl__anchor_interval": 3, "train__parity_gate": True}, BrightnessReward
+    ),
+    "std of the batch, half of the steps": (
+        ALONE | {"objective__advantage_std": "batch", "train__timestep_fraction": 0.5, "train__ema_decay": 0.9,
+                 "kl__feedback": "share", "kl__strategy": "fixed", "kl__lambda_min": 100, "kl__lambda_max": 200},
+        BrightnessReward,
+    ),
+    "five samples of one prompt, not finite": (
+        ALONE | {"train__prompts_per_iteration": 1, "train__group_size": 5, "reward__on_failure": "drop",
+                 "train__optimizer_steps": 3},
+        SomeAreNotFinite,
+    ),
+    "failures, std of the batch": (
+        ALONE | {"reward__on_failure": "drop", "objective__advantage_std": "batch"}, SomeFail
+    ),
+    "an equal group": (ALONE | {"train__optimizer_steps": 2, "kl__feedback": "ppo", "kl__warmup_steps": 0},
+                       OneGroupIsEqual),
+    "batches, lengths, guidance": (
+        {"sampling__steps": 3, "sampling__batch_size": 2, "train__batch_size": 3, "sampling__guidance_scale": 3.0,
+         "train__parity_gate": False},
+        BrightnessReward,
+    ),
+}  # fmt: skip
+IN_BATCHES = "batches, lengths, guidance"
+
+
+def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
+    """Two iterations; what every rank knows, and the mean over the ranks of the gradients of each update."""
+    trainer: Trainer = tiny_trainer(config, reward())
+    if lengths:
+        trainer.embeddings = {
+            prompt: TextEmbedding(text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs)
+            for prompt, known in trainer.embeddings.items()
+        }
+    record: Record = {"rows": [], "rewards": [], "advantages": [], "gradients": []}
+    start = trainer.policy.snapshot()
+    advantages, step = sage_fast.trainer.group_advantages, trainer.engine.step
+
+    def noting_advantages(rewards: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        result = advantages(rewards, *args, **kwargs)
+        record["rewards"].append(rewards.nan_to_num(-1.0))
+        record["advantages"].append(result[0])
+        return result
+
+    def noting_gradients() -> Any:
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.engine.parameters]
+        mean = torch.cat([grad.flatten() for grad in mine]) / world_size()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+        record["gradients"].append(mean)
+        return step()
+
+    trainer.engine.step = noting_gradients  # type: ignore[method-assign]
+    sage_fast.trainer.group_advantages = noting_advantages
+    try:
+        record["rows"] = [trainer.iteration(index) for index in range(2)]
+    finally:
+        sage_fast.trainer.group_advantages = advantages
+    moved = trainer.policy.snapshot()
+    record["moved"] = torch.cat([(moved[name] - start[name]).flatten() for name in start])
+    return record
+
+
+def encode(folder: Path) -> Record:
+    """Embed prompts with one cache for all ranks, with one for each, and with none; which prompts this rank encoded."""
+    encoded: list[str] = []
+
+    def factory() -> Callable[[str], TextEmbedding]:
+        def one(prompt: str) -> TextEmbedding:
+            encoded.append(prompt)
+            return TextEmbedding(text=torch.full((2, 3), float(len(prompt))), glyphs=torch.zeros(0, 2))
+
+        return one
+
+    def round_of(prompts: list[str], cache: Path | None) -> list[str]:
+        encoded.clear()
+        found = encode_cached(prompts, factory, cache, "m", quiet=True)
+        assert list(found) == prompts
+        assert all(found[prompt].text.tolist() == [[float(len(prompt))] * 3] * 2 for prompt in prompts)
+        return list(encoded)
+
+    prompts = ["a" * length for length in range(1, 8)]
+    own = folder / f"disk-of-{rank()}"
+    return {
+        "none": round_of(prompts[:2], None),
+        "shared": round_of(prompts, folder / "shared"),
+        "shared again": round_of(prompts, folder / "shared"),
+        "own": round_of(prompts, own),
+        "own again": round_of(["b" * 20, *prompts], own),
+        "files": sorted(file.suffix for file in own.iterdir()) if own.exists() else [],
+    }
+
+
+def parts() -> dict[str, float]:
+    """After a failure a rank has fewer parts, in another order."""
+    values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}, {"vq": 6, "seen": 1, "mq": 7}, {"vq": 8, "mq": 9}]
+    mine = {name: torch.full((1,), float(value)) for name, value in values[rank()].items()}
+    rewards, gathered = gather_scores([world_size() - 1 - rank()], (torch.tensor([float(rank())]), mine))
+    assert rewards.tolist() == list(reversed(range(world_size())))
+    metrics, valid = Metrics(), torch.ones(1, world_size(), dtype=torch.bool)
+    record_rewards(metrics, rewards[None], gathered, rewards[None], valid, torch.zeros(1, dtype=torch.bool))
+    return metrics.reduce()
+
+
+def waiting() -> dict[str, Any]:
+    """The last rank is the slow one."""
+    watch = Stopwatch(torch.device("cpu"))
+    with watch("train"):
+        time.sleep(0.4 if rank() == world_size() - 1 else 0.1)
+        with watch.waiting():
+            if dist.is_initialized():
+                dist.barrier()
+    return watch.seconds()
+
+
+class SecondRankFails(BrightnessReward):
+    """In the second iteration, after an evaluation."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.calls == 3 and rank() == 1:
+            raise OSError("scoring server went away")
+        return super().__call__(videos, prompts)
+
+
+def logged_run(number: int, count: int, port: int, folder: Path) -> None:
+    """`sage-fast train`, with its screen in a file."""
+    become_rank(number, count, port)
+    with (folder / f"screen-{number}").open("wb") as screen:
+        for stream in (1, 2):
+            os.dup2(screen.fileno(), stream)
+    given = arguments(
+        reward__name=f"{__name__}:SecondRankFails", train__prompts_per_iteration=1, train__group_size=2,
+        eval__num_prompts=2, eval__seeds_per_prompt=1, train__iterations=2, timeout_minutes=1, tracking__trackers="[]",
+    )  # fmt: skip
+    config = Path(__file__).parent.parent / "configs" / "demo.yaml"
+    sys.exit(main(["train", str(config), "--output", str(folder / "run"), *FEW_STEPS, *given]))
+
+
+def become_rank(number: int, count: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def all_cases(number: int, count: int, port: int, folder: Path) -> None:
+    """What rank `number` of `count` does."""
+    become_rank(number, count, port)
+    initialize(timeout_minutes=2)
+    assert world_size() == count
+    result: Record = {
+        name: train(settings(**given), reward, name == IN_BATCHES) for name, (given, reward) in CASES.items()
+    }
+    result |= {"encode": encode(folder / str(count)), "parts": parts(), "waiting": waiting()}
+    result["cpu"] = time.process_time()
+    torch.save(result, folder / f"{count}-{number}.pt")
+    shutdown()
+
+
+def run_ranks(target: Callable[[int, int, int, Path], None], count: int, folder: Path) -> list[int | None]:
+    """Their exit statuses."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [server.Process(target=target, args=(number, count, port, folder)) for number in range(count)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=300)
+        process.kill()
+    return [process.exitcode for process in ranks]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Record]]:
+    """Number of ranks -> what each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for count in COUNTS:
+        assert run_ranks(all_cases, count, folder) == [0] * count
+    return {
+        count: [torch.load(folder / f"{count}-{n}.pt", weights_only=True) for n in range(count)] for count in COUNTS
+    }
+
+
+several = pytest.mark.parametrize("count", COUNTS[1:])
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
+
+
+def close(value: float | None, tolerance: float) -> Any:
+    """None where nothing was trained; KLs below 1e-13 are those of two equal policies."""
+    return None if value is None else pytest.approx(value, rel=tolerance, abs=1e-13)
+
+
+@several
+@cases
+def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: int, case: str) -> None:
+    """To the bit in the first iteration where a batch is one sample; every rank knows those of all."""
+    (alone,) = (of[case] for of in results[1])
+    exact, rounded = {"rtol": 0, "atol": 0}, {"rtol": 0, "atol": 2e-6}
+    rounds = [rounded if case == IN_BATCHES else exact, rounded]
+    for of_rank in (of[case] for of in results[count]):
+        pairs = zip(of_rank["rewards"], alone["rewards"], rounds, strict=True)
+        for rewards, expected, tolerance in pairs:
+            torch.testing.assert_close(rewards, expected, **tolerance)
+        for advantages, expected, tolerance in zip(of_rank["advantages"], alone["advantages"], rounds, strict=True):
+            # Rewards of a random model differ by some 1e-3, which is what advantages are in units of.
+            torch.testing.assert_close(advantages, expected, rtol=0, atol=1e3 * tolerance["atol"])
+
+
+@several
+@cases
+def test_gradients_are_the_mean_over_all_kept_transitions(results: Any, count: int, case: str) -> None:
+    (alone,) = (of[case] for of in results[1])
+    for of_rank in (of[case] for of in results[count]):
+        assert len(of_rank["gradients"]) == len(alone["gradients"]) > 0
+        for update, (ours, expected) in enumerate(zip(of_rank["gradients"], alone["gradients"])):
+            # The next rollouts follow what Adam makes of the rounding in small gradients.
+            tolerance = 3e-6 if update == 0 and case != IN_BATCHES else 1e-3
+            assert relative(ours, expected) < tolerance, update
+        assert relative(of_rank["moved"], alone["moved"]) < 1e-3
+
+
+@several
+@cases
+def test_metrics_and_lambda_are_those_of_one_process(results: Any, count: int, case: str) -> None:
+    (alone,) = (of[case] for of in results[1])
+    for of_rank in (of[case] for of in results[count]):
+        for index, (row, expected) in enumerate(zip(of_rank["rows"], alone["rows"], strict=True)):
+            assert {k for k in row if not k.startswith("time/")} == {k for k in expected if not k.startswith("time/")}
+            for key in ("reward/dropped", "reward/zero_std_groups", "optimizer_step"):
+                assert row[key] == expected[key], (index, key)
+            for key in ("reward/mean", "reward/std", "advantage/abs_mean", "kl/lambda", "update/relative", "grad_norm"):
+                assert row.get(key) == close(expected.get(key), 1e-4), (index, key)
+            for key in ("kl/anchor", "kl/gradient_share"):
+                assert row.get(key) == close(expected.get(key), 1e-3), (index, key)
+            for norm, wanted in zip(row["velocity_grad_norm"], expected["velocity_grad_norm"], strict=True):
+                assert norm == close(wanted, 1e-3), index
+
+
+@several
+def test_ranks_agree_to_the_bit(results: Any, count: int) -> None:
+    """Else their weights would drift apart."""
+    first, *others = results[count]
+    for case in CASES:
+        for other in others:
+            assert torch.equal(other[case]["moved"], first[case]["moved"])
+            for ours, expected in zip(other[case]["rows"], first[case]["rows"]):
+                assert ours["kl/lambda"] == expected["kl/lambda"]
+                assert ours["reward/mean"] == expected["reward/mean"]
+
+
+def test_the_cases_are_what_they_are_called(results: Any) -> None:
+    (alone,) = results[1]
+    for case in ("five samples of one prompt, not finite", "failures, std of the batch"):
+        assert any(0 < row["reward/dropped"] < 5 for row in alone[case]["rows"]), case
+    assert [row["reward/zero_std_groups"] for row in alone["an equal group"]["rows"]] == [0.5, 0.5]
+    first, second = (row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"])
+    assert 1.1 * first < second < 0.9 * 10 * first  # as far as the KL says, not as far as it may go at once
+
+
+@several
+def test_each_prompt_is_encoded_by_one_rank(results: Any, count: int) -> None:
+    """Whether the ranks share a disk or not; what one rank holds already is not encoded again."""
+    found = [of["encode"] for of in results[count]]
+
+    def encoded(what: str) -> list[str]:
+        return sorted(prompt for of_rank in found for prompt in of_rank[what])
+
+    seven = sorted("a" * length for length in range(1, 8))
+    assert encoded("none") == ["a", "aa"]
+    for what in ("shared", "own"):
+        assert encoded(what) == seven
+        shares = [len(of_rank[what]) for of_rank in found]
+        assert max(shares) - min(shares) <= 1
+    assert encoded("shared again") == []
+    assert encoded("own again") == ["b" * 20]
+    assert sum(len(of_rank["files"]) for of_rank in found) == 8
+
+
+@several
+def test_parts_of_a_reward_are_matched_by_name(results: Any, count: int) -> None:
+    """What not all ranks have is dropped."""
+    for of_rank in results[count]:
+        means = {name: value for name, value in of_rank["parts"].items() if "part" in name}
+        vq, mq = ((2 + 4, 3 + 5), (2 + 4 + 6, 3 + 5 + 7), (2 + 4 + 6 + 8, 3 + 5 + 7 + 9))[count - 2]
+        assert means == pytest.approx({"reward_part/vq": vq / count, "reward_part/mq": mq / count})
+
+
+@several
+def test_waiting_for_others_is_no_work(results: Any, count: int) -> None:
+    """Time inside a collective would make all ranks look alike."""
+    (alone,) = (of["waiting"] for of in results[1])
+    assert "time/wait" not in alone
+    seconds = [of["waiting"] for of in results[count]]
+    ends = slowest_and_fastest(seconds)
+    assert ends.keys() == {"train", "work"}
+    assert ends["train"]["slowest"][0] == count - 1
+    assert ends["train"]["slowest"][1] == pytest.approx(0.4, abs=0.15)
+    assert ends["train"]["fastest"][1] == pytest.approx(0.1, abs=0.15)
+    assert seconds[0]["time/wait"] == pytest.approx(0.3, abs=0.2)
+
+
+def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> None:
+    statuses = run_ranks(logged_run, 2, tmp_path)
+    assert all(status not in (0, None) for status in statuses)
+    logs = [(tmp_path / "run" / "logs" / f"rank-{number:03d}.log").read_text() for number in range(2)]
+    screens = [(tmp_path / f"screen-{number}").read_text() for number in range(2)]
+    for log in logs:
+        assert "evaluate (before)" in log
+        assert "1/2  reward" in log
+    assert "1/2  reward" in screens[0]
+    assert "1/2  reward" not in screens[1]
+    assert "scoring server went away" in logs[1]
+    assert "scoring server went away" in screens[1]  # torchrun shows what any rank writes to standard error
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    ends = row["time/ranks"]
+    assert ends.keys() >= {"rollout", "decode", "reward", "train", "optimizer", "work"}
+    assert all(of["slowest"][1] >= of["fastest"][1] for of in ends.values())
+    assert {of[end][0] for of in ends.values() for end in of} == {0, 1}
+
+
+# -- without a process group ------------------------------------------------------------------------------------------
+
+
+def contiguous(tokens: list[int], ranks: int) -> int:
+    """Tokens of the busiest rank if the samples were split as they are sorted."""
+    order = sorted(tokens)
+    return max(sum(order[r * len(order) // ranks : (r + 1) * len(order) // ranks]) for r in range(ranks))
+
+
+def test_samples_are_dealt_out_evenly() -> None:
+    """Each is some rank's, counts differ by one at most, and so do tokens by little more than those of one batch."""
+    generator = random.Random(0)
+    for _ in range(300):
+        groups, size, batch = (generator.randint(1, most) for most in (12, 9, 4))
+        lengths = [generator.randint(1600, 2800) for _ in range(groups)]
+        tokens = [length for length in lengths for _ in range(size)]
+        ranks = generator.randint(1, len(tokens))
+        shares = deal(tokens, ranks, batch)
+        assert sorted(sample for share in shares for sample in share) == list(range(len(tokens)))
+        counts = [len(share) for share in shares]
+        assert max(counts) - min(counts) <= 1
+        assert all([tokens[i] for i in share] == sorted(tokens[i] for i in share) for share in shares)
+        loads = [sum(tokens[i] for i in share) for share in shares]
+        assert max(loads) <= contiguous(tokens, ranks)
+        if len(tokens) % ranks == 0:
+            assert max(loads) - min(loads) <= batch * (max(lengths) - min(lengths))
+
+
+def test_prompts_of_many_lengths_are_balanced_by_tokens() -> None:
+    """Eight groups of eight on eight ranks: one group each would leave most waiting for the longest prompt."""
+    tokens = [1560 + 100 * group for group in range(8) for _ in range(8)]
+    for batch in (1, 4):
+        loads = [sum(tokens[i] for i in share) for share in deal(tokens, 8, batch)]
+        assert max(loads) == min(loads) == sum(tokens) / 8
+        assert max(loads) < 0.85 * contiguous(tokens, 8)
+    in_fours = [equal_runs([tokens[i] for i in share], 4) for share in deal(tokens, 8, 4)]
+    assert all(len(runs) == 2 for runs in in_fours)  # full batches: no more of them than with a group for each rank
+
+
+def test_one_rank_has_all_samples_in_the_order_of_their_lengths() -> None:
+    assert deal([7, 7, 4, 4, 9, 9], 1, 8) == [[2, 3, 0, 1, 4, 5]]
+
+
+def test_more_ranks_than_samples() -> None:
+    config = settings(train__prompts_per_iteration=2, train__group_size=3)
+    for ranks in (1, 4, 5, 6):
+        check_trainable(config, ranks)
+    with pytest.raises(UserError, match=r"6 samples an iteration for 7 ranks.*nearest is 6 ranks, or .*iteration = 3"):
+        check_trainable(config, 7)
+
+
+def row_of(*work: float) -> dict[str, Any]:
+    seconds = [{"time/rollout": 1.0, "time/train": time, "time/wait": 9.0, "time/total": 20.0} for time in work]
+    return {"time/total": 20.0, "time/ranks": slowest_and_fastest(seconds)}
+
+
+def test_a_straggler_is_named_when_the_others_wait_for_it() -> None:
+    assert straggler_line(row_of(12, 15.5, 11)) == "rank 1 works 16.5 s, rank 2 12.0 s; train: 15.5 s on 1, 11.0 s on 2"
+    assert straggler_line(row_of(12, 13.5)) is None  # below a tenth of the iteration
+    assert straggler_line({"time/total": 20.0}) is None
+    json.dumps(row_of(1, 2))

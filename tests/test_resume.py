@@ -1,0 +1,236 @@
+"""What a resumed run goes on with: its own settings, what is given, and evaluations that were interrupted."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.cli import main
+from sage_fast.errors import UserError
+from sage_fast.files import read_metrics
+from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.run.resume import KEPT, resumed_settings, value_of
+from sage_fast.run.train import train as train_run
+from sage_fast.section import settings_of
+from sage_fast.settings import Config, build, load
+from tests.test_cli import DEMO, SMALL
+from tests.test_trainer import resume
+from tests.tiny import settings, tiny_trainer
+
+
+def files(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one iteration, begun with options that its file does not have."""
+    run = tmp_path_factory.mktemp("begun") / "run"
+    options = ["--train.iterations", "1", "--train.learning_rate", "3e-4"]
+    assert main(["train", str(DEMO), "--output", str(run), "--quiet", *SMALL, *options]) == 0
+    return run
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> None:
+    """Each difference between the file and the run is told; none is used."""
+    config, lines = resumed_settings(str(DEMO), {"output": str(begun), "train.iterations": "5"})
+    assert config == load(begun / "config.yaml", {"train.iterations": "5"})
+    expected = f"train.learning_rate stays 0.0003, as the run has it, and not 0.001 as {DEMO} says; "
+    assert expected + "--train.learning_rate would change it" in lines
+    said, own = load(DEMO), load(begun / "config.yaml")
+    differing = {name for name in settings_of(Config) if value_of(said, name) != value_of(own, name)}
+    assert {line.split()[0] for line in lines} == differing - {"output", "train.iterations"}
+
+
+def test_a_run_folder_is_all_that_a_resume_needs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it has been moved since; its own file holds where it was."""
+    assert value_of(load(run / "config.yaml"), "output") != str(run)
+    for source in (run, run / "config.yaml"):
+        assert resumed_settings(str(source), {}) == (load(run / "config.yaml", {"output": str(run)}), [])
+    before = (run / "config.yaml").read_text()
+    assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "train.iterations = 2 from here on; it was 1" in out
+    assert "goes on after 1 iterations" in out
+    assert (run / "config.until-000001.yaml").read_text() == before
+    assert load(run / "config.yaml") == load(begun_with(before, run), {"output": str(run), "train.iterations": "2"})
+    assert [row["learning_rate"] for row in read_metrics(run / "metrics.jsonl")] == [3e-4, 3e-4]
+
+
+def begun_with(text: str, folder: Path) -> Path:
+    file = folder.parent / "before.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([str(tmp_path)], [str(DEMO), "--output", str(tmp_path / "none")]):
+        assert main(["train", *command, "--resume"]) == 2
+        assert "no run to resume there; leave --resume out to start one" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+OTHERS: dict[str, Any] = {
+    "seed": 5,
+    "model.path": "random:testbed",
+    "model.dtype": "bfloat16",
+    "model.tuning": "full",
+    "model.weights": "elsewhere",
+    "model.lora_rank": 32,
+    "model.lora_alpha": 32,
+    "model.lora_targets": "x",
+    "data.eval_prompts": "testbed:train",
+    "sampling.num_frames": 13,
+    "sampling.height": 64,
+    "sampling.width": 64,
+    "sampling.shift": 4.0,
+    "sampling.guidance_scale": 2.0,
+    "reward.name": "testbed-judge",
+    "eval.steps": 3,
+    "eval.num_prompts": 1,
+    "eval.seeds_per_prompt": 2,
+    "eval.judge": "testbed",
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_run_keeps_is_refused_before_anything_is_touched(
+    name: str, begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(begun)
+    assert main(["train", str(begun), "--resume", f"--{name}", str(OTHERS[name])]) == 2
+    error = capsys.readouterr().err
+    assert re.search(rf"{name} = '?{OTHERS[name]}'?: the run in '.*' began with .* and keeps it; go on without", error)
+    assert files(begun) == before
+
+
+def test_fewer_iterations_than_are_done_are_refused(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(begun)
+    (begun / "checkpoints" / "iteration-000002").mkdir()
+    try:
+        assert main(["train", str(begun), "--resume"]) == 2
+    finally:
+        (begun / "checkpoints" / "iteration-000002").rmdir()
+    assert "train.iterations = 1: the run in" in (error := capsys.readouterr().err)
+    assert "has done 2 already; nothing was changed" in error
+    assert files(begun) == before
+
+
+@pytest.mark.parametrize("setting", ["train.ema_decay", "train.optimizer", "model.attention"])
+def test_what_only_the_checkpoint_can_refuse_touches_nothing_either(setting: str, begun: Path) -> None:
+    value = {"train.ema_decay": "0.9", "train.optimizer": "adamw8bit", "model.attention": "flash3"}[setting]
+    before = files(begun)
+    assert main(["train", str(begun), "--resume", "--train.iterations", "3", f"--{setting}", value]) == 2
+    assert files(begun) == before
+
+
+def test_other_evaluation_prompts_in_the_same_file_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would be found only after all training, where the two evaluations are compared."""
+    prompts, run = tmp_path / "heldout.txt", tmp_path / "run"
+    prompts.write_text("a red circle moves left quickly\na blue square moves up slowly\n")
+    options = ["--data.eval_prompts", str(prompts), "--train.iterations", "1", "--quiet"]
+    assert main(["train", str(DEMO), "--output", str(run), *SMALL, *options]) == 0
+    prompts.write_text("a red circle moves left quickly\na blue circle moves up slowly\n")
+    before = files(run)
+    assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
+    assert "holds other prompts than those that the run" in capsys.readouterr().err
+    assert files(run) == before
+
+
+def test_learning_rate_and_weight_decay_reach_the_optimizer(tmp_path: Path) -> None:
+    """By what they do to the weights: Adam's step is proportional to the rate, the decay to the weights themselves."""
+
+    first = tiny_trainer(settings(train__weight_decay=0.0))
+    first.iteration(0)
+    save_checkpoint(tmp_path, 1, first.engine, first.state_dict(), first.anchor)
+
+    def resumed(learning_rate: float, weight_decay: float) -> dict[str, torch.Tensor]:
+        trainer = tiny_trainer(settings(train__learning_rate=learning_rate, train__weight_decay=weight_decay))
+        resume(trainer, tmp_path)
+        assert trainer.iteration(1)["learning_rate"] == learning_rate
+        return trainer.policy.snapshot()
+
+    once, thrice, decayed = resumed(1e-3, 0.0), resumed(3e-3, 0.0), resumed(1e-3, 20.0)
+    for name, weight in first.policy.snapshot().items():
+        torch.testing.assert_close(thrice[name] - weight, 3 * (once[name] - weight), rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(decayed[name], once[name] - 1e-3 * 20.0 * weight, rtol=1e-4, atol=1e-7)
+
+
+def test_settings_of_a_resume_from_python(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them count as given: each difference is told and applied, or refused."""
+    config = load(run / "config.yaml", {"output": str(run), "train.iterations": "2", "train.max_grad_norm": "0.5"})
+    train_run(config, resume=True)
+    assert "train.max_grad_norm = 0.5 from here on; it was 1.0" in capsys.readouterr().out.splitlines()
+    assert load(run / "config.yaml") == config
+    with pytest.raises(UserError, match="no run to resume"):
+        train_run(build({"output": str(run / "none")}), resume=True)
+
+
+# -- evaluations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off", "of another size"])
+def test_a_lost_evaluation_before_training_is_made_from_the_start_weights(damage: str, run: Path) -> None:
+    file = run / "eval" / "before.json"
+    text = file.read_text()
+    scores = json.loads(text)
+    assert main(["train", str(run), "--resume", "--quiet", "--train.iterations", "2"]) == 0
+    if damage == "missing":
+        shutil.rmtree(run / "eval")
+    elif damage == "cut off":
+        file.write_text(text[:40])
+    else:
+        file.write_text(json.dumps(scores | {"reward": scores["reward"][:1]}))
+    assert main(["train", str(run), "--resume", "--quiet", "--train.iterations", "3"]) == 0
+    assert json.loads(file.read_text()) == scores
+    assert json.loads((run / "eval" / "after.json").read_text())["reward"] != scores["reward"]
+
+
+def test_the_start_weights_are_those_of_model_weights_and_not_their_average(begun: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--model.weights", str(begun / "weights"), "--train.ema_decay", "0.5", "--train.iterations", "2"]
+    assert main(["train", str(DEMO), "--output", str(run), "--quiet", *SMALL, *options]) == 0
+    before = (run / "eval" / "before.json").read_text()
+    shutil.rmtree(run / "eval")
+    assert main(["train", str(run), "--resume", "--quiet"]) == 0
+    assert (run / "eval" / "before.json").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["before", "iteration-000001", "after"])
+def test_an_interrupted_evaluation_is_done_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in it leaves a checkpoint of the iteration that it is of, which is not repeated."""
+    options = [*SMALL, "--train.iterations", "2", "--eval.interval", "1"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert main(["train", str(DEMO), "--output", str(whole), "--quiet", *options]) == 0
+    number = ["before", "iteration-000001", "after"].index(name)
+    calls = []
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number + 1:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, **named)
+
+    from sage_fast.run.evaluation import evaluate
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sage_fast.run.train.evaluate", interrupted)
+        assert main(["train", str(DEMO), "--output", str(run), "--quiet", *options]) == 130
+    assert not (run / "eval" / f"{name}.json").exists()
+    assert main(["train", str(run), "--resume", "--quiet"]) == 0
+    for expected in (whole / "eval").iterdir():
+        assert (run / "eval" / expected.name).read_text() == expected.read_text(), expected.name

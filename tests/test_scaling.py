@@ -1,0 +1,85 @@
+"""docs/scaling.md says what benchmarks/scaling.py computes, and that what the plan and PyTorch count."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+from diffusers import HunyuanVideo15Transformer3DModel
+
+from benchmarks import scaling
+from benchmarks.scaling import ARCHITECTURE, Layout, Work, exchange_bytes
+from sage_fast.measure.plan import plan
+from tests.tiny import settings
+
+PAGE = scaling.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_tables_of_the_page_are_those_of_the_formulas() -> None:
+    assert re.findall(r"<!-- table: (\w+) -->", PAGE) == ["sizes", "small", "collectives", "layouts", "overlap"]
+    assert scaling.written(PAGE) == PAGE, "run python -m benchmarks.scaling"
+
+
+def test_the_formulas_are_the_plans() -> None:
+    """Of the published model at 480p: tokens, FLOPs of every part, and activations, whole and shared."""
+    defaults = inspect.signature(HunyuanVideo15Transformer3DModel.__init__).parameters
+    assert {name: defaults[name].default for name in ARCHITECTURE} == ARCHITECTURE
+    config = settings(
+        model__dtype="bfloat16", model__lora_rank=64, model__gradient_checkpointing="attention",
+        model__sequence_parallel=8, sampling__num_frames=81, sampling__height=480, sampling__width=832,
+        sampling__steps=20, train__prompts_per_iteration=8, train__group_size=4, train__batch_size=1,
+    )  # fmt: skip
+    planned, work = plan(config, {}, {}, ranks=8), Work()
+    assert (planned.tokens, planned.latent_shape) == (work.tokens, work.latents)
+    assert planned.flops["forward"] == work.forward
+    assert planned.flops["decode"] == work.samples * work.decode
+    parts = sum(planned.flops[part] for part in ("rollout", "training", "anchor"))
+    assert parts == pytest.approx(work.samples * work.of_a_sample)
+    assert planned.trainable == pytest.approx(Layout(work=work, gpus=8).trained_bytes / 4, rel=0.01)
+    assert 2 * planned.parameters == pytest.approx(Layout(work=work, gpus=8).weight_bytes, rel=0.01)
+    assert f"| {planned.memory['activations, checkpointing attention'] / 2**30:.1f} GiB |" in PAGE
+
+
+def test_what_is_sent_is_what_the_model_counts() -> None:
+    """By hand: 2 GPUs, 10 tokens of 4 channels, 2 bytes each: 4 tensors of 5 tokens, half of each leaves."""
+    assert exchange_bytes(10, 2, width=4, bytes_per_value=2) == 4 * 5 * 4 * 2 / 2
+    assert exchange_bytes(11, 2, width=4, bytes_per_value=2) == 4 * 6 * 4 * 2 / 2
+    assert exchange_bytes(10, 1) == 0
+    assert scaling.all_reduce_bytes(8.0, 4) == 12.0
+
+
+def test_a_layout_that_sends_nothing_and_divides_evenly_is_efficient() -> None:
+    assert Layout(work=Work(), gpus=1).efficiency == pytest.approx(1, abs=1e-4)
+    assert Layout(work=Work(samples=96), gpus=64).efficiency == pytest.approx(0.75, abs=1e-3)
+    shared, alone = Layout(work=Work(), gpus=8, sharing=8), Layout(work=Work(), gpus=8)
+    assert shared.efficiency < alone.efficiency
+    sharded = Layout(work=Work(), gpus=64, sharded=64)
+    assert sharded.efficiency < sharded.hidden <= 1
+
+
+def test_numbers_in_the_text() -> None:
+    """What the prose says beside the tables."""
+    work, long = Work(), Work(frames=121, height=720, width=1280)
+    flops = scaling.H200_BF16_FLOPS
+    share = -(-work.joint // 8)
+    across = ARCHITECTURE["num_layers"] * exchange_bytes(work.joint, 8) / scaling.BETWEEN_NODES
+    text = " ".join(PAGE.split())
+    for number in (
+        f"one GPU {work.of_a_sample / flops:.0f} seconds",
+        f"takes {long.of_a_sample / flops / 60:.0f} minutes",
+        f"{work.training / work.forward:.1f} for a training step",
+        f"175 tokens more beside {share:,}",
+        f"{1e3 * across:.0f} ms beside {1e3 * work.forward / 8 / flops:.0f} at U = 8",
+        f"{scaling.H200_BF16_FLOPS / 1e12:.0f} TFLOP/s",
+        f"{scaling.IN_NODE / 1e9:.0f} GB/s within a node",
+        f"{scaling.BETWEEN_NODES / 1e9:.0f} GB/s between nodes",
+    ):
+        assert number in text, number
+
+
+def test_what_was_measured_says_where() -> None:
+    measured = json.loads(Path(scaling.MEASURED).read_text(encoding="utf-8"))
+    assert list(measured["rows"]) == list(scaling.SMALL)
+    assert measured["environment"]["threads"] == 1
+    assert all(row["settings"] == scaling.SMALL[name] for name, row in measured["rows"].items())

@@ -1,0 +1,261 @@
+"""Samples that ranks share (`model.sequence_parallel`), on gloo: the values and gradients of one process, the same
+iterations, and what does not fit is said before a model is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.scaling import exchange_bytes
+from sage_fast.cli import main
+from sage_fast.errors import UserError
+from sage_fast.measure.plan import plan
+from sage_fast.policy.load import load_model, transformer_config, vae_config
+from sage_fast.policy.sequence import check_sequence_parallel
+from sage_fast.run.evaluation import evaluate
+from sage_fast.run.setup import load_setup
+from sage_fast.settings import load
+from sage_fast.trainer import Trainer
+from tests.test_distributed import REPOSITORY, start_two_ranks
+from tests.tiny import settings, tiny_model
+
+FORWARD = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from sage_fast.distributed import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
+from sage_fast.policy.checkpointing import set_checkpointing
+from sage_fast.policy.sequence import SequenceParallel
+from sage_fast.policy.text import collate
+from tests.tiny import embeddings, settings, tiny_model
+
+PROMPTS = {
+    "one length": ["a red circle moves left quickly"] * 2,
+    "mixed lengths": ["a red circle moves left quickly", ""],
+    "one token": ["", ""],
+}
+rows = {}
+
+sent, exchange = [0.0], dist.all_to_all_single
+
+def counting(output, input, *arguments, group=None, **options):
+    size = dist.get_world_size(group)
+    sent[0] += input.numel() * input.element_size() * (size - 1) / size
+    return exchange(output, input, *arguments, group=group, **options)
+
+dist.all_to_all_single = counting
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+def run(model, x, upstream, conditions):
+    policy = model.policy
+    parameters = policy.parameters()
+    sigma, text, negative = conditions
+    v = policy.guided_velocity(x, policy.condition(sigma, text, negative))
+    gradients = torch.autograd.grad(v, list(parameters.values()), upstream, allow_unused=True)
+    return v.detach(), dict(zip(parameters, gradients))
+
+initialize()
+for size in (2, 4):
+    join_sequence_group(size)
+    sequence = SequenceParallel(sequence_group(), torch.device("cpu"))
+    for tuning, guidance, prompts, latents in (
+        ("lora", 1.0, "one length", (5, 4, 4)),
+        ("lora", 3.0, "mixed lengths", (5, 3, 3)),
+        ("full", 1.0, "one token", (5, 3, 3)),
+        ("full", 3.0, "mixed lengths", (5, 4, 4)),
+    ):
+        torch.manual_seed(5)
+        model = tiny_model(settings(model__tuning=tuning, sampling__guidance_scale=guidance))
+        for p in model.policy.parameters().values():
+            p.data.add_(0.05 * torch.randn(p.shape))
+        chosen = embeddings(PROMPTS[prompts])
+        of = lambda texts: collate([chosen[text] for text in texts], torch.device("cpu"), torch.float32)
+        x = torch.randn(2, 32, *latents)
+        upstream = torch.randn_like(x)
+        conditions = (torch.rand(2), of(PROMPTS[prompts]), of(["", ""]) if guidance != 1 else None)
+        expected, exact = run(model, x, upstream, conditions)
+        model.policy.forward.sequence = sequence
+        results = {}
+        for mode in ("none", "attention", "full"):
+            set_checkpointing(model.policy.transformer, mode)
+            sent[0] = 0.0
+            results[mode] = *run(model, x, upstream, conditions), sent[0]
+        v, local, bytes_sent = results["none"]
+        worst = {}
+        for name, gradient in local.items():
+            if exact[name] is None:
+                assert gradient is None or not gradient.any(), name
+                continue
+            total = all_reduce(torch.zeros_like(exact[name]) if gradient is None else gradient.clone()) / 4
+            worst[name] = (relative(total, exact[name]), float(exact[name].norm()))
+        same = all(
+            torch.equal(v, other) and all(a is b or torch.equal(a, b) for a, b in zip(local.values(), found.values()))
+            for other, found, _ in results.values()
+        )
+        rows[f"{size} {tuning} {guidance:g} {prompts} {latents}"] = {
+            "value": relative(v, expected),
+            "gradients": {name: error for name, (error, norm) in worst.items() if norm > 1e-4},
+            "count": len(worst),
+            "checkpointing": same,
+            "sent": bytes_sent,
+        }
+(Path(sys.argv[1]) / f"rank{rank()}.json").write_text(json.dumps(rows))
+"""
+
+
+TRAIN = """
+from safetensors.torch import save_file
+from sage_fast.errors import RewardError
+from tests.test_sequence import train
+from tests.tiny import tiny_trainer
+
+folder = Path(sys.argv[1])
+for size in (2, 4):
+    rows, weights = train(folder / "embeddings", size)
+    if rank() == 0:
+        (folder / f"train{size}.json").write_text(json.dumps(rows))
+        save_file(weights, folder / f"train{size}.safetensors")
+
+class FailsOnRankOne:
+    def __call__(self, videos, prompts):
+        if rank() == 1:
+            raise ValueError("no more disk")
+        return {part: videos.mean((1, 2, 3, 4)) for part in ("vq", "mq", "ta")}
+
+trainer = tiny_trainer(settings(sampling__batch_size=2, sampling__steps=2), FailsOnRankOne())
+trainer.policy.forward.sequence = sequence
+try:
+    trainer.iteration(0)
+except RewardError as error:
+    (folder / f"failure{rank()}.txt").write_text(str(error))
+"""
+
+
+def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Two iterations of the demo at a small size and an evaluation: their numbers, and the weights that they leave."""
+    given = {
+        "model.sequence_parallel": size, "sampling.steps": 3, "sampling.batch_size": 3, "eval.steps": 2,
+        "train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 2, "train.batch_size": 5,
+        "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
+    }  # fmt: skip
+    setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", {key: str(value) for key, value in given.items()}))
+    setup.encode(folder, quiet=True)
+    trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    rows = [trainer.iteration(index) for index in range(2)]
+    return [*rows, evaluate(setup, iteration=2).to_json()], trainer.policy.snapshot()
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four gloo ranks left: one start for all, since starting takes the time."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = start_two_ranks(FORWARD + TRAIN + "shutdown()\n", folder, ranks=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None:
+    """Two and four ranks to a sample: LoRA and full tuning, with and without guidance, prompts of one length and of
+    several, tokens that the ranks divide and that they do not, fewer text tokens than ranks, each with every mode of
+    checkpointing, whose gradients are the same to the bit."""
+    for rank in range(4):
+        rows = json.loads((four_ranks / f"rank{rank}.json").read_text())
+        assert len(rows) == 8
+        for case, row in rows.items():
+            assert row["value"] < 2e-6, case
+            assert row["count"] > 20
+            assert len(row["gradients"]) > 0.9 * row["count"]
+            worst = max(row["gradients"], key=row["gradients"].__getitem__)
+            assert row["gradients"][worst] < 2e-5, f"{case}: {worst}"
+            assert row["checkpointing"], case
+        for size in (2, 4):
+            # Forward and backward of two samples in float32: 80 video and 7 text tokens.
+            layers, one = 3, exchange_bytes(87, size, width=64, bytes_per_value=4)
+            assert rows[f"{size} lora 1 one length (5, 4, 4)"]["sent"] == 2 * 2 * layers * one
+
+
+@pytest.mark.parametrize("size", [2, 4], ids=["two groups of two", "one group of four"])
+def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, tmp_path: Path) -> None:
+    """Rollouts, rewards, advantages, updates and an evaluation, through the trainer."""
+    expected, exact = train(tmp_path, 1)
+    rows = json.loads((four_ranks / f"train{size}.json").read_text())
+    weights = load_file(four_ranks / f"train{size}.safetensors")
+    for one, several in zip(expected, rows, strict=True):
+        assert several.keys() ^ one.keys() <= {"time/ranks", "time/wait"}
+        for name, value in one.items():
+            # A difference of terms that nearly cancel, and what rounding itself adds; times are others.
+            if name.startswith("time/") or name in ("log_prob/rounding", "log_prob/parity"):
+                continue
+            small = name in ("loss", "loss/policy")
+            assert several[name] == (
+                pytest.approx(value, rel=1e-4, abs=2e-6 if small else 1e-9)
+                if isinstance(value, float)
+                else [pytest.approx(v, rel=1e-4) for v in value]
+                if isinstance(value, list) and isinstance(value[0], float)
+                else {part: pytest.approx(v, rel=1e-4) for part, v in value.items()}
+                if isinstance(value, dict)
+                else value
+            ), name
+    ups = [name for name in exact if "lora_B" in name]  # they began at zero
+    assert len(ups) > 20
+    for name in ups:
+        assert (weights[name] - exact[name]).norm() < 1e-4 * exact[name].norm(), name
+
+
+def test_a_reward_that_fails_on_one_rank_ends_all(four_ranks: Path) -> None:
+    """In place of ranks that wait in the rollout for one that is gone."""
+    failures = [(four_ranks / f"failure{rank}.txt").read_text() for rank in range(4)]
+    assert len(set(failures)) == 1
+    assert "no more disk" in failures[0]
+
+
+def test_what_does_not_fit_is_said_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = ["train", str(REPOSITORY / "configs" / "demo.yaml"), "--model.sequence_parallel"]
+    monkeypatch.setattr("sage_fast.policy.load._load", None)
+    for arguments, message in (
+        (["2"], "model.sequence_parallel = 2: expected a divisor of the number of ranks, which is 1; the nearest is 1,"
+         " or start torchrun --nproc-per-node 2"),
+        (["4", "--dry-run", "--gpus", "6"], "which is 6; the nearest is 3, or start 8 ranks"),
+        (["3", "--dry-run", "--gpus", "3"], "model.sequence_parallel = 3: expected a divisor of the transformer's 4"
+         " attention heads, which the GPUs of a sample share; the nearest is 2"),
+        (["0"], "model.sequence_parallel = 0: expected at least 1"),
+    ):  # fmt: skip
+        assert main([*demo, *arguments]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match="4 attention heads"):
+        load_model(settings(model__sequence_parallel=3).model, settings().sampling, torch.device("cpu"), 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"needs DeepSpeed, which is not installed: pip install 'sage-fast\[deepspeed\]'"
+    ):
+        check_sequence_parallel(2, 4)
+    assert check_sequence_parallel(1, 4) == 4
+
+
+def test_a_part_of_the_tokens_takes_a_part_of_the_memory() -> None:
+    """And of the attention that is timed, a part of the heads over all tokens."""
+    layouts = transformer_config("testbed"), vae_config("testbed")
+    one, two = (plan(settings(model__sequence_parallel=size), *layouts, ranks=2) for size in (1, 2))
+    activations = next(part for part in one.memory if part.startswith("activations"))
+    assert two.memory[activations] == pytest.approx(one.memory[activations] * 44 / 87)  # of 87 tokens
+    latents = "trajectories (fp32 latents)"
+    assert two.memory[latents] == 2 * one.memory[latents]  # of twice the samples, which both ranks hold
+
+
+def test_the_kernel_is_chosen_for_the_heads_that_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    monkeypatch.setattr("sage_fast.policy.load.measure_attention", lambda shape, *_: shapes.append(shape) or {})
+    model = tiny_model(settings())
+    for size in (1, 2):
+        monkeypatch.setattr("sage_fast.policy.load.sequence_size", lambda size=size: size)
+        model.choose_attention("auto", settings().sampling)
+    tokens = model.joint_tokens(settings().sampling)
+    assert shapes == [(8, tokens, 4, 16), (8, tokens, 2, 16)]

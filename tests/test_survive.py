@@ -1,0 +1,344 @@
+"""Runs that are killed, stopped, torn and starved at random moments end as if nothing had happened.
+
+`make soak` (SAGE_FAST_SOAK=1) does it 50 times with kill -9 and 25 times each with SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from sage_fast.files import read_json, read_metrics
+from sage_fast.policy.hunyuan import LORA_FILE
+from sage_fast.rewards.testbed import TestbedReward
+from sage_fast.run.checkpoint import checkpoints, number
+from tests.fork_server import Fault, ForkServer
+from tests.tiny import arguments
+
+SOAK = "SAGE_FAST_SOAK" in os.environ
+DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+SMALL = arguments(
+    train__iterations=6, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=2,
+    train__batch_size=16, train__ema_decay=0.9, train__checkpoint_interval=2, train__parity_gate="false",
+    kl__anchor_interval=3, sampling__steps=2, eval__steps=1, eval__num_prompts=2, eval__seeds_per_prompt=1,
+    eval__num_videos=1, eval__interval=0, eval__judge="null", tracking__trackers="[]",
+)  # fmt: skip
+
+
+@dataclass
+class Place:
+    """Where runs happen: a server, a folder under the two names that it has there and here, and one for their output,
+    which a full disk does not reach."""
+
+    server: ForkServer
+    there: Path
+    here: Path
+    logs: Path
+    private: bool
+
+    def start(self, run: str, *options: str, fault: Fault | None = None, **environment: str) -> int:
+        """Begin a run, or go on with it if there is one."""
+        resume = ["--resume"] * (self.here / run / "config.yaml").is_file()
+        command = ["train", str(DEMO), "--output", str(self.there / run), *SMALL, *resume, *options]
+        return self.server.start(command, self.logs / f"{run}.log", fault, **environment)
+
+    def finish(self, run: str, *options: str) -> None:
+        status = self.server.wait(self.start(run, *options))
+        assert status == 0, self.log(run)
+
+    def log(self, run: str) -> str:
+        return (self.logs / f"{run}.log").read_text()
+
+    def wait_for(self, run: str, text: str, times: int = 1) -> None:
+        """Until the log of a run holds a text."""
+        deadline = time.monotonic() + 120
+        log = self.logs / f"{run}.log"
+        while not log.is_file() or log.read_text().count(text) < times:
+            assert time.monotonic() < deadline, f"{text!r} is not in {log.read_text()}"
+            time.sleep(0.01)
+
+    def wait_until_locked(self, run: str, process: int) -> None:
+        """From here on a signal is the run's own."""
+        lock, deadline = self.here / run / "run.lock", time.monotonic() + 120
+        while not lock.is_file() or f"process {process} " not in lock.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """On a file system in memory of the server's own if it may have one, as a disk that can be filled."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c",
+                 f'mount -t tmpfs -o size=256m tmpfs {folder} && exec "$@"', "sh"]  # fmt: skip
+        private = shutil.which("unshare") and subprocess.run([*mount, "true"], capture_output=True).returncode == 0
+        with ForkServer(mount if private else ()) as server:
+            assert server.wait(server.start(["--version"], Path(os.devnull))) == 0  # it has imported everything
+            there = Path(folder)
+            here = Path(f"/proc/{server.process.pid}/root{folder}") if private else there
+            yield Place(server, there, here, tmp_path_factory.mktemp("logs"), bool(private))
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What has to be the same however often a run was stopped: all but times, which are those of the machine."""
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+    last = checkpoints(run)[-1]
+    files = read_json(last / "manifest.json")["files"]
+    files.pop(LORA_FILE)  # its header lists two entries in any order; ema.safetensors holds the same weights
+    weights = load_file(run / "weights" / LORA_FILE)
+    return {
+        "metrics": rows,
+        "evaluations": {name: read_json(run / "eval" / f"{name}.json") for name in ("before", "after")},
+        "weights": {name: tensor.tobytes() for name, tensor in weights.items()},
+        last.name: files,  # with checksums
+        "left": sorted(path.name for path in run.rglob("*.partial")),
+    }
+
+
+@dataclass
+class Reference:
+    run: Path
+    seconds: float
+    outcome: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def reference(place: Place) -> Reference:
+    """A run that nothing disturbs."""
+    begun = time.monotonic()
+    place.finish("reference")
+    run = place.here / "reference"
+    return Reference(run, time.monotonic() - begun, outcome(run))
+
+
+@pytest.mark.parametrize(
+    ("number_of_signal", "count"),
+    [(signal.SIGKILL, 50 if SOAK else 5), (signal.SIGINT, 25 if SOAK else 3), (signal.SIGTERM, 25 if SOAK else 3)],
+    ids=["kill", "int", "term"],
+)
+def test_runs_stopped_at_random_moments(
+    number_of_signal: signal.Signals, count: int, place: Place, reference: Reference
+) -> None:
+    """Resumed until they end, they end as the one that nothing disturbed."""
+    rng, stopped, round_of_runs = random.Random(int(number_of_signal)), 0, 0
+    while stopped < count:
+        name = f"{number_of_signal.name}-{round_of_runs}"
+        round_of_runs += 1
+        run = place.here / name
+        while not (run / "report.html").is_file() and stopped < count:
+            process = place.start(name)
+            if number_of_signal != signal.SIGKILL:
+                place.wait_until_locked(name, process)
+            time.sleep(rng.uniform(0, reference.seconds))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number_of_signal)
+            status = place.server.wait(process)
+            ended = (run / "report.html").is_file()
+            stopped += not ended
+            if ended:  # the signal may have come after the run gave them back
+                assert status in (0, 128 + number_of_signal, -number_of_signal), place.log(name)
+            elif number_of_signal == signal.SIGKILL:
+                assert status == -signal.SIGKILL, place.log(name)
+            else:
+                assert status == {signal.SIGINT: 130, signal.SIGTERM: 0}[number_of_signal], place.log(name)
+                done = len(read_metrics(run / "metrics.jsonl"))
+                assert [number(folder) for folder in checkpoints(run)[-1:]] == [done] * bool(checkpoints(run))
+        place.finish(name)
+        assert outcome(run) == reference.outcome, place.log(name)
+        shutil.rmtree(run)
+
+
+INSIDE_WRITES = [
+    Fault("config.yaml"),
+    Fault("run.json"),
+    Fault("before.json"),
+    Fault("trainable.safetensors", "save"),
+    Fault("metrics.jsonl", nth=2),  # 1: of the last start
+    Fault("metrics.jsonl", nth=1),
+    Fault("state.json"),
+    Fault("optimizer.pt", "save"),
+    Fault("manifest.json"),
+    Fault("iteration-000002", "rename"),
+    Fault("iteration-000002", "renamed"),
+    Fault("iteration-000006", "rename"),
+    Fault("iteration-000002.old.partial", "renamed"),
+    Fault("after.json"),
+    Fault("report.html"),
+]
+
+
+def test_kills_inside_each_write(place: Place, reference: Reference) -> None:
+    """Each leaves half of what is written, on the same run one after the other."""
+    run = place.here / "writes"
+    for fault in INSIDE_WRITES:
+        assert place.server.wait(place.start("writes", fault=fault)) == -signal.SIGKILL, (fault, place.log("writes"))
+    place.finish("writes")
+    assert outcome(run) == reference.outcome, place.log("writes")
+
+
+def test_a_full_disk(place: Place, reference: Reference) -> None:
+    """The last checkpoint survives, one line says what happened, and a resume on the full disk tears nothing."""
+    run, filler = place.here / "full", place.here / "filler"
+    slow = ["--reward.name", "tests.test_survive:SlowReward"]
+    if place.private:
+        process = place.start("full", *slow)
+        place.wait_for("full", "3/6")
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+    else:
+        process = place.start("full", *slow, fault=Fault("state.json", nth=2, do="full"))
+    assert place.server.wait(process) == 1, place.log("full")
+    assert checkpoints(run)
+    assert not list(run.rglob("*.partial"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
+    if place.private:
+        assert place.server.wait(place.start("full", *slow, "--quiet")) == 1
+        assert {path: path.read_bytes() for path in before} == before
+        assert set(before) == {path for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
+        filler.unlink()
+    errors = [line for line in place.log("full").splitlines() if line.startswith("sage-fast train: '")]
+    assert len(errors) == (2 if place.private else 1), place.log("full")
+    assert all("No space left on device" in line for line in errors), errors
+    assert "Traceback" not in place.log("full")
+    place.finish("full", *slow)
+    assert outcome(run) == reference.outcome, place.log("full")
+
+
+class SlowReward(TestbedReward):
+    """Half a second for a batch of videos."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        time.sleep(0.5)
+        return super().__call__(videos, prompts)
+
+
+class HangingReward(TestbedReward):
+    """Hangs in the third batch: after the first evaluation and one iteration."""
+
+    batches = 0
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        HangingReward.batches += 1
+        if HangingReward.batches > 2:
+            print("hangs", flush=True)
+            time.sleep(600)
+        return super().__call__(videos, prompts)
+
+
+def test_a_second_signal_ends_at_once(place: Place) -> None:
+    """Without a checkpoint, and from a reward that hangs; the checkpoint before counts."""
+    process = place.start("twice", "--reward.name", "tests.test_survive:HangingReward")
+    place.wait_for("twice", "hangs")
+    os.kill(process, signal.SIGTERM)
+    place.wait_for("twice", "SIGTERM: ends after this iteration")
+    time.sleep(1)
+    begun = time.monotonic()
+    os.kill(process, signal.SIGTERM)
+    assert place.server.wait(process) == 143
+    assert time.monotonic() - begun < 5
+    assert "ended at the second SIGTERM; the last whole checkpoint counts" in place.log("twice")
+    assert checkpoints(place.here / "twice") == []
+
+
+def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
+    hanging = ["--reward.name", "tests.test_survive:HangingReward", "--train.grace_seconds", "1"]
+    process = place.start("grace", *hanging, "--train.checkpoint_interval", "1")
+    place.wait_for("grace", "hangs")
+    begun = time.monotonic()
+    os.kill(process, signal.SIGTERM)
+    assert place.server.wait(process) == 143
+    assert 1 <= time.monotonic() - begun < 10
+    assert "ended 1 s after SIGTERM; the last whole checkpoint counts" in place.log("grace")
+    assert [number(folder) for folder in checkpoints(place.here / "grace")] == [1]
+
+
+def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
+    """After the step of the rollout in which half of the time is over; what was whole before it is saved."""
+    long = ["--sampling.steps", "1000", "--train.timestep_fraction", "0.01", "--train.grace_seconds", "6"]
+    process = place.start("slow", *long)
+    place.wait_for("slow", "rollout: ")
+    os.kill(process, signal.SIGTERM)
+    assert place.server.wait(process) == 0, place.log("slow")
+    assert "stopped after 0 iterations; continue with --resume" in place.log("slow")
+    assert [number(folder) for folder in checkpoints(place.here / "slow")] == [0]
+    assert read_metrics(place.here / "slow" / "metrics.jsonl") == []
+
+
+# -- two ranks --------------------------------------------------------------------------------------------------------
+
+
+class FailsOnOneRank(TestbedReward):
+    """On the second rank, in the third batch."""
+
+    batches = 0
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        FailsOnOneRank.batches += 1
+        if FailsOnOneRank.batches > 2 and os.environ["RANK"] == "1":
+            raise ConnectionError("the server of this rank went away")
+        return super().__call__(videos, prompts)
+
+
+def start_two(place: Place, run: str, *options: str) -> list[int]:
+    """Two gloo ranks, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [place.start(run, *options, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+
+
+def test_two_ranks_stop_together(place: Place) -> None:
+    """Only one of them is told; both leave the same iteration, which one rank alone can go on from."""
+    run = place.here / "together"
+    ranks = start_two(place, "together", "--train.iterations", "1000")
+    place.wait_for("together", "2/1000")
+    os.kill(ranks[1], signal.SIGTERM)
+    assert [place.server.wait(process) for process in ranks] == [0, 0], place.log("together")
+    done = len(read_metrics(run / "metrics.jsonl"))
+    assert done >= 2
+    assert number(checkpoints(run)[-1]) == done
+    place.finish("together", "--train.iterations", str(done + 1))
+    assert f"goes on after {done} iterations" in place.log("together")
+
+
+def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None:
+    ranks = start_two(place, "one-fails", "--reward.name", "tests.test_survive:FailsOnOneRank")
+    assert [place.server.wait(process) for process in ranks] == [1, 1]
+    log = place.log("one-fails")
+    assert "rank 1 failed: RewardError: " in log
+    assert log.count("the server of this rank went away") == 2, log
+    run = place.here / "one-fails"
+    assert [number(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
+
+
+def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(place: Place) -> None:
+    ranks = start_two(place, "one-dies", "--train.iterations", "1000")
+    place.wait_for("one-dies", "3/1000")
+    os.kill(ranks[1], signal.SIGKILL)
+    begun = time.monotonic()
+    assert place.server.wait(ranks[0]) == 1
+    assert time.monotonic() - begun < 30
+    assert place.server.wait(ranks[1]) == -signal.SIGKILL
+    run = place.here / "one-dies"
+    assert number(checkpoints(run)[-1]) % 2 == 0, "one rank alone saves nothing"
+    place.finish("one-dies", "--train.iterations", str(len(read_metrics(run / "metrics.jsonl"))))
