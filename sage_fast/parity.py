@@ -51,11 +51,11 @@ def moved(state: Mapping[str, Tensor], by: float, seed: int) -> dict[str, Tensor
     }
 
 
-@torch.no_grad()
 def _move(config: Config) -> float:
     return min(config.train.learning_rate, LARGEST_MOVE)
 
 
+@torch.no_grad()
 def moments_after_an_update(
     policy: HunyuanVideo15Policy,
     config: Config,

@@ -147,7 +147,7 @@ class Trainer:
         metrics = Metrics()
         record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal)
 
-        kept = valid & ~(equal[:, None] & self.config.objective.drop_equal_groups)
+        kept = valid & ~(equal[:, None] & objective.drop_equal_groups)
         batch = Batch(
             table=table,
             coefs=coefs,
@@ -389,7 +389,7 @@ class Trainer:
         def log_ratio(micro: Sequence[Transition], v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
             log_prob, _, kl = self._score(batch, micro, v_old)
             steps = on_device([t for _, t in micro], self.device)
-            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[steps] * kl.detach()
+            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[steps] * kl
 
         delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
         metrics.set("log_prob/parity", delta)

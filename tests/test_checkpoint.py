@@ -12,9 +12,10 @@ import torch
 from sage_fast.console import say_nothing
 from sage_fast.errors import UserError
 from sage_fast.files import append_line, write_atomic
-from sage_fast.run.checkpoint import checkpoints, load_checkpoint, number, prune_checkpoints, save_checkpoint
+from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked
 from sage_fast.run.train import train
+from sage_fast.run.weights import checkpoints, number
 from sage_fast.trainer import Trainer
 from tests.tiny import perturb, settings, tiny_trainer
 

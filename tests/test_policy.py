@@ -1,6 +1,7 @@
 """The policy against diffusers' own pipeline, on a tiny checkpoint of the published classes."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -299,13 +300,13 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
 def test_interrupted_encoding_leaves_whole_files_alone(
     tmp_path: Path, embeddings: dict[str, TextEmbedding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full_disk(tensors: dict[str, Tensor], file: Path) -> None:
-        if len(tensors["glyphs"]):
-            file.write_bytes(b"half")
-            raise OSError("no space left on device")
-        save_file(tensors, file)
+    calls = iter(range(4))
 
-    monkeypatch.setattr("sage_fast.data.embeddings.save_file", full_disk)
+    def full_disk(descriptor: int) -> None:
+        if next(calls) == 2:  # after the first file and its folder
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("sage_fast.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
         encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", quiet=True)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]

@@ -11,9 +11,9 @@ import pytest
 
 from sage_fast.errors import NonFiniteError, Stopped
 from sage_fast.files import read_json, read_metrics
-from sage_fast.run.checkpoint import checkpoints
 from sage_fast.run.stop import SIGNALS, TWICE, Stop
 from sage_fast.run.train import train
+from sage_fast.run.weights import checkpoints
 from sage_fast.trainer import Trainer
 from tests.tiny import CPU, settings
 

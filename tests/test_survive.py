@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_fast.files import read_json, read_metrics
 from sage_fast.policy.hunyuan import LORA_FILE
 from sage_fast.rewards.testbed import TestbedReward
-from sage_fast.run.checkpoint import checkpoints, number
+from sage_fast.run.weights import checkpoints, number
 from tests.fork_server import Fault, ForkServer
 from tests.tiny import arguments
 

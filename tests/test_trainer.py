@@ -433,10 +433,9 @@ def test_videos_come_back_in_the_order_of_the_prompts() -> None:
     assert (videos[1] - videos[3]).abs().max() > 0.01
 
 
-def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More ranks than videos: the first one writes the files, so it is not one of those without work."""
+def setup_of_one_video() -> Setup:
     trainer = tiny_trainer(settings(eval__num_prompts=1))
-    setup = Setup(
+    return Setup(
         config=trainer.config,
         model=trainer.model,
         reward=trainer.reward,
@@ -444,6 +443,11 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
         eval_prompts=PROMPTS,
         embeddings=trainer.embeddings,
     )
+
+
+def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than videos: the first one writes the files, so it is not one of those without work."""
+    setup = setup_of_one_video()
     monkeypatch.setattr("sage_fast.run.evaluation.data_size", lambda: 2)
     counts = []
     for number in (0, 1):
@@ -455,15 +459,7 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
 
 def test_a_part_that_one_rank_lacks_is_no_part_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the scores of the other ranks would stand beside the wrong prompts. A rank without videos has no parts."""
-    trainer = tiny_trainer(settings(eval__num_prompts=1))
-    setup = Setup(
-        config=trainer.config,
-        model=trainer.model,
-        reward=trainer.reward,
-        prompts=PROMPTS,
-        eval_prompts=PROMPTS,
-        embeddings=trainer.embeddings,
-    )
+    setup = setup_of_one_video()
 
     def gathered(own: Any) -> list[Any]:
         return [own, (["another"], [7], [1.0], {"vq": [0.5]}), ([], [], [], {})]

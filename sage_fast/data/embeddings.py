@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from sage_fast.console import Progress
 from sage_fast.distributed import all_gather_object, broadcast_object, rank, world_size
-from sage_fast.files import saving
+from sage_fast.files import write_atomic
 from sage_fast.policy.text import Encoder, TextEmbedding
 
 
@@ -69,13 +68,7 @@ def encode_cached(
 def _write(embedding: TextEmbedding, file: Path) -> None:
     """A killed run leaves no half-written embedding behind, and runs that share the cache do not meet."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    try:
-        with saving(partial):
-            save_file({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}, partial)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomic(file, save({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}))
 
 
 def _read(file: Path) -> TextEmbedding | None:

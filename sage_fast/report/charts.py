@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 
 from sage_fast.profiling import PHASES, WAIT
+from sage_fast.report.comparison import LARGEST
 
 Row = Mapping[str, Any]
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
 TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
@@ -63,7 +63,7 @@ def column(rows: Sequence[Row], key: str) -> np.ndarray:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= FLOAT32_MAX:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return math.nan
     return float(value)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from sage_fast.engine import Engine
 from sage_fast.errors import UserError
 from sage_fast.files import PARTIAL, read_json, sync_folder, write_json
 from sage_fast.policy.hunyuan import State
+from sage_fast.run.weights import checkpoints, number
 
 MANIFEST = "manifest.json"
 
@@ -137,17 +137,6 @@ def load_checkpoint(
             "there, or start another run with --output and no --resume; nothing was changed"
         )
     return None
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """Folders of the whole checkpoints, the newest last."""
-    found = [path for path in (run / "checkpoints").glob("iteration-*") if re.fullmatch(r"iteration-\d+", path.name)]
-    return sorted(found, key=number)
-
-
-def number(folder: Path) -> int:
-    """The iteration that a checkpoint continues with."""
-    return int(folder.name.removeprefix("iteration-"))
 
 
 # -- what a checkpoint holds ------------------------------------------------------------------------------------------

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import Progress, speaker
-from sage_fast.distributed import all_gather_object, data_rank, data_size, rank, sequence_rank, sequence_size, together
+from sage_fast.distributed import (
+    all_gather_object,
+    broadcast_object,
+    data_rank,
+    data_size,
+    rank,
+    sequence_rank,
+    sequence_size,
+    together,
+)
 from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
@@ -55,7 +64,7 @@ def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
     if rank() == 0 and file.is_file():
         with contextlib.suppress(UserError):  # cut off while it was written
             scores = read_scores(file)
-    return all_gather_object(scores)[0]
+    return broadcast_object(scores, 0)
 
 
 def check_pairs(setup: Setup, run: Path) -> None:

@@ -22,12 +22,12 @@ import torch
 
 from sage_fast.config import Config
 from sage_fast.console import Say
-from sage_fast.distributed import all_gather_object, barrier, initialize, rank
+from sage_fast.distributed import all_gather_object, barrier, broadcast_object, initialize, rank
 from sage_fast.errors import UserError
 from sage_fast.files import PARTIAL, read_json, read_metrics, write_atomic
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
-from sage_fast.run.checkpoint import checkpoints
 from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
+from sage_fast.run.weights import checkpoints, number
 from sage_fast.settings import dump, load
 
 LOCK = "run.lock"
@@ -44,7 +44,7 @@ def check_output(config: Config, *, resume: bool) -> None:
     if resume:
         check_run(run)
         check_kept(config)
-        done = max((int(folder.name.removeprefix("iteration-")) for folder in checkpoints(run)), default=0)
+        done = max(map(number, checkpoints(run)), default=0)
         if done > config.train.iterations:
             raise UserError(
                 f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
@@ -85,7 +85,7 @@ def locked(run: Path, tell: Say) -> Iterator[None]:
             lock, user = _lock(run / LOCK, tell)
         except OSError as error:  # the others wait to be told
             failure = error
-    refused = all_gather_object(user if failure is None else f"cannot be locked: {failure}")[0]
+    refused = broadcast_object(user if failure is None else f"cannot be locked: {failure}", 0)
     try:
         if failure is not None:
             raise failure
@@ -198,8 +198,8 @@ def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: 
     folder.mkdir(parents=True, exist_ok=True)
     first = max(numbered(folder), default=-1) + 1
     paths = []
-    for number, (video, prompt) in enumerate(zip(videos, prompts), start=first):
-        paths.append(save_video(video, prompt, folder, number, fps))
+    for place, (video, prompt) in enumerate(zip(videos, prompts), start=first):
+        paths.append(save_video(video, prompt, folder, place, fps))
     if videos:
         contact_sheet(videos, prompts[: len(videos)]).save(folder / f"contact-sheet-{first:02d}.png")
     return paths

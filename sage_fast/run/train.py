@@ -25,7 +25,7 @@ from sage_fast.report.comparison import format_number, format_paired_table, pair
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
-from sage_fast.run.checkpoint import checkpoints, load_checkpoint, number, prune_checkpoints, save_checkpoint
+from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import (
     check_output,
@@ -39,6 +39,7 @@ from sage_fast.run.folder import (
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.trackers import MetricsWriter, check_trackers
+from sage_fast.run.weights import checkpoints, number
 from sage_fast.trainer import Trainer
 
 

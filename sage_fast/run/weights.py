@@ -44,10 +44,7 @@ def newest_weights(run: Path) -> tuple[Path, int]:
     Raises:
         UserError: the run has left none yet.
     """
-    found: dict[int, Path] = {}
-    for folder in (run / "checkpoints").glob("iteration-*"):
-        if re.fullmatch(r"iteration-\d+", folder.name):
-            found[int(folder.name.removeprefix("iteration-"))] = folder
+    found = {number(folder): folder for folder in checkpoints(run)}
     final, scores = run / "weights", run / "eval" / "after.json"
     if final.is_dir() and scores.is_file():
         iteration = read_json(scores).get("iteration")
@@ -57,3 +54,14 @@ def newest_weights(run: Path) -> tuple[Path, int]:
     if not found:
         raise UserError(f"run {str(run)!r} has neither a checkpoint nor weights with their eval/after.json yet")
     return found[max(found)], max(found)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Folders of the whole checkpoints, the newest last."""
+    found = [path for path in (run / "checkpoints").glob("iteration-*") if re.fullmatch(r"iteration-\d+", path.name)]
+    return sorted(found, key=number)
+
+
+def number(folder: Path) -> int:
+    """The iteration that a checkpoint continues with."""
+    return int(folder.name.removeprefix("iteration-"))
