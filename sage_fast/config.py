@@ -309,32 +309,23 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sharded = self.engine != "plain"
-        require(
-            not sharded or self.optimizer == "adamw",
-            "train.optimizer",
-            self.optimizer,
-            f"train.engine = {self.engine} updates rows of joined weights, which only adamw can; the nearest choice is "
-            "adamw, or train.engine = plain",
-        )
-        require(
-            self.offload != "all" or self.engine == "zero3",
-            "train.offload",
-            self.offload,
-            f"needs train.engine = zero3; the nearest choice is {'optimizer' if sharded else 'none'}",
-        )
-        require(
-            self.offload == "none" or sharded,
-            "train.offload",
-            self.offload,
-            "needs train.engine = zero1, zero2 or zero3; the nearest choice is none",
-        )
-        require(
-            self.deepspeed_config is None or sharded,
-            "train.deepspeed_config",
-            self.deepspeed_config,
-            "needs train.engine = zero1, zero2 or zero3, the nearest of which is zero1",
-        )
+        sharded, needs = self.engine != "plain", "needs train.engine = zero1, zero2 or zero3"
+        for holds, key, expected in (
+            (
+                not sharded or self.optimizer == "adamw",
+                "optimizer",
+                f"train.engine = {self.engine} updates rows of joined weights, which only adamw can; the nearest "
+                "choice is adamw, or train.engine = plain",
+            ),
+            (
+                self.offload != "all" or self.engine == "zero3",
+                "offload",
+                f"needs train.engine = zero3; the nearest choice is {'optimizer' if sharded else 'none'}",
+            ),
+            (self.offload == "none" or sharded, "offload", f"{needs}; the nearest choice is none"),
+            (self.deepspeed_config is None or sharded, "deepspeed_config", f"{needs}, the nearest of which is zero1"),
+        ):
+            require(holds, f"train.{key}", getattr(self, key), expected)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -83,7 +83,7 @@ def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dic
         expected = runs["expected"][tuning, int(first) + number]
         for key in ("reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "update/relative", "kl/lambda",
                     "kl/anchor", "ratio/mean", "learning_rate"):  # fmt: skip
-            assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-10), (key, number)
+            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-10), (key, number)
 
 
 @needs_deepspeed
