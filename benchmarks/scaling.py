@@ -120,7 +120,7 @@ class Layout:
         sharing: `model.sequence_parallel`.
         sharded: ranks over which weights, gradients and optimizer are sharded (ZeRO-3); 1: whole on each.
         trained_bytes: of the gradients, float32.
-        weight_bytes: that a forward gathers, if they are sharded.
+        weight_bytes: that a forward gathers, if they are sharded: float32, as trained weights are stored.
     """
 
     work: Work
@@ -128,7 +128,7 @@ class Layout:
     sharing: int = 1
     sharded: int = 1
     trained_bytes: float = 4 * 184e6
-    weight_bytes: float = 2 * 8.33e9
+    weight_bytes: float = 4 * 8.33e9
 
     @property
     def groups(self) -> int:
@@ -174,8 +174,7 @@ class Layout:
 
     @property
     def gathers(self) -> float:
-        """Seconds of ZeRO-3: weights in every forward, recomputation and backward, and gradients (bf16) in every
-        backward."""
+        """Seconds of ZeRO-3: weights in every forward, recomputation and backward, and gradients in every backward."""
         if self.sharded == 1:
             return 0.0
         speed, latency = (BETWEEN_NODES, LATENCY_BETWEEN) if self.sharded > NODE else (IN_NODE, LATENCY_IN_NODE)
@@ -187,11 +186,6 @@ class Layout:
     def efficiency(self) -> float:
         """Nothing that is sent is hidden."""
         return self.ideal / (self.compute + self.exchanges + self.gradients + self.gathers)
-
-    @property
-    def hidden(self) -> float:
-        """ZeRO's gathers are hidden behind computing, as far as that lasts."""
-        return self.ideal / (max(self.compute, self.gathers) + self.exchanges + self.gradients)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -252,7 +246,7 @@ def collectives() -> str:
     for gpus, speed in ((8, IN_NODE), (64, BETWEEN_NODES)):
         sent = Layout(work=work, gpus=gpus).weight_bytes * (gpus - 1) / gpus
         of = f"a forward's {1e3 * forward:.0f} ms"
-        row(f"ZeRO-3's all-gather of bf16 weights, {gpus} GPUs", every, sent, sent / speed, forward, of)
+        row(f"ZeRO-3's all-gather of float32 weights, {gpus} GPUs", every, sent, sent / speed, forward, of)
     return _table(["collective", "when", "a GPU sends", "takes", "which is"], rows)
 
 
@@ -279,7 +273,7 @@ def layouts() -> str:
             [str(layout.gpus), name, str(layout.sharing), str(layout.mine),
              _seconds(layout.compute), _seconds(layout.exchanges) if layout.sharing > 1 else "",
              _seconds(layout.gathers) if layout.sharded > 1 else _seconds(layout.gradients),
-             f"{layout.efficiency:.0%}" + (f" to {layout.hidden:.0%}" if layout.sharded > 1 else "")]
+             f"{layout.efficiency:.0%}"]
         )  # fmt: skip
     head = ["GPUs", "what", "GPUs a sample", "samples of a GPU or group", "computing", "all-to-alls",
             "gradients, or ZeRO-3", "efficiency"]  # fmt: skip

@@ -7,6 +7,7 @@ the KL of that movement (its bias) and scatters (its noise).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,6 +18,9 @@ from sage_fast.distributed import all_reduce
 from sage_fast.errors import ParityError
 from sage_fast.objective import centres_ratio
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.replay import Replay
+from sage_fast.rollout.trajectories import on_device
 from sage_fast.seeding import derive_seed
 
 LARGEST_MOVE = 1e-5
@@ -24,6 +28,55 @@ LARGEST_MOVE = 1e-5
 little with the way: on the testbed its bias was 4.0e-4 at 1e-5, 4.9e-4 at 1e-4 and 6.0e-4 at 1e-3."""
 Micro = Sequence[tuple[int, int]]
 """Transitions, (sample, step), that are scored together."""
+
+
+def check_parity(
+    replay: Replay,
+    batch: Batch,
+    steps: Sequence[int],
+    biases: Tensor,
+    equalizer: Tensor,
+    tell: Callable[[str], object],
+) -> dict[str, float]:
+    """Score stored transitions with the rollout's weights, and as after an update if the ratio will see one.
+
+    Args:
+        replay: with the rollout's weights.
+        batch: of the first iteration.
+        steps: that are trained.
+        biases: minus the expectation of the log-ratio by step, in units of the KL, `[T]`.
+        equalizer: S_t by step, `[T]`.
+        tell: told what rounding takes up.
+
+    Returns:
+        Metrics.
+
+    Raises:
+        ParityError: the ratio could not be told from rounding.
+    """
+    config, policy = replay.config, replay.policy
+
+    def first(samples: int) -> list[Micro]:
+        transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.prompts)))]
+        runs = replay.runs([batch.prompts[i] for i, _ in transitions], config.train.batch_size)
+        micros = [transitions[rows] for rows in runs]
+        return [*micros, *micros[-1:] * policy.states.behind(len(micros))]
+
+    def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        log_prob, _, kl = replay.score(batch, micro, v_old)
+        at = on_device([t for _, t in micro], policy.device)
+        return (log_prob - batch.log_prob_old(micro)).detach(), biases[at] * kl
+
+    delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
+    metrics = {"log_prob/parity": delta}
+    if config.objective.surrogate != "clip":
+        return metrics  # no ratio
+    check_replay(delta, config.objective.clip_range)
+    if config.train.optimizer_steps > 1:
+        velocity = functools.partial(replay.velocity, batch)
+        moments = moments_after_an_update(policy, config, first(4), len(batch.table), velocity, log_ratio)
+        metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config, tell)
+    return metrics
 
 
 def check_replay(delta: float, clip_range: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.console import Progress, progress, say_wrapped, speaker
+from sage_fast.console import Progress, say_wrapped, speaker
 from sage_fast.distributed import (
     all_gather_object,
     all_reduce,
@@ -34,16 +34,17 @@ from sage_fast.objective import (
     stores_rollout_velocities,
     uses_anchor,
 )
-from sage_fast.ops import Row, transition_score
-from sage_fast.parity import check_replay, check_rounding, moments_after_an_update
-from sage_fast.policy.conditioning import Conditioning, ConditioningTable
+from sage_fast.ops import Row
+from sage_fast.parity import check_parity
+from sage_fast.policy.conditioning import ConditioningTable
 from sage_fast.policy.hunyuan import State
 from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import equal_runs, idle_rollouts, initial_latents, rollout
+from sage_fast.rollout.loop import idle_rollouts, initial_latents, rollout
+from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.schedule import (
     Sample,
     Transition,
@@ -95,6 +96,7 @@ class Trainer:
         self.device = self.policy.device
         self.quiet = quiet
         self.engine = make_engine(self.policy, config.train, speaker(quiet))
+        self.replay = Replay(self.policy, config, embeddings)
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if uses_anchor(config.kl) else None
         self.anchor_is_current = True
@@ -107,6 +109,7 @@ class Trainer:
         self.pause: Callable[[], object] = lambda: None
         self.before_update: Callable[[], object] = lambda: None
         self.mid_iteration = False
+        self._first_step = 0  # of this process; not 0 after a resume
         self.graphs = step_graphs(self.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
 
     # -- one iteration ------------------------------------------------------------------------------------------------
@@ -160,7 +163,10 @@ class Trainer:
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, position_steps(self.config, steps, index))
         if self.config.train.parity_gate and self.engine.steps == self._first_step:
-            self._check_parity(batch, steps, metrics)
+            tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
+            found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer, tell)
+            for name, value in found.items():
+                metrics.set(name, value)
         updates = update_schedule(self.config, index, samples, steps, kept.flatten().tolist())
         own = {number: i for i, number in enumerate(mine)}
         shares = [[(own[sample], step) for sample, step in update if sample in own] for update in updates]
@@ -186,9 +192,6 @@ class Trainer:
         passes = (prompt, "") if self.policy.uses_guidance else (prompt,)
         return sum(self.model.joint_tokens(self.config.sampling, self.embeddings[of].tokens) for of in passes)
 
-    def _runs(self, prompts: Sequence[str], size: int) -> list[slice]:
-        return equal_runs([self.embeddings[prompt].tokens for prompt in prompts], size)
-
     def _rollout(
         self,
         samples: Sequence[Sample],
@@ -211,10 +214,10 @@ class Trainer:
             self.latent_shape,
             steps,
             self.device,
-            velocities=self._velocity_dtype if keeps_velocities else None,
+            velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
         )
-        runs = self._runs(prompts, self.config.sampling.batch_size)
+        runs = self.replay.runs(prompts, self.config.sampling.batch_size)
         idle = self.policy.states.behind(len(runs))
         with Progress("rollout", len(runs) * len(table), quiet=self.quiet, pause=self.pause) as bar:
             for rows in runs:
@@ -235,10 +238,6 @@ class Trainer:
             idle_rollouts(self.policy, table, coefs, conditioning, self.latent_shape, idle)
         return trajectories
 
-    @property
-    def _velocity_dtype(self) -> torch.dtype:
-        return torch.float32 if self.policy.uses_guidance else self.policy.dtype
-
     # -- update -------------------------------------------------------------------------------------------------------
 
     def _update(
@@ -254,7 +253,7 @@ class Trainer:
         weight = data_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(mine, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
-        runs = self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
+        runs = self.replay.runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
         idle = self.policy.states.behind(len(runs))
         for rows in runs:
             loss, policy, kl = self._loss(batch, transitions[rows], metrics)
@@ -288,7 +287,7 @@ class Trainer:
     def _loss(self, batch: Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
         """The loss, and the norms of the gradients of its two parts on the velocity, the KL's without lambda."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
-        log_prob, kl_anchor, kl_old = self._score(batch, micro)
+        log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
         scores, old = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old), batch.log_prob_old(micro)
         config, at = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
@@ -306,57 +305,14 @@ class Trainer:
         metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
         return loss, policy, kl
 
-    def _score(
-        self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward through the policy at stored transitions, and their log-prob and KLs (to `v_old`, if it is given)."""
-        rows = batch.trajectories
-        x = rows.gather(rows.states, micro)
-        return transition_score(
-            x,
-            rows.gather(rows.states, micro, after=1),
-            self._velocity(batch, micro, x),
-            batch.coefs,
-            on_device([t for _, t in micro], self.device),
-            batch.anchor_of(micro),
-            rows.gather(rows.velocities, micro) if v_old is None and stores_rollout_velocities(self.config) else v_old,
-        )
-
-    def _velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor) -> Tensor:
-        return self.policy.guided_velocity(x, self._conditioning(batch, micro))
-
-    def _conditioning(self, batch: Batch, micro: Sequence[Transition]) -> Conditioning:
-        """From the rollout's table; computed again, with gradients, if its weights are trained."""
-        prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
-        if self.policy.conditioning_is_frozen:
-            same = len(set(steps)) == 1
-            return batch.conditioning.of(prompts).at(on_device(steps[:1] if same else steps, self.device))
-        text, negative = (
-            collate([batch.conditioning.embeddings[prompt] for prompt in of], self.device, self.policy.dtype)
-            for of in (prompts, [""] * len(prompts))
-        )
-        sigma = on_device(batch.table.sigmas[steps].float(), self.device)
-        return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)
-
-    @torch.no_grad()
     def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
         """step -> the anchor's `[N, ...]` velocities: one forward each, none while the anchor is the rollout policy,
         whose velocities at all trained steps are there."""
         if self.anchor is None:
             return {}
-        rows = batch.trajectories
         if self.anchor_is_current:
-            return rows.velocities
-        velocities = {t: rows.empty(self._velocity_dtype) for t in steps}
-        runs = self._runs(batch.prompts, self.config.sampling.batch_size)
-        work = [(t, run) for t in steps for run in runs]
-        work += work[-1:] * self.policy.states.behind(len(work))
-        with self.policy.using(self.anchor):
-            for t, run in progress(work, "anchor", len(work), "forward", quiet=self.quiet):
-                micro = [(i, t) for i in range(run.start, run.stop)]
-                velocity = self._velocity(batch, micro, rows.gather(rows.states, micro))
-                velocities[t][run].copy_(velocity, non_blocking=True)
-        return velocities
+            return batch.trajectories.velocities
+        return self.replay.anchor_velocities(batch, steps, self.anchor, self.quiet)
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
@@ -364,42 +320,6 @@ class Trainer:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps
-
-    # -- checks and records -------------------------------------------------------------------------------------------
-
-    _first_step = 0
-    """Optimizer step at which this process began; not 0 after a resume."""
-
-    def _check_parity(self, batch: Batch, steps: Sequence[int], metrics: Metrics) -> None:
-        """Score stored transitions with the rollout's weights, and as after an update if the ratio will see one.
-
-        Raises:
-            ParityError: the ratio could not be told from rounding.
-        """
-
-        def first(samples: int) -> list[list[Transition]]:
-            transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.prompts)))]
-            runs = self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
-            micros = [transitions[rows] for rows in runs]
-            return micros + micros[-1:] * self.policy.states.behind(len(micros))
-
-        def velocity(micro: Sequence[Transition]) -> Tensor:
-            return self._velocity(batch, micro, batch.trajectories.gather(batch.trajectories.states, micro))
-
-        def log_ratio(micro: Sequence[Transition], v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            log_prob, _, kl = self._score(batch, micro, v_old)
-            steps = on_device([t for _, t in micro], self.device)
-            return (log_prob - batch.log_prob_old(micro)).detach(), self.log_ratio_bias[steps] * kl
-
-        delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
-        metrics.set("log_prob/parity", delta)
-        if self.config.objective.surrogate != "clip":
-            return  # no ratio
-        check_replay(delta, self.config.objective.clip_range)
-        if self.config.train.optimizer_steps > 1:
-            moments = moments_after_an_update(self.policy, self.config, first(4), len(batch.table), velocity, log_ratio)
-            tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
-            metrics.set("log_prob/rounding", check_rounding(*moments, self.equalizer, self.config, tell))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

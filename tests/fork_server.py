@@ -126,7 +126,7 @@ def prepare(fault: Fault) -> None:
     import safetensors.torch
     import torch
 
-    import sage_fast.engine
+    import sage_fast.engine.plain
 
     seen = 0
 
@@ -183,7 +183,7 @@ def prepare(fault: Fault) -> None:
             return saving
 
         torch.save = torn(torch.save)
-        sage_fast.engine.save_file = torn(safetensors.torch.save_file)
+        sage_fast.engine.plain.save_file = torn(safetensors.torch.save_file)
     else:
         replace = os.replace
 

@@ -92,7 +92,7 @@ def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(moments_after_an_update(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr("sage_fast.trainer.moments_after_an_update", noted)
+    monkeypatch.setattr("sage_fast.parity.moments_after_an_update", noted)
     tiny_trainer(settings(train__optimizer_steps=2)).iteration(0)
     assert not any(moment.requires_grad for moment in seen[0])
 

@@ -169,7 +169,7 @@ def test_gradient_norms_are_those_of_autograd(
         seen.append((v, *scores))
         return scores
 
-    monkeypatch.setattr("sage_fast.trainer.transition_score", watched)
+    monkeypatch.setattr("sage_fast.rollout.replay.transition_score", watched)
     loss, policy, kl = trainer._loss(batch, transitions, Metrics())
     ((v, _, kl_anchor, kl_old),) = seen
 

@@ -37,7 +37,7 @@ def test_the_formulas_are_the_plans() -> None:
     parts = sum(planned.flops[part] for part in ("rollout", "training", "anchor"))
     assert parts == pytest.approx(work.samples * work.of_a_sample)
     assert planned.trainable == pytest.approx(Layout(work=work, gpus=8).trained_bytes / 4, rel=0.01)
-    assert 2 * planned.parameters == pytest.approx(Layout(work=work, gpus=8).weight_bytes, rel=0.01)
+    assert 4 * planned.parameters == pytest.approx(Layout(work=work, gpus=8).weight_bytes, rel=0.01)
     assert f"| {planned.memory['activations, checkpointing attention'] / 2**30:.1f} GiB |" in PAGE
 
 
@@ -54,8 +54,7 @@ def test_a_layout_that_sends_nothing_and_divides_evenly_is_efficient() -> None:
     assert Layout(work=Work(samples=96), gpus=64).efficiency == pytest.approx(0.75, abs=1e-3)
     shared, alone = Layout(work=Work(), gpus=8, sharing=8), Layout(work=Work(), gpus=8)
     assert shared.efficiency < alone.efficiency
-    sharded = Layout(work=Work(), gpus=64, sharded=64)
-    assert sharded.efficiency < sharded.hidden <= 1
+    assert Layout(work=Work(), gpus=8, sharded=8).efficiency < alone.efficiency
 
 
 def test_numbers_in_the_text() -> None:

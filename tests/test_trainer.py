@@ -409,7 +409,7 @@ def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeyp
         v.register_hook(note)
         return transition_score(x, x_next, v, coefs, step, *others)
 
-    monkeypatch.setattr("sage_fast.trainer.transition_score", watched)
+    monkeypatch.setattr("sage_fast.rollout.replay.transition_score", watched)
     recorded = trainer.iteration(0)["velocity_grad_norm"]
     samples, transitions = 2 * 3, 2 * 3 * 5
     assert len(recorded) == 5

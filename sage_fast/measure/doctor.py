@@ -34,7 +34,7 @@ OPTIONAL = {
     "nvtx": ("ranges in Nsight", "pip install nvtx"),
     "flash-attn": ("an attention kernel", INSTALL["flash"]),
     "xformers": ("an attention kernel", INSTALL["xformers"]),
-    "deepspeed": ("model.sequence_parallel", "pip install 'sage-fast[deepspeed]'"),
+    "deepspeed": ("train.engine = zero1 to zero3, model.sequence_parallel", "pip install 'sage-fast[deepspeed]'"),
     "bitsandbytes": ("train.optimizer = adamw8bit", "pip install 'sage-fast[bitsandbytes]'"),
     "wandb": ("a tracker", "pip install wandb"),
     "trackio": ("a tracker", "pip install trackio"),

@@ -1,0 +1,95 @@
+"""Forwards at the stored transitions of an iteration, with the policy's weights or the anchor's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import Config
+from sage_fast.console import progress
+from sage_fast.objective import stores_rollout_velocities
+from sage_fast.ops import transition_score
+from sage_fast.policy.conditioning import Conditioning
+from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
+from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.loop import equal_runs
+from sage_fast.rollout.schedule import Transition
+from sage_fast.rollout.trajectories import on_device
+
+
+class Replay:
+    """
+    Args:
+        policy: whose forwards these are.
+        config: of the run.
+        embeddings: prompt -> embedding, for every training prompt and the empty one.
+    """
+
+    def __init__(self, policy: HunyuanVideo15Policy, config: Config, embeddings: Mapping[str, TextEmbedding]) -> None:
+        self.policy = policy
+        self.config = config
+        self.embeddings = embeddings
+
+    def runs(self, prompts: Sequence[str], size: int) -> list[slice]:
+        """Neighbours that go through one forward: at most `size` prompts of one length, so that none is padded."""
+        return equal_runs([self.embeddings[prompt].tokens for prompt in prompts], size)
+
+    @property
+    def velocity_dtype(self) -> torch.dtype:
+        return torch.float32 if self.policy.uses_guidance else self.policy.dtype
+
+    def score(
+        self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward at `micro`; its log-probs, KL to the anchor and KL to the rollout's velocity (to `v_old`, if it is
+        given), each float32 `[B]`.
+        """
+        rows = batch.trajectories
+        x = rows.gather(rows.states, micro)
+        return transition_score(
+            x,
+            rows.gather(rows.states, micro, after=1),
+            self.velocity(batch, micro, x),
+            batch.coefs,
+            on_device([t for _, t in micro], self.policy.device),
+            batch.anchor_of(micro),
+            rows.gather(rows.velocities, micro) if v_old is None and stores_rollout_velocities(self.config) else v_old,
+        )
+
+    def velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor | None = None) -> Tensor:
+        """`[B, C, T, H, W]`, guidance included, at the stored latents (`x`, if they are at hand)."""
+        if x is None:
+            x = batch.trajectories.gather(batch.trajectories.states, micro)
+        return self.policy.guided_velocity(x, self._conditioning(batch, micro))
+
+    def _conditioning(self, batch: Batch, micro: Sequence[Transition]) -> Conditioning:
+        """From the rollout's table; computed again, with gradients, if its weights are trained."""
+        device = self.policy.device
+        prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
+        if self.policy.conditioning_is_frozen:
+            same = len(set(steps)) == 1
+            return batch.conditioning.of(prompts).at(on_device(steps[:1] if same else steps, device))
+        text, negative = (
+            collate([batch.conditioning.embeddings[prompt] for prompt in of], device, self.policy.dtype)
+            for of in (prompts, [""] * len(prompts))
+        )
+        sigma = on_device(batch.table.sigmas[steps].float(), device)
+        return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)
+
+    @torch.no_grad()
+    def anchor_velocities(
+        self, batch: Batch, steps: Sequence[int], anchor: State, quiet: bool = True
+    ) -> dict[int, Tensor]:
+        """step -> `[N, C, T, H, W]`: one forward of the anchor's weights for each sample and step."""
+        velocities = {t: batch.trajectories.empty(self.velocity_dtype) for t in steps}
+        runs = self.runs(batch.prompts, self.config.sampling.batch_size)
+        work = [(t, run) for t in steps for run in runs]
+        work += work[-1:] * self.policy.states.behind(len(work))
+        with self.policy.using(anchor):
+            for t, run in progress(work, "anchor", len(work), "forward", quiet=quiet):
+                micro = [(i, t) for i in range(run.start, run.stop)]
+                velocities[t][run].copy_(self.velocity(batch, micro), non_blocking=True)
+        return velocities
