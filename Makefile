@@ -36,10 +36,10 @@ check: install
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 soak: install
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_survive.py tests/test_stop.py tests/test_checkpoint.py
+	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_survive.py tests/test_stop.py tests/test_checkpoint.py tests/test_gpu_script.py
 
 bench: install
 	$(BIN)/python -m pytest benchmarks

@@ -182,12 +182,10 @@ def main() -> None:
         rows["full zero3 2"] = run(
             folder, "full", "zero3", "full-2", range(2, 3), model__gradient_checkpointing="attention"
         )
-        rows["lora zero3 0"] = run(folder, "lora", "zero3", None, range(1), model__gradient_checkpointing="full")
-        rows["lora zero2 1"] = run(folder, "lora", "zero2", "lora-zero3-on-2", range(1, 3))
         memories = {"zero3": memory("zero3", "full")}
     else:
         rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3), train__offload="all")
-        rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-zero3-on-2", range(1, 3), train__offload="optimizer")
+        rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-1", range(1, 3), train__offload="optimizer")
         memories = {}
         checks()
     if rank() == 0:
