@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
 
 from sage_fast.errors import UserError
 from sage_fast.rewards.videoalign import TEMPLATE, VideoAlignReward
+from sage_fast.rewards.videoalign_checkpoint import Lora, build_network
 from tests.tiny_rewards import (
     ALPHA,
     INFERENCE_CONFIG,
     QWEN2_VL_CHAT_TEMPLATE,
     RANK,
     model_config,
+    published_shapes,
     published_weights,
     write_qwen2_vl,
     write_video_reward,
@@ -340,6 +342,7 @@ def test_every_key_that_does_not_fit_is_named_at_once(
     wrong["base_model.model.model.embed_tokens.weight"] = torch.zeros(700, 32)
     wrong[f"{LAYER}self_attn.k_proj.lora_A.default.weight"] = torch.zeros(RANK + 1, 32)
     wrong["model.language_model.layers.0.extra"] = torch.zeros(1)
+    wrong["visual.merger.ln_q.bias"] = weights["base_model.model.visual.merger.ln_q.bias"]  # not with this prefix
     with pytest.raises(UserError) as error:
         VideoAlignReward(str(write_video_reward(tmp_path / "wrong", wrong)), base=str(base))
     lines = str(error.value).splitlines()[1:]
@@ -349,15 +352,36 @@ def test_every_key_that_does_not_fit_is_named_at_once(
     } == {
         ("3 missing", f"{module}self_attn.q_proj.lora_B.default.weight", "rm_head.weight", "visual.merger.ln_q.bias"),
         (
-            "3 not known",
+            "4 not known",
             f"{module}mlp.up_proj.lora_A.default.weight",
             f"{module}mlp.up_proj.lora_B.default.weight",
             "model.language_model.layers.0.extra",
+            "visual.merger.ln_q.bias",
         ),
     }
     assert lines[-1].startswith("2 of another shape: ")
     assert "language_model.embed_tokens.weight [700, 32] instead of [617, 32]" in lines[-1]
     assert f"{module}self_attn.k_proj.lora_A.default.weight [5, 32] instead of [4, 32]" in lines[-1]
+
+
+def test_the_published_file_has_the_keys_and_the_size_that_are_loaded() -> None:
+    config = Qwen2VLConfig(  # config.json of Qwen/Qwen2-VL-2B-Instruct, with as many rows as its tokenizer has tokens
+        text_config={
+            "vocab_size": 151657, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+            "num_attention_heads": 12, "num_key_value_heads": 2, "max_window_layers": 28,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        vision_config={"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": 1536},
+    )  # fmt: skip
+    shapes = published_shapes(config, rank=64)
+    assert len(shapes) == 1123  # loaded by UniRL (github.com/Tencent-Hunyuan/UniRL, pull request 97)
+    tensors = 2 * sum(shape.numel() for shape in shapes.values())  # bytes, in bfloat16
+    assert 0 < 5_031_072_529 - tensors < 1123 * 400  # of the file on the hub; torch.save adds a header to each tensor
+    config.text_config.vocab_size += 3
+    weights = {key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in shapes.items()}
+    network, head = build_network(config, weights, Lora(64, 2.0), torch.bfloat16, "sdpa")
+    assert sum(p.numel() for p in network.parameters()) == 2_208_561_664
+    assert head.shape == (1, 1536)
 
 
 def test_a_rank_stabilised_lora_is_scaled_by_the_root_of_its_rank(
@@ -414,6 +438,7 @@ def folder(tiny: tuple[Path, Path, dict[str, Tensor]], tmp_path: Path) -> Path:
         ("model_config", "output_dim", 3, "output_dim = 3: expected 1"),
         ("model_config", "use_special_tokens", False, "use_special_tokens = False: expected True"),
         ("inference_config", "MQ_std", ..., "'MQ_std' is missing"),
+        ("data_config", "fps", None, "model_config.json: not the settings of VideoAlign"),
         ("peft_lora_config", "lora_alpha", ..., "'lora_alpha' is missing"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The published checkpoints of the reward models in small: real classes, file formats and key names, random weights."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -102,33 +103,39 @@ def write_qwen2_vl(folder: Path) -> Path:
     return folder
 
 
-def published_weights(base: Path, seed: int = 0) -> dict[str, Tensor]:
-    """bfloat16, by the key names of KwaiVGI/VideoReward: transformers 4.45 in peft, LoRA in the language model only."""
-    config = Qwen2VLConfig.from_pretrained(base)
-    config.text_config.vocab_size = len(Qwen2Tokenizer.from_pretrained(base)) + 3
-    draw = torch.Generator().manual_seed(seed)
+def published_shapes(config: Qwen2VLConfig, rank: int = RANK) -> dict[str, torch.Size]:
+    """By the key names of KwaiVGI/VideoReward: transformers 4.45 in peft, LoRA in the language model only.
 
-    def normal(*shape: int, scale: float) -> Tensor:
-        return (torch.randn(*shape, generator=draw) * scale).bfloat16()
-
+    `config` without the rows of the three special tokens, as for the base model.
+    """
+    config = copy.deepcopy(config)
+    config.text_config.vocab_size += 3
     with torch.device("meta"):
-        shapes = {key: p.shape for key, p in Qwen2VLForConditionalGeneration(config).state_dict().items()}
-    weights = {"base_model.model.rm_head.weight": normal(1, 32, scale=1.0)}
-    for key, shape in shapes.items():
+        model = Qwen2VLForConditionalGeneration(config)
+    shapes = {"base_model.model.rm_head.weight": torch.Size([1, config.text_config.hidden_size])}
+    for key, value in model.state_dict().items():
         old = "base_model.model." + key.removeprefix("model.").replace("language_model.", "model.")
         module, _, kind = old.rpartition(".")
-        if (".model." in key and module.endswith("norm")) or ".norm" in key or "layernorm" in key or ".ln_q" in key:
-            weights[old] = (normal(*shape, scale=0.2) + (kind == "weight")).bfloat16()
+        if not (old.startswith("base_model.model.model.") and module.endswith(ADAPTED)):
+            shapes[old] = value.shape
             continue
-        value = normal(*shape, scale=0.2 if kind == "bias" or "embed_tokens" in key else 1.5 / shape[1:].numel() ** 0.5)
-        if old.startswith("base_model.model.model.") and module.endswith(ADAPTED):
-            weights[f"{module}.base_layer.{kind}"] = value
-            if kind == "weight":
-                weights[f"{module}.lora_A.default.weight"] = normal(RANK, shape[1], scale=0.3)
-                weights[f"{module}.lora_B.default.weight"] = normal(shape[0], RANK, scale=0.3)
-        else:
-            weights[old] = value
-    weights["base_model.model.lm_head.weight"] = weights["base_model.model.model.embed_tokens.weight"]
+        shapes[f"{module}.base_layer.{kind}"] = value.shape
+        if kind == "weight":
+            shapes[f"{module}.lora_A.default.weight"] = torch.Size([rank, value.shape[1]])
+            shapes[f"{module}.lora_B.default.weight"] = torch.Size([value.shape[0], rank])
+    return shapes
+
+
+def published_weights(base: Path, seed: int = 0) -> dict[str, Tensor]:
+    """bfloat16, random."""
+    config = Qwen2VLConfig.from_pretrained(base)
+    config.text_config.vocab_size = len(Qwen2Tokenizer.from_pretrained(base))
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for key, shape in published_shapes(config).items():
+        scale = 0.2 if len(shape) == 1 else 0.3 if "lora_" in key else 1.5 / shape[1:].numel() ** 0.5
+        norm = len(shape) == 1 and key.endswith("weight")
+        weights[key] = (torch.randn(shape, generator=draw) * scale + norm).bfloat16()
     return weights
 
 

@@ -10,31 +10,29 @@ trainer.py, vision_process.py) under transformers 4.45.2 (its environment.yaml).
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLModel
+from torch import Tensor
 
 from sage_fast.errors import UserError, nearest
 from sage_fast.rewards.frames import FrameReward, evenly_spaced, levels, resize
+from sage_fast.rewards.videoalign_checkpoint import (
+    SPECIAL_TOKENS,
+    build_network,
+    local_folder,
+    read_base,
+    read_settings,
+    read_weights,
+)
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Precision = Literal["bfloat16", "float32"]
 
 PARTS = {"vq": "visual quality", "mq": "motion quality", "ta": "text alignment"}
-SPECIAL_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
-"""In the order of `PARTS`; with the published tokenizer ids 151657 to 151659."""
-
 TEMPLATE = (Path(__file__).parent / "videoalign_prompt.txt").read_text(encoding="utf-8")
 """What the model is asked, word for word as it was trained: "detailed_special" in prompt_template.py of
 github.com/KwaiVGI/VideoAlign (MIT, Copyright 2025 Kling Team, Kuaishou Technology)."""
@@ -51,14 +49,6 @@ CELL = PATCH * MERGED
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 """Of RGB in [0, 1], in the preprocessor_config.json of Qwen2-VL-2B-Instruct."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Weight = base + scale x B A."""
-
-    rank: int
-    scale: float
 
 
 class VideoAlignReward(FrameReward):
@@ -102,10 +92,10 @@ class VideoAlignReward(FrameReward):
             dtype = "bfloat16" if on_cuda else "float32"
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
-        folder = _local(path)
-        settings = _settings(folder)
-        self.fps = settings["fps"] if fps is None else fps
-        self.max_frame_pixels = settings["max_frame_pixels"] if max_frame_pixels is None else max_frame_pixels
+        folder = local_folder(path)
+        settings = read_settings(folder)
+        self.fps = settings.fps if fps is None else fps
+        self.max_frame_pixels = settings.max_frame_pixels if max_frame_pixels is None else max_frame_pixels
         self.min_frame_pixels = min_frame_pixels
         if not (math.isfinite(self.fps) and self.fps > 0):
             raise UserError(f"fps = {self.fps}: expected frames per second above 0, such as 2")
@@ -114,10 +104,10 @@ class VideoAlignReward(FrameReward):
                 f"min_frame_pixels = {min_frame_pixels}, max_frame_pixels = {self.max_frame_pixels}: expected "
                 f"{CELL * CELL} <= min_frame_pixels <= max_frame_pixels"
             )
-        self.tokenizer, config = _base(base)
-        weights = _weights(folder)
-        self.network, self.head = _network(config, weights, settings["lora"], getattr(torch, dtype), attention)
-        self.mean, self.std = settings["mean"], settings["std"]
+        self.tokenizer, config = read_base(base)
+        precision = getattr(torch, dtype)
+        self.network, self.head = build_network(config, read_weights(folder), settings.lora, precision, attention)
+        self.mean, self.std = settings.mean, settings.std
         self.token_ids = self.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
         looked_at = f"{self.fps:g} frames a second seen together by one model; no pooling"
         self.definitions = {
@@ -211,157 +201,3 @@ class VideoAlignReward(FrameReward):
 
 def _down(side: float) -> int:
     return max(CELL, math.floor(side / CELL) * CELL)
-
-
-def _local(path: str) -> Path:
-    """The folder of the checkpoint, downloaded if `path` is a hub id."""
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, allow_patterns=["model_config.json", "checkpoint-*/model.pth"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"path = {path!r}: no such folder, and not found on the hub or in its cache; expected the VideoAlign "
-            "checkpoint: hf download KwaiVGI/VideoReward --local-dir VideoReward"
-        ) from error
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """What is needed of `model_config.json`.
-
-    Raises:
-        UserError: it is missing, lacks something, or describes another kind of reward model.
-    """
-    file = folder / "model_config.json"
-    try:
-        config = json.loads(file.read_text())
-        data, model, lora, scale = (
-            config[name] for name in ("data_config", "model_config", "peft_lora_config", "inference_config")
-        )
-        expected = [
-            ("data_config.prompt_template_type", data["prompt_template_type"], "detailed_special"),
-            ("data_config.num_frames", data["num_frames"], None),
-            ("data_config.sample_type", data["sample_type"], "uniform"),
-            ("model_config.use_special_tokens", model["use_special_tokens"], True),
-            ("model_config.output_dim", model["output_dim"], 1),
-        ]
-        for name, value, wanted in expected:
-            if value != wanted:
-                raise UserError(f"{file}: {name} = {value!r}: expected {wanted!r}, as in KwaiVGI/VideoReward")
-        rank = int(lora["lora_r"])
-        return {
-            "fps": float(data["fps"]),
-            "max_frame_pixels": int(data["max_frame_pixels"]),
-            "mean": [float(scale[f"{part.upper()}_mean"]) for part in PARTS],
-            "std": [float(scale[f"{part.upper()}_std"]) for part in PARTS],
-            "lora": Lora(rank, lora["lora_alpha"] / (math.sqrt(rank) if lora["use_rslora"] else rank)),
-        }
-    except OSError as error:
-        raise UserError(f"path = {str(folder)!r}: expected the VideoAlign checkpoint, with {file.name}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}: no JSON: {error}") from error
-    except KeyError as error:
-        raise UserError(f"{file}: {error.args[0]!r} is missing") from error
-
-
-def _base(base: str) -> tuple[PreTrainedTokenizerBase, Qwen2VLConfig]:
-    """The tokenizer with the three special tokens, and the configuration with as many embeddings."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(base)
-        config = Qwen2VLConfig.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        raise UserError(f"base = {base!r}: expected a folder or hub id of Qwen2-VL-2B-Instruct: {error}") from error
-    if tokenizer.convert_tokens_to_ids("<|video_pad|>") != config.video_token_id:
-        raise UserError(f"base = {base!r}: its tokenizer does not know <|video_pad|>; expected Qwen2-VL-2B-Instruct")
-    tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
-    config.text_config.vocab_size = len(tokenizer)
-    return tokenizer, config
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    """`model.pth` of the last `checkpoint-N`, as it is."""
-    found = [path for path in folder.glob("checkpoint-*/model.pth") if path.parent.name[11:].isdigit()]
-    if not found:
-        raise UserError(f"path = {str(folder)!r}: no checkpoint-N/model.pth in it, such as checkpoint-11352/model.pth")
-    path = max(found, key=lambda path: int(path.parent.name[11:]))
-    try:
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: not read: {str(error).splitlines()[0]}") from error
-    if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
-        raise UserError(f"{path}: expected the tensors of a model by their names")
-    return weights
-
-
-def _renamed(key: str) -> str:
-    """A key of the published file as transformers 5 names it.
-
-    There it was `base_model.model.` (peft), then `model.` or `visual.`; see github.com/KlingAIResearch/VideoAlign,
-    issue 15. Keys of other forms stay as they are, and are reported.
-    """
-    for old, new in (
-        ("base_model.model.visual.", "visual."),
-        ("base_model.model.model.", "language_model."),
-        ("base_model.model.rm_head.", "rm_head."),
-        ("base_model.model.lm_head.", "lm_head."),
-    ):
-        if key.startswith(old):
-            return new + key.removeprefix(old)
-    return key
-
-
-def _network(
-    config: Qwen2VLConfig, published: Mapping[str, Tensor], lora: Lora, dtype: torch.dtype, attention: str
-) -> tuple[nn.Module, Tensor]:
-    """The frozen network with its LoRA merged, on the CPU, and the head float32 `[1, hidden]`.
-
-    Raises:
-        UserError: naming every key that is missing, not known or of another shape; or `attention` is not installed.
-    """
-    with init_empty_weights(include_buffers=False):
-        network = Qwen2VLModel(config)
-    shapes = {key: list(p.shape) for key, p in network.named_parameters()}
-    shapes["rm_head.weight"] = [1, config.text_config.hidden_size]
-    left = {_renamed(key): value for key, value in published.items()}
-    left.pop("lm_head.weight", None)  # predicts the next token; a reward has no use for it
-    missing, misshaped = [], []
-
-    def take(key: str, shape: list[int]) -> Tensor:
-        value = left.pop(key, None)
-        if value is None:
-            missing.append(key)
-        elif list(value.shape) != shape:
-            misshaped.append(f"{key} {list(value.shape)} instead of {shape}")
-        else:
-            return value
-        return torch.zeros(shape)  # never used: an error follows
-
-    merged = {}
-    for key, shape in shapes.items():
-        module, _, kind = key.rpartition(".")
-        adapted = f"{module}.base_layer.{kind}"
-        if adapted not in left:
-            value = take(key, shape)
-        elif kind == "weight":
-            a = take(f"{module}.lora_A.default.weight", [lora.rank, shape[1]])
-            b = take(f"{module}.lora_B.default.weight", [shape[0], lora.rank])
-            value = take(adapted, shape).float() + lora.scale * (b.float() @ a.float())
-        else:
-            value = take(adapted, shape)
-        merged[key] = value.to(torch.float32 if key == "rm_head.weight" else dtype)
-    problems = {"missing": missing, "not known": sorted(left), "of another shape": misshaped}
-    if any(problems.values()):
-        listed = "".join(f"\n{len(keys)} {what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
-        raise UserError(f"the VideoAlign checkpoint does not fit the base model; its keys by their new names:{listed}")
-    head = merged.pop("rm_head.weight")
-    network.load_state_dict(merged, strict=True, assign=True)
-    # The checkpoint was trained, and is scored by its authors, with `model.to(torch.bfloat16)`, which rounds the rotary
-    # frequencies too; over 1800 tokens that turns the fastest ones by a radian and more.
-    for name, buffer in network.named_buffers():
-        if name.endswith("inv_freq"):
-            buffer.copy_(buffer.bfloat16())
-    try:
-        network.set_attn_implementation(attention)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"attention = {attention!r}: {error}") from error
-    return network.eval().requires_grad_(False), head
