@@ -1,5 +1,7 @@
 """CLIPScore and PickScore on a tiny CLIP model, against transformers' own way from PIL pictures to logits."""
 
+import importlib
+import inspect
 import json
 import math
 import shutil
@@ -14,7 +16,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from sage_fast.errors import UserError
+from sage_fast.rewards import SHIPPED
 from sage_fast.rewards.clip import CLIPScoreReward, PickScoreReward
+from sage_fast.rewards.frames import FrameReward
 from tests.tiny_rewards import write_clip
 
 PROMPTS = ["a red ball", "The Blue table falls, and then it falls again, and again and again and once more", "a b c"]
@@ -88,6 +92,20 @@ def test_neither_the_prompts_nor_the_videos_beside_it_change_a_score(tiny: Path)
     torch.testing.assert_close(
         short, expected_cosines(tiny, clips[0], [0, 1], prompts[0]).mean()[None], atol=1e-2, rtol=0
     )
+
+
+def test_the_short_names_lead_to_classes_with_the_parts_of_the_documentation() -> None:
+    table = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+    for name in ("videoalign", "clipscore", "pickscore"):
+        module, _, attribute = SHIPPED[name].partition(":")
+        reward = getattr(importlib.import_module(module), attribute)
+        assert issubclass(reward, FrameReward)
+        assert f"| `{name}` | `" in table
+        arguments = inspect.signature(reward).parameters
+        assert [argument for argument in arguments if f"`{argument}`" not in table and argument != "device"] == []
+        assert [argument for argument, how in arguments.items() if how.default is how.empty] == ["path"] * (
+            name == "videoalign"
+        )
 
 
 def hub_form(folder: Path) -> None:
