@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,8 @@ def test_a_rank_stabilised_lora_is_scaled_by_the_root_of_its_rank(
         ({"video_fps": math.nan}, r"video_fps = nan"),
         ({"max_frame_pixels": 50_000}, r"min_frame_pixels = 100352, max_frame_pixels = 50000: expected"),
         ({"base": "{nowhere}"}, r"base = .*nowhere.*: expected a folder or hub id of Qwen2-VL-2B-Instruct"),
+        ({"base": "someone/qwen"}, r"base = 'someone/qwen': expected a folder or hub id of Qwen2-VL-2B-Instruct"),
+        ({"path": "someone/VideoReward"}, r"not found on the hub or in its cache"),
         ({"path": "{nowhere}"}, r"hf download KwaiVGI/VideoReward --local-dir"),
         ({"path": "{base}"}, r"expected the VideoAlign checkpoint, with model_config.json"),
     ],
@@ -455,14 +458,30 @@ def test_another_kind_of_reward_model_is_refused(
         VideoAlignReward(str(folder), base=str(tiny[0]))
 
 
+class Runs:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
 def test_what_is_not_a_file_of_tensors_is_refused(
     tiny: tuple[Path, Path, dict[str, Tensor]], folder: Path, tmp_path: Path
 ) -> None:
     file = folder / "checkpoint-11352" / "model.pth"
-    for content in (Path(tmp_path), b"not a checkpoint", {"step": 3}, {"weights": [torch.zeros(1)]}):
+    for content, why in (
+        ({"weight": Runs(tmp_path / "ran")}, "not read"),
+        (b"not a checkpoint", "not read"),
+        ({"step": 3}, "expected the tensors"),
+        ([torch.zeros(1)], "expected the tensors"),
+    ):
         file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-        with pytest.raises(UserError, match=r"model\.pth: (not read|expected the tensors)"):
+        with pytest.raises(UserError, match=rf"model\.pth: {why}"):
             VideoAlignReward(str(folder), base=str(tiny[0]))
+    assert not (tmp_path / "ran").exists(), "a checkpoint ran code"
     file.unlink()
     with pytest.raises(UserError, match=r"no checkpoint-N/model\.pth in it, such as checkpoint-11352"):
         VideoAlignReward(str(folder), base=str(tiny[0]))
