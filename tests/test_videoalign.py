@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
 
 from sage_fast.errors import UserError
+from sage_fast.rewards.frames import levels, resize
 from sage_fast.rewards.videoalign import TEMPLATE, VideoAlignReward
 from sage_fast.rewards.videoalign_checkpoint import Lora, build_network
 from tests.tiny_rewards import (
@@ -293,9 +294,11 @@ def test_frames_are_those_of_the_published_processor(reward: VideoAlignReward) -
         picture = (still[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         theirs = processor(picture, return_tensors="pt")
         assert theirs["image_grid_thw"].tolist() == [[t, h, w]]
+        pixels = resize(levels(still), 14 * h, 14 * w)
+        assert torch.equal(pixels, pixels.round()), "not 8 bits"
         # PIL rounds to 8 bits between its two directions, torch only at the end: one level at most.
-        levels = (patches - theirs["pixel_values"]).abs().max() * 255 * max((0.26862954, 0.26130258, 0.27577711))
-        assert levels < apart + 0.1, (height, width)
+        error = (patches - theirs["pixel_values"]).abs().max() * 255 * max((0.26862954, 0.26130258, 0.27577711))
+        assert error < apart + 0.1, (height, width)
     moving = videos(1, 4)[0]
     patches, _ = reward.patches(moving)
     pixel = (moving[3, 1, 14 + 5, 28 + 14 + 7] - 0.4578275) / 0.26130258  # frame 3, green, row 19, column 49

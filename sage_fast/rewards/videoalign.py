@@ -88,7 +88,7 @@ class VideoAlignReward(FrameReward):
         if attention not in get_args(Attention):
             raise UserError(f"attention = {attention!r}: {nearest(attention, get_args(Attention))}")
         if dtype is None:
-            on_cuda = self.device.type == "cuda" if self.device else torch.cuda.is_available()
+            on_cuda = self.device.type == "cuda" if self.device is not None else torch.cuda.is_available()
             dtype = "bfloat16" if on_cuda else "float32"
         if dtype not in get_args(Precision):
             raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
