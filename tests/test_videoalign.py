@@ -188,7 +188,7 @@ def test_scores_are_those_of_an_independent_computation(
     base, _, weights = tiny
     clips = videos(2)
     frames = (clips[:, [0, 6, 13, 19]] * 255).round().numpy()  # 20 frames at 24 a second: 4 of them
-    scores = reward.score(clips, PROMPTS)
+    scores = reward.score(clips.requires_grad_(), PROMPTS)
 
     model = Reference(base, weights)
     right = torch.stack([model.score(clip, prompt) for clip, prompt in zip(frames, PROMPTS)])
