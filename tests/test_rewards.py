@@ -76,7 +76,7 @@ def test_mistakes_in_it_name_file_line_and_cause(text: str, expected: str, here:
 def test_names_that_lead_nowhere(here: Path) -> None:
     assert f"no module 'no_such_module' is installed or in {here}" in message("no_such_module:Reward")
     assert "no module 'json.nothing' is installed" in message("json.nothing:Reward")
-    for name in ("videoalign", ":reward", "my_rewards:", "my rewards:reward"):
+    for name in ("videoalignment", ":reward", "my_rewards:", "my rewards:reward"):
         assert "expected 'testbed' or 'package.module:name'" in message(name)
 
 

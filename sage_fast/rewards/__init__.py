@@ -23,6 +23,9 @@ from sage_fast.rewards.timeout import OverdueError, call_within
 SHIPPED = {
     "testbed": "sage_fast.rewards.testbed:TestbedReward",
     "testbed-judge": "sage_fast.rewards.judge:TestbedJudge",
+    "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
+    "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
+    "pickscore": "sage_fast.rewards.clip:PickScoreReward",
 }
 """Short names of the rewards that come with the package."""
 

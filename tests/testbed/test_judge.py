@@ -146,10 +146,8 @@ def test_it_is_deterministic_and_sees_each_video_alone() -> None:
 
 def test_its_name_is_known_and_others_are_refused_by_the_name_of_the_setting() -> None:
     assert isinstance(load_reward(RewardConfig(name="testbed-judge")), TestbedJudge)
-    with pytest.raises(
-        UserError, match=r"eval\.judge = 'pickscore': expected 'testbed-judge' or 'package.module:name'"
-    ):
-        Judge("pickscore")
+    with pytest.raises(UserError, match=r"eval\.judge = 'hpsv3': expected 'testbed-judge' or 'package.module:name'"):
+        Judge("hpsv3")
 
 
 def test_a_judge_that_fails_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

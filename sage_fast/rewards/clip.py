@@ -1,0 +1,141 @@
+"""CLIPScore and PickScore: how well frames fit the prompt, by CLIP models; the mean over evenly spaced frames.
+
+Per frame, with cos between the embeddings of frame and prompt:
+
+    clip_cosine    cos
+    clipscore      2.5 max(cos, 0), Hessel et al. 2021 (arXiv:2104.08718), Eq. 1, without their "A photo depicts"
+    pickscore      exp(logit_scale) cos / 26, Kirstain et al. 2023 (arXiv:2305.01569); the 26 is that of flow_grpo
+                   (pickscore_scorer.py) and brings it to about 0 to 1, the range of the paper's Table 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
+
+from sage_fast.errors import UserError
+from sage_fast.rewards.frames import FrameReward, evenly_spaced, levels, resize
+
+BICUBIC = 3
+"""As preprocessor_config.json counts PIL's filters."""
+
+
+class CLIPReward(FrameReward):
+    """What both have in common.
+
+    Args:
+        path: folder or hub id of a `CLIPModel`.
+        processor: folder or hub id of its tokenizer and image processor; None: `path`.
+        num_frames: evenly spaced frames, the first and the last among them; all, if a video has fewer.
+        device: as for `FrameReward`.
+
+    Raises:
+        UserError: an argument, or the files behind one, is not as expected.
+    """
+
+    def __init__(self, path: str, processor: str | None, num_frames: int, device: str | None) -> None:
+        super().__init__(device, video_fps=1.0)  # frames are evenly spaced at any rate
+        if num_frames < 1:
+            raise UserError(f"num_frames = {num_frames}: expected at least 1")
+        self.num_frames = num_frames
+        try:
+            self.network, loaded = CLIPModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"path = {path!r}: expected a folder or hub id of a CLIP model: {error}") from error
+        if lacking := [*loaded["missing_keys"], *loaded["mismatched_keys"]]:  # transformers would make these up
+            raise UserError(f"path = {path!r}: expected a CLIP model; missing or of another shape: {lacking}")
+        self.network.eval().requires_grad_(False)
+        processor = processor or path
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(processor)
+            images = CLIPImageProcessorPil.from_pretrained(processor)
+        except (OSError, ValueError) as error:
+            raise UserError(f"processor = {processor!r}: expected that of a CLIP model: {error}") from error
+        steps = (images.do_resize, images.do_center_crop, images.do_rescale, images.do_normalize)
+        self.shortest, self.crop = images.size["shortest_edge"], (images.crop_size["height"], images.crop_size["width"])
+        if not all(steps) or int(images.resample) != BICUBIC or max(self.crop) > self.shortest:
+            raise UserError(
+                f"processor = {processor!r}: expected CLIP's bicubic resizing of the shorter side, then a crop and a "
+                f"normalisation, got resample {images.resample}, {images.size}, {images.crop_size}, steps {steps}"
+            )
+        self.mean, self.std = images.image_mean, images.image_std
+        side = self.network.config.vision_config.image_size
+        if self.crop != (side, side):
+            raise UserError(f"processor = {processor!r}: crops to {self.crop}, but {path!r} takes {side} x {side}")
+
+    def choose(self, total: int, fps: float) -> list[int]:
+        """`num_frames` of them, evenly spaced."""
+        return evenly_spaced(total, self.num_frames)
+
+    def pixels(self, frames: Tensor) -> Tensor:
+        """What the image encoder gets, float32 `[n, 3, S, S]`: the middle of frames float `[n, 3, H, W]` in [0, 1]."""
+        height, width = frames.shape[-2:]
+        longer = int(self.shortest * max(height, width) / min(height, width))
+        size = (self.shortest, longer) if height <= width else (longer, self.shortest)
+        top, left = ((side - crop) // 2 for side, crop in zip(size, self.crop))
+        cropped = resize(levels(frames), *size)[..., top : top + self.crop[0], left : left + self.crop[1]] / 255
+        return (cropped - cropped.new_tensor(self.mean)[:, None, None]) / cropped.new_tensor(self.std)[:, None, None]
+
+    def cosines(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Tensor]:
+        """For each video, the cosine of each of its frames with its prompt."""
+        longest = self.network.config.text_config.max_position_embeddings
+        words = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        # transformers 5 gives objects whose pooler_output is the projected embedding, where 4 gave the embedding.
+        texts = self.network.get_text_features(**words.to(self.device)).pooler_output
+        images = self.network.get_image_features(torch.cat([self.pixels(frames) for frames in videos])).pooler_output
+        each = F.normalize(images.float(), dim=-1).split([len(frames) for frames in videos])
+        return [frames @ text for frames, text in zip(each, F.normalize(texts.float(), dim=-1))]
+
+
+class CLIPScoreReward(CLIPReward):
+    """Scores `clip_cosine` and `clipscore`; arguments as for `CLIPReward`."""
+
+    def __init__(
+        self,
+        path: str = "openai/clip-vit-base-patch32",
+        *,
+        processor: str | None = None,
+        num_frames: int = 8,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(path, processor, num_frames, device)
+        pooling = f"mean over {num_frames} evenly spaced frames"
+        self.definitions = {
+            "clip_cosine": f"cosine of frame and prompt, {path}; {pooling}",
+            "clipscore": f"2.5 max(cosine of frame and prompt, 0), {path}; {pooling}",
+        }
+
+    def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Each part, float32 `[B]`."""
+        cosines = self.cosines(videos, prompts)
+        return {
+            "clip_cosine": torch.stack([each.mean() for each in cosines]),
+            "clipscore": torch.stack([2.5 * each.clamp(min=0).mean() for each in cosines]),
+        }
+
+
+class PickScoreReward(CLIPReward):
+    """Scores `pickscore`; arguments as for `CLIPReward`."""
+
+    def __init__(
+        self,
+        path: str = "yuvalkirstain/PickScore_v1",
+        *,
+        processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        num_frames: int = 8,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(path, processor, num_frames, device)
+        self.definitions = {
+            "pickscore": f"exp(logit_scale) cosine of frame and prompt / 26, {path}; "
+            f"mean over {num_frames} evenly spaced frames"
+        }
+
+    def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
+        """The part, float32 `[B]`."""
+        scale = self.network.logit_scale.exp() / 26
+        return {"pickscore": torch.stack([scale * each.mean() for each in self.cosines(videos, prompts)])}

@@ -1,0 +1,167 @@
+"""CLIPScore and PickScore on a tiny CLIP model, against transformers' own way from PIL pictures to logits."""
+
+import importlib
+import inspect
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
+
+from sage_fast.errors import UserError
+from sage_fast.rewards import SHIPPED
+from sage_fast.rewards.clip import CLIPScoreReward, PickScoreReward
+from sage_fast.rewards.frames import FrameReward
+from tests.tiny_rewards import write_clip
+
+PROMPTS = ["a red ball", "The Blue table falls, and then it falls again, and again and again and once more", "a b c"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clip(tmp_path_factory.mktemp("clip"))
+
+
+def videos(count: int, frames: int = 9, height: int = 41, width: int = 60) -> Tensor:
+    """Whole levels, far from black and white: PIL clips between its two directions."""
+    draw = torch.Generator().manual_seed(count)
+    return torch.randint(64, 192, (count, frames, 3, height, width), generator=draw) / 255
+
+
+def expected_cosines(folder: Path, clip: Tensor, frames: list[int], prompt: str) -> Tensor:
+    """Of each frame with the prompt: `CLIPModel.forward` on what the processor makes of PIL pictures."""
+    model = CLIPModel.from_pretrained(folder).eval()
+    pictures = [Image.fromarray((clip[i] * 255).round().byte().permute(1, 2, 0).numpy()) for i in frames]
+    pixels = CLIPImageProcessorPil.from_pretrained(folder)(pictures, return_tensors="pt")["pixel_values"]
+    words = AutoTokenizer.from_pretrained(folder)(prompt, truncation=True, max_length=24, return_tensors="pt")
+    with torch.no_grad():
+        return model(pixel_values=pixels, **words).logits_per_image[:, 0] / model.logit_scale.exp()
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (41, 60), (90, 50)])
+def test_scores_are_those_of_their_definitions(tiny: Path, height: int, width: int) -> None:
+    clips = videos(3, 9, height, width)
+    clip_score = CLIPScoreReward(str(tiny), num_frames=3)
+    pick_score = PickScoreReward(str(tiny), processor=str(tiny), num_frames=3)
+    scores = clip_score(clips, PROMPTS) | pick_score.score(clips, PROMPTS)
+    cosines = [expected_cosines(tiny, clip, [0, 4, 8], prompt) for clip, prompt in zip(clips, PROMPTS)]
+    assert any((each < 0).any() for each in cosines)
+    assert any((each > 0).any() for each in cosines)
+    expected = {
+        "clip_cosine": [each.mean() for each in cosines],
+        "clipscore": [sum(2.5 * max(float(cosine), 0) for cosine in each) / 3 for each in cosines],
+        "pickscore": [math.exp(3.0) * each.mean() / 26 for each in cosines],  # logit_scale of the tiny model
+    }
+    assert scores.keys() == expected.keys() == clip_score.definitions.keys() | pick_score.definitions.keys()
+    for part, value in expected.items():
+        # PIL rounds to 8 bits between its two directions, so a resized pixel may be a level apart.
+        apart = (scores[part] - torch.tensor(value)).abs().max()
+        assert apart < (1e-5 if (height, width) == (32, 32) else 1e-2), part
+        assert scores[part].dtype == torch.float32
+        assert not scores[part].requires_grad
+
+
+def test_pixels_are_those_of_the_processor(tiny: Path) -> None:
+    reward = CLIPScoreReward(str(tiny))
+    for height, width, apart in ((32, 32, 0), (32, 47, 0), (90, 50, 1), (41, 60, 1), (20, 33, 1)):
+        clip = videos(1, 2, height, width)[0]
+        pictures = [Image.fromarray((frame * 255).round().byte().permute(1, 2, 0).numpy()) for frame in clip]
+        theirs = CLIPImageProcessorPil.from_pretrained(tiny)(pictures, return_tensors="pt")["pixel_values"]
+        levels = (reward.pixels(clip) - theirs).abs().max() * 255 * max(reward.std)
+        assert levels < apart + 0.1, (height, width)
+
+
+def test_neither_the_prompts_nor_the_videos_beside_it_change_a_score(tiny: Path) -> None:
+    reward = CLIPScoreReward(str(tiny))
+    assert "mean over 8 evenly spaced frames" in reward.definitions["clipscore"]
+    clips, prompts = videos(9), PROMPTS * 3
+    together = reward(clips, prompts)["clip_cosine"]
+    alone = torch.cat([reward(clips[i : i + 1], [prompts[i]])["clip_cosine"] for i in range(9)])
+    torch.testing.assert_close(together, alone)
+    assert len(alone.unique()) == 9
+    clips[5, 0] = math.nan
+    assert reward(clips, prompts)["clipscore"].isfinite().tolist() == [i != 5 for i in range(9)]
+    short = reward(clips[:1, :2], prompts[:1])["clip_cosine"]
+    torch.testing.assert_close(
+        short, expected_cosines(tiny, clips[0], [0, 1], prompts[0]).mean()[None], atol=1e-2, rtol=0
+    )
+
+
+def test_the_short_names_lead_to_classes_with_the_parts_of_the_documentation() -> None:
+    table = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+    for name in ("videoalign", "clipscore", "pickscore"):
+        module, _, attribute = SHIPPED[name].partition(":")
+        reward = getattr(importlib.import_module(module), attribute)
+        assert issubclass(reward, FrameReward)
+        assert f"| `{name}` | `" in table
+        arguments = inspect.signature(reward).parameters
+        assert [argument for argument in arguments if f"`{argument}`" not in table and argument != "device"] == []
+        assert [argument for argument, how in arguments.items() if how.default is how.empty] == ["path"] * (
+            name == "videoalign"
+        )
+
+
+def hub_form(folder: Path) -> None:
+    """preprocessor_config.json as openai/clip-vit-base-patch32 has it on the hub, instead of processor_config.json."""
+    (folder / "processor_config.json").unlink()
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(
+            {
+                "crop_size": 32, "do_center_crop": True, "do_normalize": True, "do_resize": True,
+                "feature_extractor_type": "CLIPFeatureExtractor", "image_mean": [0.48145466, 0.4578275, 0.40821073],
+                "image_std": [0.26862954, 0.26130258, 0.27577711], "resample": 3, "size": 32,
+            }
+        )
+    )  # fmt: skip
+
+
+def test_the_processor_may_be_in_the_form_of_the_hub(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "hub")
+    hub_form(folder)
+    clips = videos(2)
+    scores = CLIPScoreReward(str(folder))(clips, PROMPTS[:2])
+    torch.testing.assert_close(scores, CLIPScoreReward(str(tiny))(clips, PROMPTS[:2]), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resample": 2}, r"expected CLIP's bicubic resizing .* got resample"),
+        ({"do_center_crop": False}, r"expected CLIP's bicubic resizing"),
+        ({"size": 48, "crop_size": 40}, r"crops to \(40, 40\), but .* takes 32 x 32"),
+    ],
+)
+def test_another_preparation_of_the_frames_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_clip(tmp_path)
+    hub_form(folder)
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=message):
+        CLIPScoreReward(str(folder))
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    folder = write_clip(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["visual_projection.weight"], weights["logit_scale"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"missing or of another shape: .*(visual_projection.weight|logit_scale)"):
+        PickScoreReward(str(folder), processor=None)
+
+
+def test_arguments_that_are_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="num_frames = 0: expected at least 1"):
+        CLIPScoreReward(str(tiny), num_frames=0)
+    with pytest.raises(UserError, match=r"path = .*nowhere.*: expected a folder or hub id of a CLIP model"):
+        CLIPScoreReward(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"processor = .*nowhere.*: expected that of a CLIP model"):
+        PickScoreReward(str(tiny), processor=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="device = 'gpu': expected a device of torch"):
+        CLIPScoreReward(str(tiny), device="gpu")
