@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
+from tests import faults
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker for each core, so a thread for each worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +40,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     count = 1 if marker is None or not marker.args else marker.args[0]
     if marker is not None and torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs" if count > 1 else "needs a GPU")
+
+
+_TRIED: Counter[str] = Counter()
+"""Faults that were done in tests that passed."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" and report.passed:
+        for mark in item.iter_markers("fault"):
+            _TRIED[mark.args[0]] += [*mark.args, getattr(item.function, "times", 1)][2]
+    return report
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """`make soak` writes its table if all of it was done and passed."""
+    if "SAGE_FAST_SOAK" in os.environ and exitstatus == 0 and all(what in _TRIED for what, *_ in faults.marked()):
+        faults.write(_TRIED)
 
 
 @pytest.fixture(autouse=True)
