@@ -149,7 +149,9 @@ def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(tmp
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert [start["iteration"] for start in json.loads((run / "run.json").read_text())["resumed"]] == [1]
     for name in ("before", "after"):
-        assert len(json.loads((run / "eval" / f"{name}.json").read_text())["reward"]) == 1
+        scores = json.loads((run / "eval" / f"{name}.json").read_text())
+        assert len(scores["reward"]) == 1
+        assert {part: len(values) for part, values in scores["parts"].items()} == {"vq": 1, "mq": 1, "ta": 1}
     assert (run / "report.html").is_file()
 
     again = torchrun("--max-restarts=1", *train, *options)  # another command is not this one restarted

@@ -113,7 +113,7 @@ def test_paths_named_in_the_documentation_exist() -> None:
 
 
 def test_the_table_of_faults_is_that_of_the_tests() -> None:
-    """`make soak` writes it; the numbers are those of its last run."""
+    """`pytest -m fault` writes it; the numbers are those of its last run."""
     rows = faults.written()
     assert [(what, outcome, file) for what, _, outcome, file in rows] == faults.marked()
     assert len({what for what, *_ in rows}) == len(rows) > 20

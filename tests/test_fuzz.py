@@ -259,6 +259,7 @@ def whole_run() -> dict[str, bytes]:
         "eval/before.json": json.dumps(scores((1.0, 2.0), 0)).encode(),
         "eval/after.json": json.dumps(scores((1.5, 2.5), 3)).encode(),
         "checkpoints/iteration-000003/state.json": b"{}",
+        "checkpoints/iteration-000003/manifest.json": b'{"files": {"state.json": {"bytes": 2, "sha256": ""}}}',
     }
 
 

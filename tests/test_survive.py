@@ -257,9 +257,9 @@ class HangingReward(TestbedReward):
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         HangingReward.batches += 1
-        if HangingReward.batches > 2:
+        if HangingReward.batches == 3:
             print("hangs", flush=True)
-            time.sleep(600)
+            time.sleep(60)
         return super().__call__(videos, prompts)
 
 
@@ -345,8 +345,9 @@ def start_two(place: Place, run: str, *options: str, fault: Fault | None = None)
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    bounded = ["--timeout_minutes", "0.5", *options]
     return [
-        place.start(run, *options, fault=of_rank, **shared, RANK=rank, LOCAL_RANK=rank)
+        place.start(run, *bounded, fault=of_rank, **shared, RANK=rank, LOCAL_RANK=rank)
         for rank, of_rank in (("0", None), ("1", fault))
     ]
 
