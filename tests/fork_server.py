@@ -104,6 +104,7 @@ def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background without
     os.environ |= question["environment"]
     if question["fault"] is not None:
         prepare(Fault(**question["fault"]))

@@ -151,7 +151,8 @@ def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(tmp
     for name in ("before", "after"):
         scores = json.loads((run / "eval" / f"{name}.json").read_text())
         assert len(scores["reward"]) == 1
-        assert {part: len(values) for part, values in scores["parts"].items()} == {"vq": 1, "mq": 1, "ta": 1}
+        assert {"vq", "mq", "ta"} < scores["parts"].keys()  # and those of the judge
+        assert all(len(values) == 1 for values in scores["parts"].values())
     assert (run / "report.html").is_file()
 
     again = torchrun("--max-restarts=1", *train, *options)  # another command is not this one restarted
