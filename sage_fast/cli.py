@@ -252,7 +252,7 @@ def _load(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Confi
     """Settings of a YAML file or run folder, and the iteration of its weights; tells which, and that loading begins."""
     from sage_fast.run.weights import load_run
 
-    config, iteration = load_run(options.config, overrides)
+    config, iteration = load_run(options.config, overrides, lambda line: _tell(options, line))
     if iteration is not None:
         _tell(options, f"weights of iteration {iteration}: {config.model.weights}")
     _tell_loading(options)

@@ -365,7 +365,7 @@ class Config(Section):
     """Run folder; must not hold another run."""
     seed: int = within(0, least=0, below=2**63)
     """All random numbers of a run follow from it."""
-    timeout_minutes: int = within(60, least=1)
+    timeout_minutes: float = within(60.0, above=0)
     """Longest wait of a rank for the others, as while one of them downloads, scores or evaluates; then the run ends."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

@@ -58,39 +58,64 @@ def _share(path: Path) -> None:
             file.chmod(0o666 & ~umask)
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole, or stays as it was: a kill, a full disk or a loss of power tears nothing.
+@contextlib.contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """Where to write a file or a folder within the block, at whose end it appears at `path`, whole and on the disk.
+
+    A kill, a full disk or a loss of power tears nothing.
 
     Args:
-        path: of a regular file; its folder exists.
-        content: text is encoded as UTF-8.
+        path: of a regular file or a folder, which is replaced; the folder around it exists.
 
     Raises:
         OSError: it names `path`; what stood there is as it was.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
+        for written in [*partial.rglob("*"), partial]:
+            sync(written)
+        if path.is_dir():  # which a rename does not replace
+            remove_folder(path)
         partial.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         if error.filename is None or str(error.filename) == str(partial):
             error.filename = str(path)
         raise
     finally:
-        partial.unlink(missing_ok=True)
+        remove(partial)
 
 
-def sync_folder(folder: Path) -> None:
-    """Let the names in a folder survive a loss of power, as fsync does for what is in a file."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file by `aside`; text is encoded as UTF-8."""
+    with aside(path) as partial, partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """Let what is in a file, or the names in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """A file, a folder with all that is in it, or nothing."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """It disappears at once: a kill leaves no half of it under its name."""
+    old = folder.with_name(f"{folder.name}.old{PARTIAL}")
+    remove(old)
+    folder.replace(old)
+    shutil.rmtree(old)
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
+from tests import faults
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker for each core, so a thread for each worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +50,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     count = 1 if marker is None or not marker.args else marker.args[0]
     if marker is not None and torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs" if count > 1 else "needs a GPU")
+
+
+_TRIED: Counter[str] = Counter()
+"""Faults that were done in tests that passed."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" and report.passed:
+        for mark in item.iter_markers("fault"):
+            _TRIED[mark.args[0]] += [*mark.args, getattr(item.function, "times", 1)][2]
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """`pytest -m fault` writes their table if all of them were done and every test passed."""
+    wanted = session.config.option.markexpr == "fault" and exitstatus == 0
+    if wanted and all(what in _TRIED for what, *_ in faults.marked()):
+        faults.write(_TRIED)
 
 
 @pytest.fixture(autouse=True)

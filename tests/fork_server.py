@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ class Fault:
 
     Args:
         name: part of the name of the file or folder that is written, saved (by torch or safetensors) or renamed.
-        at: `write` and `save` leave half of it behind, `rename` comes before it and `renamed` after it.
+        at: `write` and `save` leave half of it behind, `rename` comes before it and `renamed` after it; `loss` is the
+            loss of a micro-batch, which becomes NaN.
         nth: the how many-th time, from 1.
         do: `kill` is kill -9, `full` an error as of a full disk.
     """
@@ -103,6 +104,7 @@ def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background without
     os.environ |= question["environment"]
     if question["fault"] is not None:
         prepare(Fault(**question["fault"]))
@@ -127,6 +129,7 @@ def prepare(fault: Fault) -> None:
     import torch
 
     import sage_fast.engine.plain
+    from sage_fast.trainer import Trainer
 
     seen = 0
 
@@ -184,14 +187,22 @@ def prepare(fault: Fault) -> None:
 
         torch.save = torn(torch.save)
         sage_fast.engine.plain.save_file = torn(safetensors.torch.save_file)
+    elif fault.at == "loss":
+        loss_of = Trainer._loss
+
+        def not_finite(self: Trainer, *arguments: Any) -> Any:
+            loss, *norms = loss_of(self, *arguments)
+            return replace(loss, total=loss.total * float("nan")) if happens("loss") else loss, *norms
+
+        Trainer._loss = not_finite
     else:
-        replace = os.replace
+        rename = os.replace
 
         def renamed(source: Any, target: Any, **options: Any) -> None:
             if not happens(target):
-                return replace(source, target, **options)
+                return rename(source, target, **options)
             if fault.at == "renamed":
-                replace(source, target, **options)
+                rename(source, target, **options)
             strike(target)
 
         os.replace = renamed

@@ -11,7 +11,7 @@ import torch
 
 from sage_fast.console import say_nothing
 from sage_fast.errors import UserError
-from sage_fast.files import append_line, write_atomic
+from sage_fast.files import append_line, aside, write_atomic
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked
 from sage_fast.run.train import train
@@ -43,6 +43,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.fault(
+    "a checkpoint that is truncated, lacks a file, or has a flipped bit",
+    "skipped for the sound one before, with a note; without one refused",
+)
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(damage: str, tmp_path: Path) -> None:
     config = settings(train__ema_decay=0.9)
     trainer = tiny_trainer(config)
@@ -99,7 +103,10 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
     for iteration, reward in ((10, 0.5), (20, 0.9), (30, 0.7), (40, None), (50, 0.8)):
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
         if reward is not None:
-            write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", json.dumps({"reward": [reward, 0.0]}))
+            scores = {"prompts": ["a", "b"], "seeds": [0, 1], "reward": [reward, 0.0], "parts": {}}
+            text = json.dumps({"iteration": iteration, **scores})
+            write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", text)
+    (tmp_path / "eval" / "iteration-000040.json").write_text('{"reward": [9')  # damaged since: no ground to keep it
     prune_checkpoints(tmp_path, keep, best)
     assert [number(folder) for folder in checkpoints(tmp_path)] == left
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
@@ -130,6 +137,21 @@ def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == [file.name]
 
 
+def test_a_folder_appears_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    for content in ("first", "second"):
+        with aside(weights) as folder:
+            (folder / "transformer").mkdir(parents=True)
+            (folder / "transformer" / "config.json").write_text(content)
+            assert weights.exists() == (content == "second")
+        assert (weights / "transformer" / "config.json").read_text() == content
+    with pytest.raises(OSError, match=f"{weights}'"), aside(weights) as folder:
+        os.close(os.open(folder, os.O_WRONLY))
+    assert (weights / "transformer" / "config.json").read_text() == "second"
+    assert os.listdir(tmp_path) == [weights.name]
+
+
+@pytest.mark.fault("the disk fills up within a line of metrics", "the line is cut off again")
 def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     """The kernel takes five bytes more, as of a disk that fills up within the line."""
     file = tmp_path / "metrics.jsonl"

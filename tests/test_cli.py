@@ -193,6 +193,7 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
     def folders(*names: str) -> None:
         for name in names:
             (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "manifest.json").write_text('{"files": {}}')
 
     with pytest.raises(UserError, match="neither a checkpoint nor weights"):
         newest_weights(tmp_path)

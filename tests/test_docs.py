@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from sage_fast.settings import load
+from tests import faults
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -109,6 +110,14 @@ def test_paths_named_in_the_documentation_exist() -> None:
         missing = [name for name in named if not (REPOSITORY / name).exists()]
         missing += [link for link in linked if not (page.parent / link).exists()]
         assert not missing, f"{page.name}: {missing}"
+
+
+def test_the_table_of_faults_is_that_of_the_tests() -> None:
+    """`pytest -m fault` writes it; the numbers are those of its last run."""
+    rows = faults.written()
+    assert [(what, outcome, file) for what, _, outcome, file in rows] == faults.marked()
+    assert len({what for what, *_ in rows}) == len(rows) > 20
+    assert all(times > 0 for _, times, _, _ in rows)
 
 
 def test_hooks_use_the_versions_of_the_constraints() -> None:

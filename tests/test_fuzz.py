@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as case_settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ from tests.test_report import row
 def cases(count: int) -> Callable[[Any], Any]:
     """So many examples, always the same ones, however slow the machine is."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return case_settings(
+    chosen = case_settings(
         max_examples=count,
         deadline=None,
         derandomize=True,
@@ -44,6 +45,12 @@ def cases(count: int) -> Callable[[Any], Any]:
         phases=[Phase.generate],
         suppress_health_check=checks,
     )
+
+    def prepare(test: Any) -> Any:
+        test.times = count  # of its faults
+        return chosen(test)
+
+    return prepare
 
 
 @contextlib.contextmanager
@@ -81,6 +88,7 @@ NAMES = st.one_of(
 )
 
 
+@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
 @cases(450)
 @given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3))
 def test_settings(given_settings: dict[str, Any]) -> None:
@@ -111,6 +119,7 @@ FILES = st.one_of(
 )
 
 
+@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
 @cases(350)
 @given(FILES)
 def test_settings_in_a_file(content: bytes) -> None:
@@ -125,6 +134,7 @@ WORDS = st.one_of(NAMES.map(lambda name: f"--{name}"), st.tuples(NAMES, TEXT).ma
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 
 
+@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
 @cases(350)
 @given(st.lists(WORDS, min_size=1, max_size=5))
 def test_settings_on_the_command_line(arguments: list[str]) -> None:
@@ -137,6 +147,7 @@ COMMANDS = st.sampled_from(
 )
 
 
+@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
 @cases(150)
 @given(COMMANDS, st.lists(WORDS, max_size=4))
 def test_commands(command: str, arguments: list[str]) -> None:
@@ -146,6 +157,7 @@ def test_commands(command: str, arguments: list[str]) -> None:
         assert main([command, *config, *arguments, "--no-such-option", "1"]) in (1, 2)
 
 
+@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
 @cases(250)
 @given(st.one_of(st.binary(max_size=80), st.text(max_size=80).map(lambda text: text.encode("utf-16"))))
 def test_prompt_files(content: bytes) -> None:
@@ -156,6 +168,7 @@ def test_prompt_files(content: bytes) -> None:
         assert all(prompt.strip() == prompt != "" for prompt in prompts)
 
 
+@pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
 @cases(60)
 @given(TEXT)
 def test_names_of_prompt_files(name: str) -> None:
@@ -209,6 +222,9 @@ def changed(content: bytes) -> st.SearchStrategy[bytes]:
     return change()
 
 
+@pytest.mark.fault(
+    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+)
 @cases(250)
 @given(damaged("".join(json.dumps(row(i)) + "\n" for i in range(2)).encode()))
 def test_metrics_files(content: bytes) -> None:
@@ -217,6 +233,9 @@ def test_metrics_files(content: bytes) -> None:
         checks(read_metrics(folder / "metrics.jsonl"), [])
 
 
+@pytest.mark.fault(
+    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+)
 @cases(150)
 @given(damaged(json.dumps(scores((1.0, 2.0), 0)).encode()))
 def test_evaluations(content: bytes) -> None:
@@ -240,6 +259,7 @@ def whole_run() -> dict[str, bytes]:
         "eval/before.json": json.dumps(scores((1.0, 2.0), 0)).encode(),
         "eval/after.json": json.dumps(scores((1.5, 2.5), 3)).encode(),
         "checkpoints/iteration-000003/state.json": b"{}",
+        "checkpoints/iteration-000003/manifest.json": b'{"files": {"state.json": {"bytes": 2, "sha256": ""}}}',
     }
 
 
@@ -264,6 +284,9 @@ def written(folder: Path, run: dict[str, bytes | None]) -> Path:
     return folder
 
 
+@pytest.mark.fault(
+    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+)
 @cases(130)
 @given(damaged_runs())
 def test_damaged_runs_as_the_source_of_a_command(files: dict[str, bytes | None]) -> None:
@@ -274,6 +297,9 @@ def test_damaged_runs_as_the_source_of_a_command(files: dict[str, bytes | None])
                 read()
 
 
+@pytest.mark.fault(
+    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+)
 @cases(30)
 @given(damaged_runs())
 def test_reports_of_damaged_runs(files: dict[str, bytes | None]) -> None:
@@ -281,6 +307,9 @@ def test_reports_of_damaged_runs(files: dict[str, bytes | None]) -> None:
         assert write_report(written(folder, files)).is_file()
 
 
+@pytest.mark.fault(
+    "damaged metrics, evaluations, run folders and reports", "a result, or one line that says what is wrong"
+)
 @cases(100)
 @given(damaged(b'{"a": 1}'))
 def test_json_files(content: bytes) -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from sage_fast.policy.hunyuan import LORA_FILE, add_lora, load_lora
-from sage_fast.run import checkpoint
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.trainer import Trainer
@@ -52,7 +51,7 @@ CHECKPOINT = (
 )
 
 
-@pytest.mark.skipif(not hasattr(checkpoint, "MANIFEST"), reason="checkpoints have no checksums")
+@pytest.mark.fault("damaged checkpoints", "a result, or one line that says what is wrong")
 @cases(120)
 @given(st.data())
 def test_checkpoints(data: Any) -> None:
@@ -115,6 +114,10 @@ def adapters(draw: Any) -> dict[str, torch.Tensor]:
 METADATA = st.sampled_from([None, "", "{}", "[]", "x", '{"r": 8}', '{"r": "x"}', '{"r": 4, "lora_alpha": 8, "y": 1}'])
 
 
+@pytest.mark.fault(
+    "LoRA files that are damaged, of mixed ranks or types, or not finite",
+    "a result, or one line that says what is wrong",
+)
 @cases(120)
 @given(adapters(), METADATA)
 def test_lora_files(tensors: dict[str, torch.Tensor], metadata: str | None) -> None:
@@ -131,6 +134,10 @@ def test_lora_files(tensors: dict[str, torch.Tensor], metadata: str | None) -> N
             assert p.isfinite().all(), name
 
 
+@pytest.mark.fault(
+    "LoRA files that are damaged, of mixed ranks or types, or not finite",
+    "a result, or one line that says what is wrong",
+)
 @cases(60)
 @given(st.data())
 def test_broken_lora_files(data: Any) -> None:

@@ -365,6 +365,10 @@ def test_each_prompt_is_encoded_by_one_rank(results: Any, count: int) -> None:
 
 
 @several
+@pytest.mark.fault(
+    "after failed rewards, ranks have other parts in another order",
+    "matched by name; those that a rank lacks are dropped",
+)
 def test_parts_of_a_reward_are_matched_by_name(results: Any, count: int) -> None:
     """What not all ranks have is dropped."""
     for of_rank in results[count]:

@@ -12,6 +12,7 @@ import torch
 from sage_fast.cli import main
 from sage_fast.errors import UserError
 from sage_fast.files import read_metrics
+from sage_fast.policy.hunyuan import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.resume import KEPT, resumed_settings, value_of
 from sage_fast.run.train import train as train_run
@@ -106,6 +107,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.fault("a resume with a setting that a run keeps", "refused by name, nothing changed")
 def test_what_a_run_keeps_is_refused_before_anything_is_touched(
     name: str, begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +131,7 @@ def test_fewer_iterations_than_are_done_are_refused(begun: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("setting", ["train.ema_decay", "train.optimizer", "model.attention"])
+@pytest.mark.fault("a resume with a setting that the checkpoint does not fit", "refused by name, nothing changed")
 def test_what_only_the_checkpoint_can_refuse_touches_nothing_either(setting: str, begun: Path) -> None:
     value = {"train.ema_decay": "0.9", "train.optimizer": "adamw8bit", "model.attention": "flash3"}[setting]
     before = files(begun)
@@ -136,6 +139,7 @@ def test_what_only_the_checkpoint_can_refuse_touches_nothing_either(setting: str
     assert files(begun) == before
 
 
+@pytest.mark.fault("a resume with other evaluation prompts in the same file", "refused, nothing changed")
 def test_other_evaluation_prompts_in_the_same_file_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +155,7 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
     assert files(run) == before
 
 
+@pytest.mark.fault("a resume with another learning rate or weight decay", "applied from the next update on", 2)
 def test_learning_rate_and_weight_decay_reach_the_optimizer(tmp_path: Path) -> None:
     """By what they do to the weights: Adam's step is proportional to the rate, the decay to the weights themselves."""
 
@@ -180,10 +185,37 @@ def test_settings_of_a_resume_from_python(run: Path, capsys: pytest.CaptureFixtu
         train_run(build({"output": str(run / "none")}), resume=True)
 
 
+# -- weights of a run folder ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("damaged weights in a run folder that is sampled or evaluated", "skipped for the sound ones before")
+def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor asked of: what only a resume reads may be damaged."""
+    first, second = (run / "checkpoints" / f"iteration-{number:06d}" for number in (1, 2))
+    shutil.rmtree(run / "weights")
+    shutil.copytree(first, second)
+    for file in (first / "optimizer.pt", second / LORA_FILE):
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+    fault = f"{LORA_FILE} has changed since it was written (SHA-256)"
+    assert main(["eval", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"note: checkpoint iteration-000002 is damaged and is skipped: {fault}"
+    assert lines[1] == f"weights of iteration 1: {first}"
+    (first / "manifest.json").unlink()
+    assert main(["sample", str(run), "--prompt", "a red circle moves left quickly"]) == 2
+    error = capsys.readouterr().err
+    assert f"(iteration-000002: {fault}; iteration-000001: manifest.json is missing)" in error
+
+
 # -- evaluations ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "of another size"])
+@pytest.mark.fault(
+    "the evaluation before training is missing, cut off, or of another size", "made again from the start weights"
+)
 def test_a_lost_evaluation_before_training_is_made_from_the_start_weights(damage: str, run: Path) -> None:
     file = run / "eval" / "before.json"
     text = file.read_text()
@@ -211,6 +243,10 @@ def test_the_start_weights_are_those_of_model_weights_and_not_their_average(begu
 
 
 @pytest.mark.parametrize("name", ["before", "iteration-000001", "after"])
+@pytest.mark.fault(
+    "Ctrl-C in an evaluation before, within and after training",
+    "done again, with the scores of a run that nothing disturbed",
+)
 def test_an_interrupted_evaluation_is_done_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in it leaves a checkpoint of the iteration that it is of, which is not repeated."""
     options = [*SMALL, "--train.iterations", "2", "--eval.interval", "1"]

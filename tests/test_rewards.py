@@ -104,8 +104,9 @@ def test_a_reward_that_returns_no_mapping() -> None:
 
 
 def hangs(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-    """As a client that tries again for ever; for one prompt it answers."""
-    while len(prompts) > 1:
+    """As a client that tries again and again; for one prompt it answers."""
+    end = time.monotonic() + 20
+    while len(prompts) > 1 and time.monotonic() < end:
         try:
             time.sleep(0.05)
         except Exception:
@@ -114,13 +115,14 @@ def hangs(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "drop"])
+@pytest.mark.fault("a reward hangs in one process", "ends after `reward.timeout_seconds`")
 def test_a_reward_that_hangs_is_named(on_failure: Any) -> None:
     config = RewardConfig(name="my:reward", weights={"red": 1.0}, on_failure=on_failure, timeout_seconds=0.3)
     composite, videos = CompositeReward(hangs, config), torch.zeros(2, 5, 3, 8, 8)
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"reward 'my:reward' gave no answer within .* = 0.3 for 2 prompts"):
         composite(videos, ["a", "b"])
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 15
     assert composite(videos[:1], ["a"])[0].tolist() == [1.0]
 
 

@@ -129,15 +129,28 @@ def reference(place: Place) -> Reference:
     return Reference(run, time.monotonic() - begun, outcome(run))
 
 
-@pytest.mark.parametrize(
-    ("number_of_signal", "count"),
-    [(signal.SIGKILL, 50 if SOAK else 5), (signal.SIGINT, 25 if SOAK else 3), (signal.SIGTERM, 25 if SOAK else 3)],
-    ids=["kill", "int", "term"],
+KILLS, STOPS = (50, 25) if SOAK else (5, 3)
+
+
+@pytest.mark.fault("kill -9 at a random moment", "resumed, it ends as the run that nothing disturbed", KILLS)
+def test_kills_at_random_moments(place: Place, reference: Reference) -> None:
+    stop_at_random(signal.SIGKILL, KILLS, place, reference)
+
+
+@pytest.mark.fault(
+    "Ctrl-C (SIGINT) at a random moment", "a checkpoint of the last whole iteration, 130; likewise", STOPS
 )
-def test_runs_stopped_at_random_moments(
-    number_of_signal: signal.Signals, count: int, place: Place, reference: Reference
-) -> None:
-    """Resumed until they end, they end as the one that nothing disturbed."""
+def test_ctrl_c_at_random_moments(place: Place, reference: Reference) -> None:
+    stop_at_random(signal.SIGINT, STOPS, place, reference)
+
+
+@pytest.mark.fault("SIGTERM at a random moment", "a checkpoint of the last whole iteration, 0; likewise", STOPS)
+def test_sigterm_at_random_moments(place: Place, reference: Reference) -> None:
+    stop_at_random(signal.SIGTERM, STOPS, place, reference)
+
+
+def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, reference: Reference) -> None:
+    """Resumed until they end, runs end as the one that nothing disturbed."""
     rng, stopped, round_of_runs = random.Random(int(number_of_signal)), 0, 0
     while stopped < count:
         name = f"{number_of_signal.name}-{round_of_runs}"
@@ -169,6 +182,8 @@ def test_runs_stopped_at_random_moments(
 INSIDE_WRITES = [
     Fault("config.yaml"),
     Fault("run.json"),
+    Fault("before/00-", "rename"),  # a video
+    Fault("before.png", "rename"),
     Fault("before.json"),
     Fault("trainable.safetensors", "save"),
     Fault("metrics.jsonl", nth=2),  # 1: of the last start
@@ -180,11 +195,14 @@ INSIDE_WRITES = [
     Fault("iteration-000002", "renamed"),
     Fault("iteration-000006", "rename"),
     Fault("iteration-000002.old.partial", "renamed"),
+    Fault("/weights", "rename"),
     Fault("after.json"),
+    Fault("comparison.png", "rename"),
     Fault("report.html"),
 ]
 
 
+@pytest.mark.fault("kill -9 inside a write", "half a file at no name that counts; likewise", len(INSIDE_WRITES))
 def test_kills_inside_each_write(place: Place, reference: Reference) -> None:
     """Each leaves half of what is written, on the same run one after the other."""
     run = place.here / "writes"
@@ -194,6 +212,7 @@ def test_kills_inside_each_write(place: Place, reference: Reference) -> None:
     assert outcome(run) == reference.outcome, place.log("writes")
 
 
+@pytest.mark.fault("the disk is full", "the last checkpoint stays, one line says why; resumed with room, likewise")
 def test_a_full_disk(place: Place, reference: Reference) -> None:
     """The last checkpoint survives, one line says what happened, and a resume on the full disk tears nothing."""
     run, filler = place.here / "full", place.here / "filler"
@@ -238,12 +257,13 @@ class HangingReward(TestbedReward):
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         HangingReward.batches += 1
-        if HangingReward.batches > 2:
+        if HangingReward.batches == 3:
             print("hangs", flush=True)
-            time.sleep(600)
+            time.sleep(60)
         return super().__call__(videos, prompts)
 
 
+@pytest.mark.fault("a second signal, from a reward that hangs", "ends at once; the last checkpoint counts")
 def test_a_second_signal_ends_at_once(place: Place) -> None:
     """Without a checkpoint, and from a reward that hangs; the checkpoint before counts."""
     process = place.start("twice", "--reward.name", "tests.test_survive:HangingReward")
@@ -259,6 +279,7 @@ def test_a_second_signal_ends_at_once(place: Place) -> None:
     assert checkpoints(place.here / "twice") == []
 
 
+@pytest.mark.fault("SIGTERM to a run that hangs", "ends after the grace time; the last checkpoint counts")
 def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
     hanging = ["--reward.name", "tests.test_survive:HangingReward", "--train.grace_seconds", "1"]
     process = place.start("grace", *hanging, "--train.checkpoint_interval", "1")
@@ -283,6 +304,26 @@ def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: P
     assert read_metrics(place.here / "slow" / "metrics.jsonl") == []
 
 
+@pytest.mark.fault(
+    "a second process on the folder of a live run, with and without --resume", "refused; neither is hurt", 2
+)
+def test_a_second_process_is_refused_while_the_first_one_lives(place: Place) -> None:
+    """By the kernel's lock, which goes with the first one, however it ends."""
+    run = place.here / "twofold"
+    first = place.start("twofold", "--reward.name", "tests.test_survive:HangingReward")
+    place.wait_for("twofold", "hangs")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    command = ["train", str(DEMO), "--output", str(place.there / "twofold"), *SMALL]
+    refused = [place.server.wait(place.server.start([*command, *resume], place.logs / "second.log"))
+               for resume in ([], ["--resume"])]  # fmt: skip
+    assert refused == [2, 2]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert f"another run is using it (process {first} on {socket.gethostname()}); wait" in place.log("second")
+    os.kill(first, signal.SIGKILL)
+    assert place.server.wait(first) == -signal.SIGKILL
+    place.finish("twofold", "--train.iterations", "1")
+
+
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -298,15 +339,20 @@ class FailsOnOneRank(TestbedReward):
         return super().__call__(videos, prompts)
 
 
-def start_two(place: Place, run: str, *options: str) -> list[int]:
-    """Two gloo ranks, as torchrun would start them."""
+def start_two(place: Place, run: str, *options: str, fault: Fault | None = None) -> list[int]:
+    """Two gloo ranks, as torchrun would start them; the fault is the second one's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [place.start(run, *options, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    bounded = ["--timeout_minutes", "0.5", *options]
+    return [
+        place.start(run, *bounded, fault=of_rank, **shared, RANK=rank, LOCAL_RANK=rank)
+        for rank, of_rank in (("0", None), ("1", fault))
+    ]
 
 
+@pytest.mark.fault("SIGTERM to one of two ranks", "both stop at the same iteration; one rank goes on from it")
 def test_two_ranks_stop_together(place: Place) -> None:
     """Only one of them is told; both leave the same iteration, which one rank alone can go on from."""
     run = place.here / "together"
@@ -321,6 +367,7 @@ def test_two_ranks_stop_together(place: Place) -> None:
     assert f"goes on after {done} iterations" in place.log("together")
 
 
+@pytest.mark.fault("a reward raises on one of two ranks", "both end, with the checkpoint of the last iteration")
 def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None:
     ranks = start_two(place, "one-fails", "--reward.name", "tests.test_survive:FailsOnOneRank")
     assert [place.server.wait(process) for process in ranks] == [1, 1]
@@ -331,14 +378,44 @@ def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None
     assert [number(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
 
 
-def test_a_rank_that_is_killed_does_not_leave_the_other_waiting(place: Place) -> None:
-    ranks = start_two(place, "one-dies", "--train.iterations", "1000")
-    place.wait_for("one-dies", "3/1000")
-    os.kill(ranks[1], signal.SIGKILL)
+@pytest.mark.fault("a loss that is NaN on one of two ranks", "both end, with the checkpoint of the last iteration")
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(place: Place) -> None:
+    """In the second of two updates: what the first one did is undone."""
+    ranks = start_two(place, "nan", fault=Fault("loss", "loss", nth=4))
+    assert [place.server.wait(process) for process in ranks] == [1, 1]
+    log = place.log("nan")
+    assert log.count("the loss is nan at optimizer step 3; nothing was updated") == 2, log
+    assert "stopped after 1 iterations; continue with --resume" in log
+    run = place.here / "nan"
+    assert [number(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
+    assert read_json(checkpoints(run)[0] / "state.json")["optimizer_steps"] == 2
+    place.finish("nan", "--train.iterations", "2")
+
+
+@pytest.mark.parametrize(
+    "number_of_signal",
+    [
+        pytest.param(signal.SIGKILL, id="dies", marks=pytest.mark.fault(
+            "kill -9 of one of two ranks", "the other ends, in seconds")),
+        pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.fault(
+            "one of two ranks hangs (SIGSTOP)", "the other ends after `timeout_minutes`")),
+    ],
+)  # fmt: skip
+def test_a_rank_that_dies_or_hangs_does_not_leave_the_other_waiting(
+    number_of_signal: signal.Signals, place: Place
+) -> None:
+    name, limit = f"one-{number_of_signal.name}", 9
+    ranks = start_two(place, name, "--train.iterations", "1000", "--timeout_minutes", str(limit / 60))
+    place.wait_for(name, "3/1000")
+    os.kill(ranks[1], number_of_signal)
     begun = time.monotonic()
     assert place.server.wait(ranks[0]) == 1
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < limit + 20
+    if number_of_signal == signal.SIGSTOP:
+        assert time.monotonic() - begun > limit - 1
+        assert f"Timed out waiting {limit}000ms" in place.log(name)
+        os.kill(ranks[1], signal.SIGKILL)  # as torchrun does
     assert place.server.wait(ranks[1]) == -signal.SIGKILL
-    run = place.here / "one-dies"
+    run = place.here / name
     assert number(checkpoints(run)[-1]) % 2 == 0, "one rank alone saves nothing"
-    place.finish("one-dies", "--train.iterations", str(len(read_metrics(run / "metrics.jsonl"))))
+    place.finish(name, "--train.iterations", str(len(read_metrics(run / "metrics.jsonl"))))

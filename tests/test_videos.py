@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,19 @@ def test_bad_videos_are_refused(tmp_path, video, message):
     with pytest.raises(ValueError, match=message):
         save_mp4(tmp_path / "a.mp4", video, fps=8)
     assert not (tmp_path / "a.mp4").exists()
+
+
+@pytest.mark.fault("the disk fills up within a video", "an error that names it; no torn video is left")
+def test_a_video_that_cannot_be_written_whole_is_not_left(tmp_path):
+    """ffmpeg may write no more than 50 kB into a file, as on a disk that is full then."""
+    video, soft_and_hard = torch.rand(17, 3, 128, 128), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, soft_and_hard[1]))
+    try:
+        with pytest.raises(OSError, match=f"ffmpeg cannot write it: .*{tmp_path / 'a.mp4'}"):
+            save_mp4(tmp_path / "a.mp4", video, fps=8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+    assert list(tmp_path.iterdir()) == []
 
 
 def grey(sheet: Image.Image, x: int, y: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import math
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageSequence, features
 from torch import Tensor
 
 from sage_fast.distributed import rank
-from sage_fast.files import read_json
+from sage_fast.files import aside, read_json
 from sage_fast.report.comparison import scores_of, shown_pairs
 
 MIN_SIDE = 128
@@ -74,10 +76,12 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     Raises:
         ValueError: as `save_mp4`.
     """
-    if Path(path).suffix == ".mp4":
+    path = Path(path)
+    if path.suffix == ".mp4":
         return save_mp4(path, video, fps)
     first, *rest = (Image.fromarray(frame) for frame in _enlarged(video, fps))
-    first.save(path, save_all=True, append_images=rest, duration=1000 / fps, loop=0, lossless=True)
+    with aside(path) as file:
+        first.save(file, path.suffix[1:], save_all=True, append_images=rest, duration=1000 / fps, loop=0, lossless=True)
 
 
 def _enlarged(video: Tensor, fps: float) -> np.ndarray:
@@ -102,27 +106,24 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
     Raises:
         ValueError: `video` has another shape, type, or values that are not finite; `fps` is not above 0.
+        OSError: ffmpeg failed, as on a full disk; no file is left.
     """
     import imageio_ffmpeg
 
     frames = _enlarged(video, fps)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    writer = imageio_ffmpeg.write_frames(
-        str(path),
-        size=(frames.shape[2], frames.shape[1]),
-        fps=fps,
-        codec="libx264",
-        pix_fmt_out="yuv420p",
-        macro_block_size=2,
-        quality=None,
-        # Plays before it is loaded whole; the same video gives the same bytes.
-        output_params=["-crf", "18", "-movflags", "+faststart", "-fflags", "+bitexact", "-flags:v", "+bitexact"],
-        ffmpeg_log_level="error",
-    )
-    writer.send(None)
-    for frame in frames:
-        writer.send(np.ascontiguousarray(frame))
-    writer.close()
+    # Not by `imageio_ffmpeg.write_frames`, which does not ask how ffmpeg ended.
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}", "-r", str(fps)]
+    # Plays before it is loaded whole; the same video gives the same bytes.
+    coded = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "18", "-movflags", "+faststart"]
+    exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
+    with aside(Path(path)) as file:
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact, str(file)]
+        # A group of its own, so that Ctrl-C does not reach it.
+        done = subprocess.run(command, input=frames.tobytes(), capture_output=True, process_group=0)
+        if done.returncode:
+            why = done.stderr.decode(errors="replace").strip().splitlines()[:1] or [f"status {done.returncode}"]
+            raise OSError(errno.EIO, f"ffmpeg cannot write it: {why[0]}", str(path))
 
 
 def _frames(path: Path) -> Iterator[np.ndarray]:
@@ -186,7 +187,8 @@ def write_comparison(run: Path, count: int = 6) -> Path | None:
     prompts = next(iter(evaluations.values()))["prompts"]
     captions = [f"{why}: {prompts[i]}" if why else prompts[i] for i, why in shown.items()]
     path = run / "comparison.png"
-    comparison_sheet(columns, captions, notes=notes if any(map(any, notes)) else None).save(path)
+    with aside(path) as file:
+        comparison_sheet(columns, captions, notes=notes if any(map(any, notes)) else None).save(file, "PNG")
     return path
 
 

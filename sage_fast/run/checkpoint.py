@@ -8,8 +8,8 @@ name once every file in it is on the disk; the manifest holds their sizes and SH
 
 from __future__ import annotations
 
-import hashlib
-import os
+import contextlib
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +19,10 @@ from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.distributed import all_gather_object, barrier, rank, world_size
 from sage_fast.engine import Engine
 from sage_fast.errors import UserError
-from sage_fast.files import PARTIAL, read_json, sync_folder, write_json
+from sage_fast.files import PARTIAL, read_json, remove_folder, sync, write_json
 from sage_fast.policy.hunyuan import State
-from sage_fast.run.weights import checkpoints, number
-
-MANIFEST = "manifest.json"
+from sage_fast.report.comparison import mean_and_error, read_scores
+from sage_fast.run.weights import MANIFEST, checkpoints, digest, fault_of, number
 
 
 def save_checkpoint(
@@ -64,12 +63,12 @@ def save_checkpoint(
             files = {name: entry for part in described for name, entry in part.items()}
             write_json({"files": dict(sorted(files.items()))}, partial / MANIFEST)
             for inner in [path for path in partial.rglob("*") if path.is_dir()]:
-                sync_folder(inner)
+                sync(inner)
             later = [other for other in checkpoints(run) if number(other) >= iteration]
             for other in later:
-                remove_checkpoint(other)
+                remove_folder(other)
             partial.replace(folder)
-            sync_folder(folder.parent)
+            sync(folder.parent)
     except OSError:
         if rank() == 0:  # on a full disk it would be in the way of everything else
             shutil.rmtree(partial, ignore_errors=True)
@@ -85,26 +84,17 @@ def prune_checkpoints(run: Path, keep: int, keep_best: bool) -> None:
         kept.add(best)
     for folder in found:
         if folder not in kept:
-            remove_checkpoint(folder)
+            remove_folder(folder)
 
 
 def best_checkpoint(run: Path) -> Path | None:
     """That of the highest mean held-out reward; None if no checkpoint was evaluated."""
     rewards = {}
     for folder in checkpoints(run):
-        scores = run / "eval" / f"{folder.name}.json"
-        if scores.is_file():
-            reward = read_json(scores)["reward"]
-            rewards[folder] = sum(reward) / len(reward)
-    return max(rewards, key=rewards.__getitem__, default=None)
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """It disappears at once: a kill leaves no half of it under its name."""
-    aside = folder.with_name(folder.name + ".old" + PARTIAL)
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.replace(aside)
-    shutil.rmtree(aside)
+        with contextlib.suppress(FileNotFoundError, UserError):  # not evaluated, or damaged since
+            scores = read_scores(run / "eval" / f"{folder.name}.json")
+            rewards[folder] = mean_and_error(scores["prompts"], scores["reward"])[0]
+    return max((f for f in rewards if math.isfinite(rewards[f])), key=rewards.__getitem__, default=None)
 
 
 def load_checkpoint(
@@ -147,39 +137,14 @@ def _share(names: list[str]) -> list[str]:
     return sorted(names)[rank() :: world_size()]
 
 
-def _digest(file: Path, sync: bool = False) -> dict[str, Any]:
-    with file.open("rb") as opened:
-        if sync:
-            os.fsync(opened.fileno())
-        return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
-
-
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
     """Name -> size and checksum of this rank's share of the files, which are on the disk afterwards."""
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return {name: _digest(folder / name, sync=True) for name in _share(names)}
+    names = _share([path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()])
+    for name in names:
+        sync(folder / name)
+    return {name: digest(folder / name) for name in names}
 
 
 def _fault(folder: Path) -> str | None:
     """Why a checkpoint cannot be used, None if it can; the ranks share the reading and the answer."""
-    return next((fault for fault in all_gather_object(_own_fault(folder)) if fault is not None), None)
-
-
-def _own_fault(folder: Path) -> str | None:
-    if not (folder / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
-    try:
-        files = read_json(folder / MANIFEST)["files"]
-        expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-    except (UserError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not what was written"
-    for name in _share(list(expected)):
-        size, digest = expected[name]
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
-        if _digest(file)["sha256"] != digest:
-            return f"{name} has changed since it was written (SHA-256)"
-    return None
+    return next((fault for fault in all_gather_object(fault_of(folder, _share)) if fault is not None), None)

@@ -67,8 +67,9 @@ def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
     return broadcast_object(scores, 0)
 
 
-def check_pairs(setup: Setup, run: Path) -> None:
-    """
+def check_pairs(setup: Setup, run: Path) -> bool:
+    """Whether the run in `run` was evaluated before training.
+
     Raises:
         UserError: what is evaluated now is not what the run in `run` evaluated before training.
     """
@@ -80,6 +81,7 @@ def check_pairs(setup: Setup, run: Path) -> None:
             f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
             "changed"
         )
+    return before is not None
 
 
 @torch.no_grad()

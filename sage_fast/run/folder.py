@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from sage_fast.config import Config
 from sage_fast.console import Say
 from sage_fast.distributed import all_gather_object, barrier, broadcast_object, initialize, rank
 from sage_fast.errors import UserError
-from sage_fast.files import PARTIAL, read_json, read_metrics, write_atomic
+from sage_fast.files import PARTIAL, aside, read_json, read_metrics, remove, write_atomic
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
 from sage_fast.run.weights import checkpoints, number
@@ -174,11 +173,8 @@ def replace_settings(config: Config, tell: Say) -> None:
 
 def remove_partials(run: Path) -> None:
     """Remove what a killed run was writing; the one that holds the lock calls, before it writes."""
-    for path in [*run.glob(f"*{PARTIAL}"), *run.glob(f"eval/*{PARTIAL}"), *run.glob(f"checkpoints/*{PARTIAL}")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    for path in sorted(run.rglob(f"*{PARTIAL}")):
+        remove(path)
 
 
 def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:
@@ -201,7 +197,8 @@ def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: 
     for place, (video, prompt) in enumerate(zip(videos, prompts), start=first):
         paths.append(save_video(video, prompt, folder, place, fps))
     if videos:
-        contact_sheet(videos, prompts[: len(videos)]).save(folder / f"contact-sheet-{first:02d}.png")
+        with aside(folder / f"contact-sheet-{first:02d}.png") as file:
+            contact_sheet(videos, prompts[: len(videos)]).save(file, "PNG")
     return paths
 
 

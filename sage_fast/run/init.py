@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from sage_fast.errors import UserError, nearest
+from sage_fast.files import write_atomic
 
 OWN = {
     "output": "runs/first",
@@ -52,7 +53,7 @@ def init(folder: Path, name: str) -> str:
         )
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
-        (folder / file).write_text(text, encoding="utf-8")
+        write_atomic(folder / file, text)
     return f"{folder}: wrote {', '.join(texts)}\n{_next_commands(folder, testbed=name == 'demo')}"
 
 

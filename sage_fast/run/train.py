@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -17,7 +18,7 @@ from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, sequence_size, shutdown, world_size
 from sage_fast.engine import check_engine
 from sage_fast.environment import command_line, environment
-from sage_fast.files import read_json, write_atomic, write_json
+from sage_fast.files import aside, read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
 from sage_fast.policy.hunyuan import State, numel
@@ -70,9 +71,8 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     setup = load_setup(config, attention=_attention_of(config, resume))
     trajectories = check_trajectories(config, setup.model)
     check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
-    if resume:
-        check_pairs(setup, run)
-    else:
+    lacks_before = resume and not check_pairs(setup, run)
+    if not resume:
         claim_output(config)
     if world_size() > 1:
         log_to(run / "logs" / f"rank-{rank():03d}.log")
@@ -81,7 +81,6 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     if sequence_size() == 1:  # else the ranks that share this one's samples would wait for it
         trainer.pause = stop.pause
     trainer.before_update = functools.partial(stop.before_update, trainer.device)
-    lacks_before = resume and read_evaluation(run, "before") is None
     start_weights = trainer.policy.snapshot() if lacks_before else None
     start = _resume(trainer, run, tell) if resume else 0
     if resume:  # after all that could refuse the new settings
@@ -211,8 +210,9 @@ def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
 
 def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | None, tell: Say) -> None:
     """Save the weights, evaluate them, and write the comparison and the report."""
-    with trainer.engine.averaged_weights():
-        trainer.engine.save_weights(run / "weights")
+    folder = run / "weights"
+    with trainer.engine.averaged_weights(), aside(folder) if rank() == 0 else contextlib.nullcontext(folder) as written:
+        trainer.engine.save_weights(written)
     _evaluate(trainer, setup, run, "after", trainer.config.train.iterations, writer, tell)
     if rank() == 0:
         write_comparison(run, trainer.config.eval.num_videos)
@@ -251,7 +251,8 @@ def _evaluate(
         result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save, pause=trainer.pause)
     if writer is not None:
         scores, sheet = result.to_json(), folder.with_suffix(".png")
-        contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(sheet)
+        with aside(sheet) as file:
+            contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(file, "PNG")
         videos = [path for number, path in numbered(folder).items() if number < shown]
         (run / "eval").mkdir(exist_ok=True)
         write_atomic(run / "eval" / f"{name}.json", json.dumps(scores))
