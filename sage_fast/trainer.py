@@ -39,7 +39,7 @@ from sage_fast.parity import check_replay, check_rounding, moments_after_an_upda
 from sage_fast.policy.conditioning import Conditioning, ConditioningTable
 from sage_fast.policy.hunyuan import State
 from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
@@ -68,7 +68,7 @@ class Trainer:
         model: policy and autoencoder.
         reward: composite reward.
         prompts: training prompts.
-        embeddings: prompt -> embedding, for every training prompt and the empty one.
+        embeddings: prompt -> embedding, for every training prompt, the negative ones and the empty one.
         quiet: print neither progress nor notes.
 
     Attributes:
@@ -92,6 +92,7 @@ class Trainer:
         self.reward = reward
         self.prompts = prompts
         self.embeddings = embeddings
+        self.lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
         self.device = self.policy.device
         self.quiet = quiet
         self.engine = make_engine(self.policy, config.train, speaker(quiet))
@@ -129,7 +130,8 @@ class Trainer:
         mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
         prompts = [samples[i].prompt for i in mine]
         with watch("rollout"):
-            embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in {"", *prompts}}
+            needed = {"", *prompts, *(self.embeddings[prompt].negative for prompt in prompts)}
+            embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in needed}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch)
         with together():
@@ -183,11 +185,10 @@ class Trainer:
 
     def _tokens(self, prompt: str) -> int:
         """Of one forward of a sample, both of its passes with guidance."""
-        passes = (prompt, "") if self.policy.uses_guidance else (prompt,)
-        return sum(self.model.joint_tokens(self.config.sampling, self.embeddings[of].tokens) for of in passes)
+        return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.lengths[prompt])
 
     def _runs(self, prompts: Sequence[str], size: int) -> list[slice]:
-        return equal_runs([self.embeddings[prompt].tokens for prompt in prompts], size)
+        return equal_runs([self.lengths[prompt] for prompt in prompts], size)
 
     def _rollout(
         self,
@@ -253,7 +254,7 @@ class Trainer:
         # once: the gradients of a sequence group add up to as many times those of one process as it has ranks.
         weight = data_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
-        transitions = sorted(mine, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
+        transitions = sorted(mine, key=lambda transition: self.lengths[batch.prompts[transition[0]]])
         runs = self._runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
         idle = self.policy.states.behind(len(runs))
         for rows in runs:
@@ -333,7 +334,7 @@ class Trainer:
             return batch.conditioning.of(prompts).at(on_device(steps[:1] if same else steps, self.device))
         text, negative = (
             collate([batch.conditioning.embeddings[prompt] for prompt in of], self.device, self.policy.dtype)
-            for of in (prompts, [""] * len(prompts))
+            for of in (prompts, [self.embeddings[prompt].negative for prompt in prompts])
         )
         sigma = on_device(batch.table.sigmas[steps].float(), self.device)
         return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)

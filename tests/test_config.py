@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sage_fast.config import Config, KLConfig, RewardConfig, SamplingConfig
-from sage_fast.data.prompts import prompts_of_iteration, read_prompts
+from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.errors import UserError
 from sage_fast.section import Section, meanings, own_settings, section_name, sections, settings_of, within
 from sage_fast.settings import build, dump, load
@@ -258,24 +258,6 @@ def test_a_section_without_settings_leaves_the_defaults(tmp_path: Path) -> None:
     for section in ("sampling:\n", "sampling: {}\n"):
         file.write_text(f"{section}seed: 7\n")
         assert load(file) == build({"seed": 7})
-
-
-def test_prompt_files(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_bytes(b"\xef\xbb\xbfa cat\r\n\r\n  a dog \n")
-    assert read_prompts(str(file)) == ["a cat", "a dog"]
-    file.write_bytes("one\u2028line\x85of\x0ctext\x0b, whole\ranother\r\n".encode())
-    assert read_prompts(str(file)) == ["one\u2028line\x85of\x0ctext\x0b, whole\ranother"]
-    with pytest.raises(ValueError, match=r"missing.txt.*no such file"):
-        read_prompts(str(tmp_path / "missing.txt"))
-    file.write_text("\n \n")
-    with pytest.raises(ValueError, match="is empty"):
-        read_prompts(str(file))
-    file.write_bytes("ein schöner Tag\n".encode("latin-1"))
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_prompts(str(file))
-    with pytest.raises(ValueError, match="testbed:train or testbed:heldout"):
-        read_prompts("testbed:all")
 
 
 def test_every_prompt_once_an_epoch() -> None:
