@@ -31,7 +31,7 @@ Any setting of the YAML file can be given on the command line, such as
 --sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
-WITH_SETTINGS = ("train", "embed", "sample", "eval", "profile")
+WITH_SETTINGS = ("train", "embed", "grid", "sample", "eval", "profile")
 PIPE_CLOSED = 141
 """Exit status of a command whose reader went away, as in `sage-fast train --help | head`."""
 
@@ -109,6 +109,10 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     bench.add_argument("--budget", type=float, metavar="SECONDS", help="`bench rollout`: skip rows that do not fit")
     bench.add_argument("--repetitions", type=int, default=15)
     bench.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
+
+    from sage_fast.run.grid import add_options
+
+    add_options(add("grid", "train a grid of settings, here or as a Slurm array job; can be stopped and goes on"))
 
     profile = add("profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it")
     profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
@@ -275,6 +279,12 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _grid(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.run.grid import grid
+
+    return grid(options, overrides)
+
+
 def _embed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config, _ = _load(options, overrides)
     from sage_fast.run.embed import embed_prompts
@@ -368,6 +378,7 @@ def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 _COMMANDS = {
     "init": _init,
     "train": _train,
+    "grid": _grid,
     "embed": _embed,
     "sample": _sample,
     "eval": _eval,

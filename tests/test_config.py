@@ -11,7 +11,7 @@ from sage_fast.config import Config, KLConfig, RewardConfig, SamplingConfig
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.errors import UserError
 from sage_fast.section import Section, meanings, own_settings, section_name, sections, settings_of, within
-from sage_fast.settings import build, dump, load
+from sage_fast.settings import build, dump, keys_of, load
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -258,6 +258,30 @@ def test_a_section_without_settings_leaves_the_defaults(tmp_path: Path) -> None:
     for section in ("sampling:\n", "sampling: {}\n"):
         file.write_text(f"{section}seed: 7\n")
         assert load(file) == build({"seed": 7})
+
+
+def test_a_config_may_change_another_one(tmp_path: Path) -> None:
+    """`base` is relative to the file; mappings are replaced, and the nearest file counts."""
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "below.yaml").write_text("seed: 3\nsampling: {eta: 0.3, steps: 7}\nreward: {weights: {vq: 1, mq: 1}}\n")
+    (tmp_path / "middle.yaml").write_text("base: below.yaml\nsampling: {eta: 0.4}\nreward: {weights: {vq: 2}}\n")
+    (tmp_path / "inside" / "top.yaml").write_text("base: ../middle.yaml\n")
+    file = tmp_path / "inside" / "top.yaml"
+    expected = build({"seed": 3, "sampling.eta": 0.4, "sampling.steps": 7, "reward.weights": {"vq": 2.0}})
+    assert load(file) == expected
+    assert set(keys_of(file)) == {"seed", "sampling.eta", "sampling.steps", "reward.weights"}
+    assert load(file, {"seed": "5"}, [{"seed": 4, "sampling": {"eta": 0.6}}]) == dataclasses.replace(
+        expected, seed=5, sampling=dataclasses.replace(expected.sampling, eta=0.6)
+    )
+    (tmp_path / "below.yaml").write_text("base: inside/top.yaml\n")
+    with pytest.raises(UserError, match=r"top\.yaml: base = '\.\./middle\.yaml': it leads back"):
+        load(file)
+    (tmp_path / "below.yaml").write_text("base: [1]\n")
+    with pytest.raises(UserError, match=r"base = \[1\]: expected another YAML file"):
+        load(file)
+    (tmp_path / "below.yaml").write_text("base: none.yaml\n")
+    with pytest.raises(UserError, match=r"none.yaml: no such file"):
+        load(file)
 
 
 def test_every_prompt_once_an_epoch() -> None:
