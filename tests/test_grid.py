@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 import sage_fast.run.grid as grid
 from sage_fast.cli import main
@@ -245,6 +246,20 @@ def test_a_damaged_run_is_said_so_and_ends_no_other(place: dict[str, Any], tmp_p
     assert "flow-good     unreadable: " in text
     assert "exact-good    finished" in text
     assert "exact-broken  failed (2)" in text
+
+
+def test_several_gpus_are_torchruns(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place["folder"])
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(grid, "_child", lambda command: commands.append(command) or 0)
+    assert main(["grid", "grid.yaml", "--gpus", "8", "--train.seed", "1"]) == 2  # no such setting: before any run
+    assert main(["grid", "grid.yaml", "--gpus", "8", "--train.eps", "1e-9"]) == 0
+    assert [command[-1] for command in commands] == ["flow-broken", "exact-broken"]
+    python, *module = commands[0][:3]
+    assert (python, module) == (sys.executable, ["-m", "torch.distributed.run"])
+    options = get_args_parser().parse_args(commands[0][3:])
+    assert (options.nproc_per_node, options.module, options.training_script) == ("8", True, "sage_fast")
+    assert options.training_script_args == ["grid", "grid.yaml", "--train.eps", "1e-9", "--cell", "flow-broken"]
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
+from omegaconf import OmegaConf
 
 import sage_fast.run.embed
 from sage_fast.cli import main
@@ -28,6 +30,7 @@ from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
 from sage_fast.run.evaluation import prompts_and_seeds
 from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
+from tests.test_docs import REPOSITORY, blocks
 from tests.tiny import CPU, arguments, embeddings, settings, tiny_model
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -324,9 +327,23 @@ def test_broken_and_missing_embeddings_are_encoded_again(there: Path) -> None:
     assert first.read_bytes() == content
 
 
-def test_other_prompts(there: Path) -> None:
+def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/prompts.md: other prompts beside those of the run, then training with all of them on disk."""
+    keys = [word.removeprefix("--") for word in TINY[::2]]
+    (there / "config.yaml").write_text(yaml.safe_dump(OmegaConf.to_container(OmegaConf.from_dotlist(
+        ["model.path=model", "output=runs/page", "train.iterations=1",
+         *(f"{key}={value}" for key, value in zip(keys, TINY[1::2])
+           if key not in ("data.embedding_cache", "train.iterations"))]
+    ))))  # fmt: skip
     (there / "more.csv").write_text('prompt,negative_prompt\na boat,\n"a fox",blurry\n')
-    assert "4 texts, of which 1 were encoded now" in embed("--prompts", "more.csv")[1]
+    shutil.move(there / "cache", there / "embeddings")
+    (page,) = blocks(REPOSITORY / "docs" / "prompts.md")
+    commands = [line.split() for line in page.text.splitlines()]
+    assert [words[:2] for words in commands] == [["sage-fast", "embed"], ["sage-fast", "embed"], ["sage-fast", "train"]]
+    for words, expected in zip(commands, (f"{TEXTS} texts, of which 0", "4 texts, of which 1", "report: runs/page")):
+        assert main(words[1:]) == 0
+        assert expected in capsys.readouterr().out
+    assert not (there / "runs" / "page" / "embeddings").exists()
 
 
 def test_a_cache_has_to_be_named(there: Path) -> None:
