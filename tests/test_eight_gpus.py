@@ -84,7 +84,7 @@ def test_every_command_of_the_page(
             assert main(words[1:]) == 0
             told[words[1]] = capsys.readouterr().out
             started.append(words[1:])
-    assert [words[0] for words in started] == ["init", "train", "embed", "train", "train", "eval", "report", "sample"]
+    assert [words[0] for words in started] == ["init", "train", "embed", "train", "train", "eval", "sample"]
     assert "8 ranks" in told["train"] or "8 GPUs" in told["train"]
     texts = 1 + len(Path("prompts.txt").read_text().splitlines()) + len(Path("heldout.txt").read_text().splitlines())
     assert f"embeddings: {texts} texts, of which {texts} were encoded now" in told["ranks"]

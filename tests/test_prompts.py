@@ -16,6 +16,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 from omegaconf import OmegaConf
 
+import sage_fast.data.embeddings
 import sage_fast.run.embed
 from sage_fast.cli import main
 from sage_fast.config import ModelConfig, SamplingConfig
@@ -326,6 +327,25 @@ def test_broken_and_missing_embeddings_are_encoded_again(there: Path) -> None:
     second.unlink()
     assert "of which 2 were encoded now" in embed()[1]
     assert first.read_bytes() == content
+
+
+def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any number of them, whatever others have encoded before."""
+    module = sage_fast.data.embeddings
+    prompts = [f"prompt {i}" for i in range(7)]
+    nothing = TextEmbedding(text=torch.zeros(1, 2), glyphs=torch.zeros(0, 2))
+    shares: list[list[str]] = []
+
+    def encoder() -> Callable[[str], TextEmbedding]:
+        return lambda prompt: shares[-1].append(prompt) or nothing  # type: ignore[func-returns-value]
+
+    for number, count in ((0, 3), (1, 3), (0, 2), (1, 2)):
+        shares.append([])
+        monkeypatch.setattr(module, "rank", lambda number=number: number)
+        monkeypatch.setattr(module, "world_size", lambda count=count: count)
+        assert module.fill_cache([*prompts, prompts[0]], encoder, tmp_path, "m", quiet=True) == len(shares[-1])
+    assert shares[:2] == [prompts[0::3], prompts[1::3]]
+    assert sorted(shares[2] + shares[3]) == prompts[2::3]  # what the third rank had not done
 
 
 def test_a_cache_has_to_be_named(there: Path) -> None:

@@ -37,8 +37,10 @@ def cache_key(path: str, dtype: str, cache: Path | None) -> str:
         cache: folder; None keeps nothing on disk.
     """
     model = f"{Path(path).resolve() if Path(path).is_dir() else path} {dtype}"
+    if cache is None:
+        return model
     version = encoder_version(path) if rank() == 0 else None
-    if rank() == 0 and cache is not None:
+    if rank() == 0:
         last = cache / f"{_digest(model)}.encoder"
         if version is None:
             version = last.read_text(encoding="utf-8") if last.is_file() else ""
