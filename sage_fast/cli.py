@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import select
 import sys
@@ -30,7 +31,7 @@ Any setting of the YAML file can be given on the command line, such as
 --sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
-WITH_SETTINGS = ("train", "sample", "eval", "profile")
+WITH_SETTINGS = ("train", "embed", "grid", "sample", "eval", "profile")
 PIPE_CLOSED = 141
 """Exit status of a command whose reader went away, as in `sage-fast train --help | head`."""
 
@@ -78,10 +79,15 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     )
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
+    embed = add("embed", "encode all prompts into data.embedding_cache, so that training loads no text encoder")
+    embed.add_argument("config", metavar="CONFIG", help="YAML file")
+    embed.add_argument("--prompts", metavar="FILE", help="instead of data.prompts and data.eval_prompts")
+    embed.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
     sample = add("sample", "make videos with the ODE")
     sample.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     sample.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    sample.add_argument("--prompts", metavar="FILE", help="UTF-8 text, one prompt a line")
+    sample.add_argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, .jsonl or .csv")
     sample.add_argument("--folder", default="samples", help="where the MP4 files go (default: samples)")
     sample.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -103,6 +109,10 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     bench.add_argument("--budget", type=float, metavar="SECONDS", help="`bench rollout`: skip rows that do not fit")
     bench.add_argument("--repetitions", type=int, default=15)
     bench.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
+
+    from sage_fast.run.grid import add_options
+
+    add_options(add("grid", "train a grid of settings, here or as a Slurm array job; can be stopped and goes on"))
 
     profile = add("profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it")
     profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
@@ -213,15 +223,9 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _check_gpus(options)
     _tell_loading(options)
     if options.dry_run:
-        from sage_fast.measure.plan import format_plan, plan
-        from sage_fast.policy.load import check_path, transformer_config, vae_config
-        from sage_fast.rollout.schedule import check_trainable
+        from sage_fast.measure.plan import dry_run
 
-        check_path(config.model.path)
-        ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
-        check_trainable(config, ranks)
-        path = config.model.path
-        print(format_plan(plan(config, transformer_config(path), vae_config(path), ranks=ranks)))
+        print(dry_run(config, options.gpus or int(os.environ.get("WORLD_SIZE", "1"))))
         return 0
     from sage_fast.run.folder import is_restart
     from sage_fast.run.train import train
@@ -263,25 +267,29 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
     config, _ = _load(options, overrides)
-    from sage_fast.data.prompts import read_prompts
+    from sage_fast.data.prompts import Prompt, read_prompts
 
-    prompts = options.prompt + (read_prompts(options.prompts) if options.prompts else [])
-    from sage_fast.run.evaluation import generate
-    from sage_fast.run.folder import save_videos
-    from sage_fast.run.setup import load_setup
-    from sage_fast.seeding import sample_seeds
+    prompts = [Prompt(text=text) for text in options.prompt]
+    prompts += read_prompts(options.prompts, config.sampling) if options.prompts else []
+    from sage_fast.run.sample import sample
 
-    folder = Path(options.folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder {options.folder!r}: a file; expected a folder, which is made if it does not exist")
-    setup = load_setup(config, prompts)
-    _tell(options, *(f"note: {note}" for note in setup.model.notes))
-    with writing(folder):
-        setup.encode(folder / "embeddings", quiet=options.quiet)
-        seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
-        videos = generate(config, setup.model, prompts, setup.embeddings, seeds, quiet=options.quiet)
-        for path in save_videos(videos, prompts, folder, setup.model.fps):
-            print(path)
+    tell = functools.partial(_tell, options)
+    for path in sample(config, prompts, Path(options.folder), quiet=options.quiet, tell=tell):
+        print(path)
+    return 0
+
+
+def _grid(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.run.grid import grid
+
+    return grid(options, overrides)
+
+
+def _embed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config, _ = _load(options, overrides)
+    from sage_fast.run.embed import embed_prompts
+
+    _tell(options, embed_prompts(config, options.prompts, quiet=options.quiet))
     return 0
 
 
@@ -370,6 +378,8 @@ def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 _COMMANDS = {
     "init": _init,
     "train": _train,
+    "grid": _grid,
+    "embed": _embed,
     "sample": _sample,
     "eval": _eval,
     "report": _report,

@@ -83,11 +83,12 @@ class DataConfig(Section):
     """The prompts."""
 
     prompts: str = "testbed:train"
-    """UTF-8 text file, one prompt a line; or `testbed:train`, `testbed:heldout`."""
+    """UTF-8 text with one prompt a line, .jsonl or .csv (docs/prompts.md); or `testbed:train`, `testbed:heldout`."""
     eval_prompts: str = "testbed:heldout"
-    """Held-out prompts, same format."""
+    """Held-out prompts, same formats."""
     embedding_cache: str | None = None
-    """Folder of prompt embeddings, shared between runs; by default `embeddings` in the run folder."""
+    """Folder of prompt embeddings, shared between runs, which `sage-fast embed` fills; by default `embeddings` in the
+    run folder."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -22,10 +22,16 @@ from sage_fast.errors import UserError
 from sage_fast.section import is_unicode, kind, meanings, own_settings, sections, settings_of
 
 
-def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
+def load(
+    path: str | Path, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
+) -> Config:
     """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and validate.
 
-    A mapping such as `reward.weights`, or one of its entries, in the overrides replaces that of the file.
+    The file may begin with `base: FILE`, another one whose settings it changes; FILE is relative to it. A mapping such
+    as `reward.weights`, or one of its entries, replaces that of the base, and in the overrides that of the file.
+
+    Args:
+        overlays: settings as a file has them, between those of the file and the overrides.
 
     Raises:
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
@@ -35,7 +41,7 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
         raise UserError(f"config {path}: no such file; it comes first, before settings such as --sampling.eta 0.7")
     settings = _read(path)
     given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
-    return build(_entries_joined(settings) | _entries_joined(given))
+    return build(_laid_over(settings, *map(leaves, overlays), given))
 
 
 def keys_of(path: Path) -> list[str]:
@@ -43,8 +49,27 @@ def keys_of(path: Path) -> list[str]:
     return list(_entries_joined(_read(path)))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Dotted key -> value of a YAML file."""
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Dotted key -> value of a YAML file over its base; `above` are the files that led to this one."""
+    tree = read_yaml(path)
+    base = tree.pop("base", None)
+    if base is None:
+        return leaves(tree)
+    if not isinstance(base, str) or not base or path.resolve() in above:
+        expected = "it leads back to this file" if isinstance(base, str) and base else "expected another YAML file"
+        raise UserError(f"config {path}: base = {base!r}: {expected}")
+    return _laid_over(_read(path.parent / base, (*above, path.resolve())), leaves(tree))
+
+
+def _laid_over(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for layer in layers for key, value in _entries_joined(layer).items()}
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """
+    Raises:
+        UserError: file missing, not YAML, no mapping, or an empty one.
+    """
     if path.is_dir():
         raise UserError(f"config {path}: a folder; expected a YAML file, such as {path / 'config.yaml'}")
     if not path.exists():
@@ -63,7 +88,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"config {path}: expected a mapping of settings")
     if not loaded:
         raise UserError(f"config {path}: holds no settings")
-    return _leaves(OmegaConf.to_container(loaded))
+    container = OmegaConf.to_container(loaded)
+    assert isinstance(container, dict)
+    return container
 
 
 def build(settings: Mapping[str, Any]) -> Config:
@@ -99,7 +126,7 @@ def _where(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of nested mappings, each taken apart until it is a setting.
 
     A section without settings, as when all its lines are commented out, leaves the defaults.
@@ -108,7 +135,7 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     if name in sections(Config) and not tree and isinstance(tree, dict | None):
         return {}
     if isinstance(tree, dict) and tree and name not in settings_of(Config):
-        return {name: leaf for key, value in tree.items() for name, leaf in _leaves(value, f"{prefix}{key}.").items()}
+        return {name: leaf for key, value in tree.items() for name, leaf in leaves(value, f"{prefix}{key}.").items()}
     return {name: tree}
 
 

@@ -69,7 +69,7 @@ class Trainer:
         model: policy and autoencoder.
         reward: composite reward.
         prompts: training prompts.
-        embeddings: prompt -> embedding, for every training prompt and the empty one.
+        embeddings: prompt -> embedding, for every training prompt, the negative ones and the empty one.
         quiet: print neither progress nor notes.
 
     Attributes:
@@ -132,7 +132,8 @@ class Trainer:
         mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
         prompts = [samples[i].prompt for i in mine]
         with watch("rollout"):
-            embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in {"", *prompts}}
+            needed = {"", *prompts, *(self.embeddings[prompt].negative for prompt in prompts)}
+            embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in needed}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch)
         with together():
@@ -189,8 +190,7 @@ class Trainer:
 
     def _tokens(self, prompt: str) -> int:
         """Of one forward of a sample, both of its passes with guidance."""
-        passes = (prompt, "") if self.policy.uses_guidance else (prompt,)
-        return sum(self.model.joint_tokens(self.config.sampling, self.embeddings[of].tokens) for of in passes)
+        return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.replay.lengths[prompt])
 
     def _rollout(
         self,
@@ -252,7 +252,7 @@ class Trainer:
         # once: the gradients of a sequence group add up to as many times those of one process as it has ranks.
         weight = data_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
-        transitions = sorted(mine, key=lambda transition: self.embeddings[batch.prompts[transition[0]]].tokens)
+        transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.prompts[transition[0]]])
         runs = self.replay.runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
         idle = self.policy.states.behind(len(runs))
         for rows in runs:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sage_fast.config import Config, KLConfig, RewardConfig, SamplingConfig
-from sage_fast.data.prompts import prompts_of_iteration, read_prompts
+from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.errors import UserError
 from sage_fast.section import Section, meanings, own_settings, section_name, sections, settings_of, within
-from sage_fast.settings import build, dump, load
+from sage_fast.settings import build, dump, keys_of, load
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -260,22 +260,28 @@ def test_a_section_without_settings_leaves_the_defaults(tmp_path: Path) -> None:
         assert load(file) == build({"seed": 7})
 
 
-def test_prompt_files(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_bytes(b"\xef\xbb\xbfa cat\r\n\r\n  a dog \n")
-    assert read_prompts(str(file)) == ["a cat", "a dog"]
-    file.write_bytes("one\u2028line\x85of\x0ctext\x0b, whole\ranother\r\n".encode())
-    assert read_prompts(str(file)) == ["one\u2028line\x85of\x0ctext\x0b, whole\ranother"]
-    with pytest.raises(ValueError, match=r"missing.txt.*no such file"):
-        read_prompts(str(tmp_path / "missing.txt"))
-    file.write_text("\n \n")
-    with pytest.raises(ValueError, match="is empty"):
-        read_prompts(str(file))
-    file.write_bytes("ein schöner Tag\n".encode("latin-1"))
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_prompts(str(file))
-    with pytest.raises(ValueError, match="testbed:train or testbed:heldout"):
-        read_prompts("testbed:all")
+def test_a_config_may_change_another_one(tmp_path: Path) -> None:
+    """`base` is relative to the file; mappings are replaced, and the nearest file counts."""
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "below.yaml").write_text("seed: 3\nsampling: {eta: 0.3, steps: 7}\nreward: {weights: {vq: 1, mq: 1}}\n")
+    (tmp_path / "middle.yaml").write_text("base: below.yaml\nsampling: {eta: 0.4}\nreward: {weights: {vq: 2}}\n")
+    (tmp_path / "inside" / "top.yaml").write_text("base: ../middle.yaml\n")
+    file = tmp_path / "inside" / "top.yaml"
+    expected = build({"seed": 3, "sampling.eta": 0.4, "sampling.steps": 7, "reward.weights": {"vq": 2.0}})
+    assert load(file) == expected
+    assert set(keys_of(file)) == {"seed", "sampling.eta", "sampling.steps", "reward.weights"}
+    assert load(file, {"seed": "5"}, [{"seed": 4, "sampling": {"eta": 0.6}}]) == dataclasses.replace(
+        expected, seed=5, sampling=dataclasses.replace(expected.sampling, eta=0.6)
+    )
+    (tmp_path / "below.yaml").write_text("base: inside/top.yaml\n")
+    with pytest.raises(UserError, match=r"top\.yaml: base = '\.\./middle\.yaml': it leads back"):
+        load(file)
+    (tmp_path / "below.yaml").write_text("base: [1]\n")
+    with pytest.raises(UserError, match=r"base = \[1\]: expected another YAML file"):
+        load(file)
+    (tmp_path / "below.yaml").write_text("base: none.yaml\n")
+    with pytest.raises(UserError, match=r"none.yaml: no such file"):
+        load(file)
 
 
 def test_every_prompt_once_an_epoch() -> None:

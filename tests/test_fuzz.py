@@ -20,8 +20,8 @@ from hypothesis import settings as case_settings
 from hypothesis import strategies as st
 
 from sage_fast.cli import main
-from sage_fast.config import Config
-from sage_fast.data.prompts import read_prompts
+from sage_fast.config import Config, SamplingConfig
+from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, read_metrics
 from sage_fast.report.comparison import paired_table, read_scores
@@ -159,13 +159,24 @@ def test_commands(command: str, arguments: list[str]) -> None:
 
 @pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
 @cases(250)
-@given(st.one_of(st.binary(max_size=80), st.text(max_size=80).map(lambda text: text.encode("utf-16"))))
-def test_prompt_files(content: bytes) -> None:
+@given(
+    st.one_of(
+        st.binary(max_size=80),
+        st.text(max_size=80).map(lambda text: text.encode("utf-16")),
+        st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3).map(json.dumps), max_size=3).map(
+            lambda lines: "\n".join(lines).encode()
+        ),
+        st.text(alphabet='prompt,"\n\r se1', max_size=60).map(lambda text: b"prompt,seed\n" + text.encode()),
+    ),
+    st.sampled_from([".txt", ".jsonl", ".csv"]),
+)
+def test_prompt_files(content: bytes, suffix: str) -> None:
     with scratch() as folder, ours():
-        (folder / "prompts.txt").write_bytes(content)
-        prompts = read_prompts(str(folder / "prompts.txt"))
+        file = folder / f"prompts{suffix}"
+        file.write_bytes(content)
+        prompts = read_prompts(str(file), SamplingConfig())
         assert prompts
-        assert all(prompt.strip() == prompt != "" for prompt in prompts)
+        assert all(prompt.text.strip() == prompt.text != "" for prompt in prompts)
 
 
 @pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
@@ -173,7 +184,7 @@ def test_prompt_files(content: bytes) -> None:
 @given(TEXT)
 def test_names_of_prompt_files(name: str) -> None:
     with ours():
-        read_prompts(name)
+        read_prompts(name, SamplingConfig())
 
 
 # -- what a crash leaves ----------------------------------------------------------------------------------------------

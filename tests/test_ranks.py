@@ -22,15 +22,15 @@ from torch import Tensor
 import sage_fast.trainer
 from sage_fast.cli import main
 from sage_fast.data.embeddings import encode_cached
-from sage_fast.data.prompts import read_prompts
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.errors import UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.policy.text import TextEmbedding, pass_lengths
 from sage_fast.rewards import Reward
 from sage_fast.rollout.loop import equal_runs
 from sage_fast.rollout.schedule import check_trainable, deal, draw_samples
 from sage_fast.rollout.scoring import gather_scores
+from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments, settings, tiny_trainer
 
@@ -64,7 +64,7 @@ class OneGroupIsEqual(BrightnessReward):
     """All videos of the first prompt of an iteration are worth the same."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        first = {draw_samples(settings(), read_prompts("testbed:train"), index)[0].prompt for index in range(2)}
+        first = {draw_samples(settings(), train_prompts(), index)[0].prompt for index in range(2)}
         equal = torch.tensor([prompt in first for prompt in prompts])
         return {part: torch.where(equal, 0.5, value) for part, value in super().__call__(videos, prompts).items()}
 
@@ -108,6 +108,7 @@ def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
             prompt: TextEmbedding(text=known.text.repeat(1 + 3 * (len(prompt) % 3), 1), glyphs=known.glyphs)
             for prompt, known in trainer.embeddings.items()
         }
+        trainer.replay.lengths = pass_lengths(trainer.embeddings, guided=trainer.policy.uses_guidance)
     record: Record = {"rows": [], "rewards": [], "advantages": [], "gradients": []}
     start = trainer.policy.snapshot()
     advantages, step = sage_fast.trainer.group_advantages, trainer.engine.step

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.data.prompts import read_prompts
 from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
 from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
@@ -23,10 +22,11 @@ from sage_fast.rollout.schedule import check_trainable, draw_samples, iteration_
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate, generate
 from sage_fast.run.setup import Setup
+from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
-PROMPTS = read_prompts("testbed:train")
+PROMPTS = train_prompts()
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.data.prompts import read_prompts
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
@@ -19,6 +18,7 @@ from sage_fast.run.setup import load_setup
 from sage_fast.settings import build, load
 from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text import embed
+from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> di
 def tiny_trainer(
     config: Config, reward: Reward | None = None, dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> Trainer:
-    prompts = read_prompts("testbed:train")
+    prompts = train_prompts()
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
     return Trainer(config, tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype))
 

@@ -7,17 +7,75 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from sage_fast.console import Progress
-from sage_fast.distributed import all_gather_object, broadcast_object, rank, world_size
+from sage_fast.distributed import all_gather_object, broadcast_object, rank, together, world_size
 from sage_fast.files import write_atomic
+from sage_fast.policy.encoder import encoder_version
 from sage_fast.policy.text import Encoder, TextEmbedding
 
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _file(cache: Path, model: str, prompt: str) -> Path:
+    return cache / f"{_digest(model, prompt)}.safetensors"
+
+
+def cache_key(path: str, dtype: str, cache: Path | None) -> str:
+    """Model, type and version of the text encoders, of which embeddings are; a collective, the same on every rank.
+
+    Training needs no text encoders once all prompts are embedded: where the checkpoint has none, the version is that
+    which last filled the cache.
+
+    Args:
+        path: of the checkpoint, as `check_path` gives it.
+        dtype: of the encoders.
+        cache: folder; None keeps nothing on disk.
+    """
+    model = f"{Path(path).resolve() if Path(path).is_dir() else path} {dtype}"
+    if cache is None:
+        return model
+    version = encoder_version(path) if rank() == 0 else None
+    if rank() == 0:
+        last = cache / f"{_digest(model)}.encoder"
+        if version is None:
+            version = last.read_text(encoding="utf-8") if last.is_file() else ""
+        elif version:
+            cache.mkdir(parents=True, exist_ok=True)
+            write_atomic(last, version)
+    return f"{model} {broadcast_object(version, 0)}"
+
+
+def fill_cache(
+    prompts: Sequence[str],
+    encoder_factory: Callable[[], Encoder],
+    cache: Path,
+    model: str,
+    quiet: bool = False,
+) -> int:
+    """Encode what `cache` lacks of `prompts`, each rank its share, and keep none of it in memory.
+
+    A collective. What a kill leaves is whole, so that the next call encodes the rest.
+
+    Args:
+        prompts, encoder_factory, cache, model, quiet: as for `encode_cached`; all ranks see the folder.
+
+    Returns:
+        How many were encoded, over all ranks.
+    """
+    share = list(dict.fromkeys(prompts))[rank() :: world_size()]
+    missing = [prompt for prompt in share if not _is_whole(_file(cache, model, prompt))]
+    with together(), Progress("encode", len(missing), "prompt", quiet=quiet or not missing) as bar:
+        encode = encoder_factory() if missing else None
+        for prompt in missing:
+            assert encode is not None
+            _write(encode(prompt), _file(cache, model, prompt))
+            bar.update()
+    return sum(all_gather_object(len(missing)))
 
 
 def encode_cached(
@@ -37,11 +95,11 @@ def encode_cached(
         encoder_factory: loads the text encoders, on a rank that has a prompt to encode; returns a function from prompt
             to embedding.
         cache: folder, one safetensors file per (model, prompt); None keeps nothing on disk.
-        model: name of the checkpoint, part of the key.
+        model: `cache_key`.
         quiet: show no progress.
     """
     prompts = list(dict.fromkeys(prompts))
-    files = {} if cache is None else {prompt: cache / f"{_digest(model, prompt)}.safetensors" for prompt in prompts}
+    files = {} if cache is None else {prompt: _file(cache, model, prompt) for prompt in prompts}
     known = {prompt: embedding for prompt, file in files.items() if (embedding := _read(file)) is not None}
     held = all_gather_object([prompt in known for prompt in prompts])
     turns = itertools.cycle(range(world_size()))
@@ -74,6 +132,16 @@ def _write(embedding: TextEmbedding, file: Path) -> None:
 def _read(file: Path) -> TextEmbedding | None:
     """None if the file is missing or broken."""
     try:
-        return TextEmbedding(**load_file(file))
+        tensors = load_file(file)
+        return TextEmbedding(text=tensors["text"], glyphs=tensors["glyphs"])
     except (FileNotFoundError, SafetensorError):
         return None
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether the file is there, and as long as its header says; nothing else of it is read."""
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except (FileNotFoundError, SafetensorError):
+        return False

@@ -22,9 +22,15 @@ from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.objective import uses_anchor
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
-from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.policy.load import TEXT_TOKENS, check_path, transformer_config, vae_config
 from sage_fast.policy.sequence import check_heads
-from sage_fast.rollout.schedule import configured_table, iteration_table, position_steps, trained_steps
+from sage_fast.rollout.schedule import (
+    check_trainable,
+    configured_table,
+    iteration_table,
+    position_steps,
+    trained_steps,
+)
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import TestbedTransformer, tiny_vae
 
@@ -324,3 +330,15 @@ def _duration(flops: float) -> str:
         if seconds >= 2 * scale or unit == "us":
             return f"{seconds / scale:.3g} {unit}"
     raise AssertionError
+
+
+def dry_run(config: Config, ranks: int) -> str:
+    """The plan of a run on so many ranks, in words.
+
+    Raises:
+        UserError: the settings make it impossible, or `model.path` is no checkpoint.
+    """
+    path = config.model.path
+    check_path(path)
+    check_trainable(config, ranks)
+    return format_plan(plan(config, transformer_config(path), vae_config(path), ranks=ranks))

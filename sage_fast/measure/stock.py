@@ -46,9 +46,13 @@ class StockTable:
     embeddings: Mapping[str, TextEmbedding]
 
     def of(self, prompts: Sequence[str]) -> StockSchedule:
-        negative = self.of([""] * len(prompts)) if self.policy.uses_guidance and set(prompts) != {""} else None
         texts = [self.embeddings[prompt] for prompt in prompts]
-        return StockSchedule(self.sigmas, collate(texts, self.policy.device, self.policy.dtype), negative)
+        negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else []
+        negative = StockSchedule(self.sigmas, self._batch(negatives)) if negatives else None
+        return StockSchedule(self.sigmas, self._batch(texts), negative)
+
+    def _batch(self, texts: Sequence[TextEmbedding]) -> TextBatch:
+        return collate(texts, self.policy.device, self.policy.dtype)
 
 
 class StockPolicy(HunyuanVideo15Policy):

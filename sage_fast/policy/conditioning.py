@@ -84,7 +84,7 @@ class ConditioningTable:
     Args:
         modulation: `[T, layers, 2, 6, d]`.
         final: `[T, 2, d]`.
-        embeddings: prompt -> embedding; holds the empty prompt if there is guidance.
+        embeddings: prompt -> embedding; holds the negative prompts too if there is guidance.
         contextualize: P embeddings of one length -> `[T, P, L, d]`.
         uses_guidance: whether there is an unconditional pass.
     """
@@ -106,7 +106,8 @@ class ConditioningTable:
 
     def of(self, prompts: Sequence[str]) -> ConditioningSchedule:
         """The schedule of a batch; prompts of different lengths are padded and masked."""
-        negative = self._schedule([""]) if self.uses_guidance else None
+        negatives = [self.embeddings[prompt].negative for prompt in prompts]
+        negative = self._schedule(negatives) if self.uses_guidance else None
         return dataclasses.replace(self._schedule(prompts), negative=negative)
 
     def _schedule(self, prompts: Sequence[str]) -> ConditioningSchedule:

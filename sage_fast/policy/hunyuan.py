@@ -164,7 +164,7 @@ class HunyuanVideo15Policy:
 
         Args:
             sigmas: `[T]` in [0, 1].
-            embeddings: prompt -> embedding; with guidance, the empty prompt is the negative one.
+            embeddings: prompt -> embedding; with guidance, of the negative prompts too.
         """
         timesteps = 1000 * sigmas.to(self.device, torch.float32)
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from diffusers import (
     AutoencoderKLHunyuanVideo15,
     FlowMatchEulerDiscreteScheduler,
-    HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
 from diffusers.guiders import ClassifierFreeGuidance
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError
 
 from sage_fast.config import ModelConfig, SamplingConfig
@@ -32,19 +25,18 @@ from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
 from sage_fast.policy.checkpointing import set_checkpointing
 from sage_fast.policy.decode import VideoDecoder
+from sage_fast.policy.encoder import load_encoder
+from sage_fast.policy.hub import progress_bars_of, reachable
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
-from sage_fast.policy.random_weights import check_random, is_random, random_encoder, random_layout, random_module
+from sage_fast.policy.random_weights import check_random, is_random, random_layout, random_module
 from sage_fast.policy.sequence import SequenceParallel, check_heads
-from sage_fast.policy.text import Encoder, TextEmbedding, check_crop, encode_with_pipeline
+from sage_fast.policy.text import Encoder
 from sage_fast.testbed.model import BASE, TestbedTransformer
-from sage_fast.testbed.text import embed
 
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
 TEXT_TOKENS = 200
 """Length assumed of a prompt whenever a size is wanted before one is known; the published encoder pads to 1000."""
 PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
-HUB_SECONDS = 5.0
-"""Longest wait for the hub's first answer."""
 VIDEO_FPS = {"HunyuanVideo15Transformer3DModel": 24, "TestbedTransformer": 8}
 
 
@@ -131,24 +123,9 @@ class Model:
         Raises:
             UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
         """
-        config = self.policy.transformer.config
-        if is_random(self.path):
-            return random_encoder(config)
-        if isinstance(self.policy.transformer, TestbedTransformer):
-            no_glyphs = torch.zeros(0, config.text_embed_2_dim)
-            return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
-        parts: dict[str, Any] = {"transformer": None, "vae": self.vae, "scheduler": None, "guider": None}
-        source = reachable(self.path)
-        try:
-            with _progress_bars_of(source):
-                pipeline = HunyuanVideo15Pipeline.from_pretrained(source, **parts, dtype=self.policy.dtype)
-        except (OSError, ValueError) as error:
-            raise UserError(f"model.path = {self.path!r}: cannot read the text encoders: {error}") from error
-        check_crop(pipeline, self.path)
-        device = self.policy.device
-        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
-            encoder.to(device)
-        return lambda prompt: encode_with_pipeline(pipeline, prompt, device)
+        transformer = self.policy.transformer
+        layout = {**transformer.config, "_class_name": type(transformer).__name__}
+        return load_encoder(self.path, layout, self.policy.dtype, self.policy.device)
 
 
 def transformer_config(path: str) -> dict[str, object] | None:
@@ -238,37 +215,7 @@ def _unlike_published(loaded: str, sampling: SamplingConfig) -> list[str]:
     return notes
 
 
-@functools.cache
-def reachable(path: str) -> str:
-    """`path` itself if it is a folder or a model that the hub answers for, else the folder of its cached download.
-
-    Asked once: `from_pretrained` without network tries for half a minute for every file, cached or not.
-
-    Raises:
-        UserError: only on the hub, which cannot be reached, or has no such model.
-    """
-    if is_random(path) or Path(path).is_dir():
-        return path
-    try:
-        HfApi().model_info(path, timeout=HUB_SECONDS)
-        return path
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"model.path = {path!r}: no such folder, and no such model on the hub (or a private one: hf auth login)"
-        ) from error
-    except (HTTPError, OSError) as error:
-        why = str(error).strip().splitlines()[0]
-        try:
-            return snapshot_download(path, local_files_only=True)
-        except LocalEntryNotFoundError:
-            raise UserError(
-                f"model.path = {path!r}: the Hugging Face hub cannot be reached ({why}), and the model is not in the "
-                f"cache {constants.HF_HUB_CACHE}. On a machine with network: hf download {path} --local-dir FOLDER; "
-                "then here --model.path FOLDER. Or set HF_HOME to a cache that has it"
-            ) from error
-
-
-def _layout(setting: str, source: str) -> dict[str, Any]:
+def transformer_layout(setting: str, source: str) -> dict[str, Any]:
     if is_random(source):
         return random_layout(source, "transformer")
     try:
@@ -282,7 +229,7 @@ def _load(cls: Any, setting: str, source: str, part: str, dtype: torch.dtype, de
     if is_random(source):
         return random_module(source, part, dtype, device)
     try:
-        with _progress_bars_of(source):
+        with progress_bars_of(source):
             module, found = cls.from_pretrained(source, subfolder=part, dtype=dtype, output_loading_info=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
@@ -290,17 +237,6 @@ def _load(cls: Any, setting: str, source: str, part: str, dtype: torch.dtype, de
     if odd:
         raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
     return module
-
-
-@contextlib.contextmanager
-def _progress_bars_of(source: str) -> Iterator[None]:
-    """Show the progress of a download; a local folder is read in silence."""
-    with contextlib.ExitStack() as stack:
-        for logging in (diffusers.utils.logging, transformers.utils.logging):
-            if Path(source).is_dir() and logging.is_progress_bar_enabled():
-                logging.disable_progress_bar()
-                stack.callback(logging.enable_progress_bar)
-        yield
 
 
 def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.device, seed: int) -> Model:
@@ -314,7 +250,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     path = check_path(config.path)
     loaded = reachable(path)
     dtype = getattr(torch, config.dtype)
-    layout = _layout("model.path", loaded)
+    layout = transformer_layout("model.path", loaded)
     class_name = str(layout.get("_class_name"))
     if class_name not in TRANSFORMERS:
         raise UserError(f"model.path = {config.path!r} holds a {class_name}; expected one of {list(TRANSFORMERS)}")
@@ -327,7 +263,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
         setting, source = "model.weights", config.weights
         if not (Path(source) / "transformer" / "config.json").is_file():
             raise UserError(f"model.weights = {source!r}: expected a folder that holds transformer/config.json")
-        for key, value in _layout(setting, source).items():
+        for key, value in transformer_layout(setting, source).items():
             # A key that only one of the files spells out has its default in the other.
             if key not in ("_diffusers_version", "_name_or_path") and layout.get(key, value) != value:
                 raise UserError(

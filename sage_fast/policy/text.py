@@ -7,16 +7,10 @@ prompt keeps only its valid tokens; a batch pads to its longest member, and not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-
-from sage_fast.errors import UserError
-
-if TYPE_CHECKING:
-    from diffusers import HunyuanVideo15Pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,17 +20,27 @@ class TextEmbedding:
     Attributes:
         text: `[L, text_embed_dim]` states of the language model (Qwen2.5-VL).
         glyphs: `[L2, text_embed_2_dim]` states of ByT5 for quoted text; L2 = 0 without quotes.
+        negative: the prompt that guidance leads away from.
     """
 
     text: Tensor
     glyphs: Tensor
+    negative: str = ""
 
     @property
     def tokens(self) -> int:
         return len(self.text) + len(self.glyphs)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TextEmbedding:
-        return TextEmbedding(text=self.text.to(device, dtype), glyphs=self.glyphs.to(device, dtype))
+        return dataclasses.replace(self, text=self.text.to(device, dtype), glyphs=self.glyphs.to(device, dtype))
+
+
+def pass_lengths(embeddings: Mapping[str, TextEmbedding], *, guided: bool) -> dict[str, tuple[int, ...]]:
+    """Prompt -> tokens of its text in each pass of a forward: with guidance, in that of its negative prompt too."""
+    return {
+        prompt: (embedding.tokens, embeddings[embedding.negative].tokens) if guided else (embedding.tokens,)
+        for prompt, embedding in embeddings.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,33 +74,3 @@ def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: to
 
 
 Encoder = Callable[[str], TextEmbedding]
-
-
-def check_crop(pipeline: HunyuanVideo15Pipeline, path: str) -> None:
-    """The pipeline drops a fixed number of first tokens, its system message: what is left must begin with the prompt.
-
-    Raises:
-        UserError: this tokenizer or chat template makes another number of them.
-    """
-    # Imported here: the testbed needs no pipeline.
-    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
-
-    chats = format_text_input(["a", "z"], pipeline.system_message)
-    first, second = pipeline.tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
-    start = next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)
-    crop = pipeline.prompt_template_encode_start_idx
-    if start != crop:
-        harm = "words of the prompt would be lost" if start < crop else "the system message would be left in"
-        raise UserError(
-            f"model.path = {path!r}: its tokenizer begins the prompt at token {start}, and the pipeline crops {crop}: "
-            f"{harm}; expected the tokenizer of the published checkpoint"
-        )
-
-
-@torch.no_grad()
-def encode_with_pipeline(pipeline: HunyuanVideo15Pipeline, prompt: str, device: torch.device) -> TextEmbedding:
-    """Encode one prompt with the text encoders of a published checkpoint, as the diffusers pipeline does."""
-    text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompt, device=device, batch_size=1)
-    return TextEmbedding(text=text[0][text_mask[0].bool()].cpu(), glyphs=glyphs[0][glyphs_mask[0].bool()].cpu())

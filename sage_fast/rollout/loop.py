@@ -23,8 +23,9 @@ Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """(step, x, x_next, log_prob, guided velocity) of a step; the next step may overwrite the tensors."""
 
 
-def equal_runs(lengths: Sequence[int], size: int) -> list[slice]:
-    """Consecutive slices of at most `size` samples whose prompts have one length, so that none needs a mask."""
+def equal_runs(lengths: Sequence[object], size: int) -> list[slice]:
+    """Consecutive slices of at most `size` samples whose texts have one length in each pass (`pass_lengths`), so that
+    none needs a mask."""
     runs: list[slice] = []
     start = 0
     for i in range(1, len(lengths) + 1):

@@ -13,7 +13,7 @@ from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
 from sage_fast.policy.conditioning import Conditioning
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
-from sage_fast.policy.text import TextEmbedding, collate
+from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.loop import equal_runs
 from sage_fast.rollout.schedule import Transition
@@ -25,17 +25,20 @@ class Replay:
     Args:
         policy: whose forwards these are.
         config: of the run.
-        embeddings: prompt -> embedding, for every training prompt and the empty one.
+        embeddings: prompt -> embedding, for every training prompt and its negative one.
+
+    Attributes:
+        lengths: prompt -> tokens of its text in each pass of a forward.
     """
 
     def __init__(self, policy: HunyuanVideo15Policy, config: Config, embeddings: Mapping[str, TextEmbedding]) -> None:
         self.policy = policy
         self.config = config
-        self.embeddings = embeddings
+        self.lengths = pass_lengths(embeddings, guided=policy.uses_guidance)
 
     def runs(self, prompts: Sequence[str], size: int) -> list[slice]:
         """Neighbours that go through one forward: at most `size` prompts of one length, so that none is padded."""
-        return equal_runs([self.embeddings[prompt].tokens for prompt in prompts], size)
+        return equal_runs([self.lengths[prompt] for prompt in prompts], size)
 
     @property
     def velocity_dtype(self) -> torch.dtype:
@@ -72,9 +75,10 @@ class Replay:
         if self.policy.conditioning_is_frozen:
             same = len(set(steps)) == 1
             return batch.conditioning.of(prompts).at(on_device(steps[:1] if same else steps, device))
+        embeddings = batch.conditioning.embeddings
         text, negative = (
-            collate([batch.conditioning.embeddings[prompt] for prompt in of], device, self.policy.dtype)
-            for of in (prompts, [""] * len(prompts))
+            collate([embeddings[prompt] for prompt in of], device, self.policy.dtype)
+            for of in (prompts, [embeddings[prompt].negative for prompt in prompts])
         )
         sigma = on_device(batch.table.sigmas[steps].float(), device)
         return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)

@@ -26,7 +26,7 @@ from sage_fast.distributed import (
 from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.policy.text import TextEmbedding, pass_lengths
 from sage_fast.report.comparison import read_scores
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.graphs import step_graphs
@@ -107,8 +107,9 @@ def video_chunks(
     coefs = table.coefficients(1).to(device)
     shape = model.latent_shape(config.sampling)
     # Prompts of one length together, so that none is padded.
-    order = sorted(range(len(prompts)), key=lambda i: embeddings[prompts[i]].tokens)
-    runs = equal_runs([embeddings[prompts[i]].tokens for i in order], config.sampling.batch_size)
+    lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
+    order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
+    runs = equal_runs([lengths[prompts[i]] for i in order], config.sampling.batch_size)
     graphs = step_graphs(model.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
     idle = model.policy.states.behind(len(runs))
     pending = None
@@ -150,12 +151,20 @@ def generate(
 
 
 def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
-    """Prompt and seed (int64 `[N]`) of each of the N videos of an evaluation."""
+    """Prompt and seed (int64 `[N]`) of each of the N videos of an evaluation.
+
+    The seeds of a prompt with one of its own are that one and what follows from it, in any run and any file.
+    """
     config = setup.config
     chosen = setup.eval_prompts[: config.eval.num_prompts]
+
+    def seed_of(prompt: int, k: int) -> Tensor:
+        if (own := setup.eval_seeds.get(prompt)) is None:
+            return sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation")
+        return torch.tensor([own]) if k == 0 else sample_seeds(own, 0, 0, range(k, k + 1), "evaluation")
+
     pairs = [(prompt, k) for k in range(config.eval.seeds_per_prompt) for prompt in range(len(chosen))]
-    seeds = [sample_seeds(config.seed, 0, prompt, range(k, k + 1), "evaluation") for prompt, k in pairs]
-    return [chosen[prompt] for prompt, _ in pairs], torch.cat(seeds)
+    return [chosen[prompt] for prompt, _ in pairs], torch.cat([seed_of(prompt, k) for prompt, k in pairs])
 
 
 def evaluate(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from sage_fast.config import AttentionBackend, Config
-from sage_fast.data.embeddings import encode_cached
-from sage_fast.data.prompts import read_prompts
+from sage_fast.data.embeddings import cache_key, encode_cached
+from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
 from sage_fast.distributed import (
     all_gather_object,
     data_size,
@@ -36,13 +37,20 @@ from sage_fast.testbed.text import embed
 
 @dataclasses.dataclass(kw_only=True)
 class Setup:
-    """Everything a command needs before it samples or trains; `embeddings` are filled by `encode`."""
+    """Everything a command needs before it samples or trains; `embeddings` are filled by `encode`.
+
+    Attributes:
+        negatives: prompt -> its negative prompt, if that is not the empty one.
+        eval_seeds: place among `eval_prompts` -> seed, of those that have their own.
+    """
 
     config: Config
     model: Model
     reward: CompositeReward
     prompts: list[str]
     eval_prompts: list[str]
+    negatives: dict[str, str] = dataclasses.field(default_factory=dict)
+    eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
     judge: Judge | None = None
     embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
 
@@ -55,20 +63,26 @@ class Setup:
         """
         configured = self.config.data.embedding_cache
         folder = Path(configured) if configured else cache
-        self.embeddings = encode_cached(
-            ["", *self.prompts, *self.eval_prompts],
+        found = encode_cached(
+            ["", *self.prompts, *self.eval_prompts, *self.negatives.values()],
             self.model.load_encoder,
             folder,
-            f"{self.model.path} {self.config.model.dtype}",
+            cache_key(self.model.path, self.config.model.dtype, folder),
             quiet or rank() > 0,
         )
+        self.embeddings = {
+            prompt: dataclasses.replace(embedding, negative=self.negatives.get(prompt, ""))
+            for prompt, embedding in found.items()
+        }
 
 
-def load_setup(config: Config, prompts: list[str] | None = None, attention: AttentionBackend | None = None) -> Setup:
+def load_setup(
+    config: Config, prompts: Sequence[Prompt | str] | None = None, attention: AttentionBackend | None = None
+) -> Setup:
     """Read prompts, then the rewards, then the model: what is cheap to find wrong comes first.
 
     Args:
-        prompts: in place of the configured prompt files.
+        prompts: in place of the configured prompt files, for training and evaluation alike.
         attention: in place of `model.attention`.
 
     Raises:
@@ -76,20 +90,45 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
     """
     device = initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
-    train_prompts = read_prompts(config.data.prompts) if prompts is None else prompts
-    eval_prompts = read_prompts(config.data.eval_prompts) if prompts is None else prompts
+    if prompts is None:
+        train_prompts, eval_prompts = configured_prompts(config)
+    else:
+        train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
+    negatives = negatives_of([*train_prompts, *eval_prompts])
     if check_path(config.model.path) == str(BASE):  # the testbed knows few words, and they are looked up at once
-        for prompt in (*train_prompts, *eval_prompts):
-            embed(prompt)
+        for text in (*(prompt.text for prompt in (*train_prompts, *eval_prompts)), *negatives.values()):
+            embed(text)
     reward = CompositeReward(load_reward(config.reward), config.reward)
     judge = Judge(config.eval.judge, config.reward.timeout_seconds) if config.eval.judge is not None else None
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     model = load_model(settings, config.sampling, device, config.seed)
     model.set_checkpointing(choose_checkpointing(config, model), gathered=config.train.engine == "zero3")
+    if negatives and not model.policy.uses_guidance:
+        model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
+    if prompts is None and any(prompt.seed is not None for prompt in train_prompts):
+        model.notes.append(
+            f"the seeds in {config.data.prompts} are for evaluation and samples; training draws new noise each time"
+        )
     return Setup(
-        config=config, model=model, reward=reward, judge=judge, prompts=train_prompts, eval_prompts=eval_prompts
+        config=config,
+        model=model,
+        reward=reward,
+        judge=judge,
+        prompts=[prompt.text for prompt in train_prompts],
+        eval_prompts=[prompt.text for prompt in eval_prompts],
+        negatives=negatives,
+        eval_seeds={i: prompt.seed for i, prompt in enumerate(eval_prompts) if prompt.seed is not None},
     )
+
+
+def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """Those of `data.prompts` and of `data.eval_prompts`."""
+    data = config.data
+    train_prompts, eval_prompts = (
+        read_prompts(source, config.sampling) for source in (data.prompts, data.eval_prompts)
+    )
+    return train_prompts, eval_prompts
 
 
 MEMORY_SHARE = 0.9

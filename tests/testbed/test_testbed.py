@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.data.prompts import read_prompts
 from sage_fast.policy.load import load_model
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate
@@ -139,7 +138,7 @@ def test_the_base_follows_prompts_but_not_perfectly() -> None:
     """Clearly better than chance (the prompts of other videos) and clearly worse than the rendered truth."""
     config = load(Path(__file__).parents[2] / "configs" / "demo.yaml")
     model = load_model(config.model, config.sampling, torch.device("cpu"), 0)
-    prompts = read_prompts("testbed:heldout") * 2
+    prompts = heldout_prompts() * 2
     videos = torch.stack(
         generate(config, model, prompts, embeddings(prompts), sample_seeds(0, 0, 0, range(len(prompts)), "base"))
     )

@@ -1,0 +1,51 @@
+"""`sage-fast embed`: the embeddings of all prompts of a run on disk, so that training loads no text encoder."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import torch
+
+from sage_fast.config import Config
+from sage_fast.data.embeddings import cache_key, fill_cache
+from sage_fast.data.prompts import negatives_of, read_prompts
+from sage_fast.distributed import initialize, rank, shutdown
+from sage_fast.errors import UserError
+from sage_fast.policy.encoder import load_encoder
+from sage_fast.policy.hub import reachable
+from sage_fast.policy.load import check_path, transformer_layout
+from sage_fast.run.setup import configured_prompts
+
+
+def embed_prompts(config: Config, source: str | None, *, quiet: bool) -> str:
+    """Encode into `data.embedding_cache` what it lacks of the prompts, their negative prompts and the empty one.
+
+    The ranks share the work. Of the model only the text encoders are loaded, and they only if something is missing.
+
+    Args:
+        source: prompts in place of those that the settings name, for training and evaluation.
+        quiet: show no progress.
+
+    Returns:
+        What was done, in words.
+
+    Raises:
+        UserError: no cache is configured, a prompt has two negative prompts, or the text encoders cannot be read.
+    """
+    if config.data.embedding_cache is None:
+        raise UserError(
+            "data.embedding_cache = None: expected the folder that runs share, such as --data.embedding_cache "
+            "embeddings, here and in training"
+        )
+    prompts = read_prompts(source, config.sampling) if source else [*itertools.chain(*configured_prompts(config))]
+    texts = dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()])
+    device = initialize(config.timeout_minutes)
+    path, cache = check_path(config.model.path), Path(config.data.embedding_cache)
+    layout = transformer_layout("model.path", reachable(path))
+    load = functools.partial(load_encoder, path, layout, getattr(torch, config.model.dtype), device)
+    key = cache_key(path, config.model.dtype, cache)
+    encoded = fill_cache(list(texts), load, cache, key, quiet or rank() > 0)
+    shutdown()
+    return f"{cache}: {len(texts)} texts, of which {encoded} were encoded now"

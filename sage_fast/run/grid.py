@@ -1,0 +1,317 @@
+"""`sage-fast grid`: one run for each cell of a grid of settings, here one after the other or as a Slurm array job.
+
+    base: paper-480p.yaml # relative to this file
+    output: runs/paper # each run is a folder in it
+    seeds: [0]
+    axes:
+      method:
+        flow: {sampling: {sampler: flow}}
+        sage: {sampling: {sampler: sage}}
+      kl:
+        none: {kl: {strategy: none}}
+        dual: {kl: {strategy: dual}}
+
+A cell is a process of its own, so that one that breaks ends no other. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from sage_fast.errors import RunError, Stopped, UserError, nearest
+from sage_fast.files import read_json, read_metrics, write_atomic
+
+if TYPE_CHECKING:
+    from sage_fast.config import Config
+
+KEYS = ("base", "output", "seeds", "axes")
+SUMMARY = "summary.md"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A run of the grid: its name, the names on the axes and the seed joined, and its settings."""
+
+    name: str
+    config: Config
+
+    @property
+    def run(self) -> Path:
+        return Path(self.config.output)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command, without settings."""
+    parser.add_argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)")
+    parser.add_argument("--slurm", metavar="FILE", help="write an array job, one element a run, instead of running")
+    parser.add_argument(
+        "--cell", metavar="NAME", help="only this run, in this process, as an element of the array does"
+    )
+    parser.add_argument("--summary", action="store_true", help="only print the table and write summary.md")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors and the table")
+
+
+def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    """The command.
+
+    Raises:
+        UserError: the file, a setting of any cell or an option is wrong.
+        RunError: some cells failed; the others are done.
+        Stopped: after SIGINT or SIGTERM; the run of the cell has left a checkpoint.
+    """
+    cells = read_grid(Path(options.config), overrides)
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus}: expected at least 1")
+    if options.cell is not None:
+        return _run_cell(_named(cells, options.cell), quiet=options.quiet)
+    if options.slurm is not None:
+        file = Path(options.slurm)
+        write_atomic(file, _array_job(options, overrides, cells))
+        print(
+            f"{file}: {len(cells)} runs; submit it here, with what your site asks for: sbatch {shlex.quote(str(file))}"
+        )
+        return 0
+    failed: dict[str, int] = {}
+    try:
+        if not options.summary:
+            _run_all(options, overrides, cells, failed)
+    finally:
+        print(write_summary(cells, failed))
+    if failed:
+        names = ", ".join(f"{name} (status {status})" for name, status in failed.items())
+        raise RunError(f"{len(failed)} of {len(cells)} runs failed: {names}; the same command tries them again")
+    return 0
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
+    """All cells, with settings that are valid.
+
+    Args:
+        overrides: settings of all cells, as typed; `output` is the folder of the grid.
+
+    Raises:
+        UserError: names the file and the key, or the cell.
+    """
+    from sage_fast.settings import load, read_yaml
+
+    tree = read_yaml(file)
+    for key in tree:
+        if key not in KEYS:
+            raise UserError(f"grid {file}: unknown key {key!r}; {nearest(str(key), KEYS)}")
+    base, output = tree.get("base"), overrides.get("output", tree.get("output"))
+    for key, value in (("base", base), ("output", output)):
+        if not isinstance(value, str) or not value:
+            raise UserError(
+                f"grid {file}: {key} = {value!r}: expected {'a YAML file' if key == 'base' else 'a folder'}"
+            )
+    seeds, axes = tree.get("seeds"), _axes(file, tree.get("axes"))
+    if seeds is not None and (not isinstance(seeds, list) or not seeds or len(set(map(str, seeds))) < len(seeds)):
+        raise UserError(f"grid {file}: seeds = {seeds!r}: expected a list of different whole numbers, such as [0, 1]")
+    if seeds is not None:
+        axes["seeds"] = {f"seed{seed}": {"seed": seed} for seed in seeds}
+    _check_disjoint(file, axes, overrides)
+    common = {key: text for key, text in overrides.items() if key != "output"}
+    cells = []
+    for names in itertools.product(*axes.values()):
+        name = "-".join(names)
+        overlays = [overlay[own] for overlay, own in zip(axes.values(), names, strict=True)]
+        try:
+            config = load(file.parent / str(base), common, overlays)
+        except UserError as error:
+            raise UserError(f"grid {file}, {name}: {error}") from error
+        cells.append(Cell(name=name, config=dataclasses.replace(config, output=str(Path(str(output)) / name))))
+    return cells
+
+
+def _axes(file: Path, axes: Any) -> dict[str, dict[str, Any]]:
+    """Axis -> name -> overlay."""
+    if not isinstance(axes, dict) or not axes or not all(isinstance(axis, dict) and axis for axis in axes.values()):
+        raise UserError(f"grid {file}: axes: expected axes of named settings, such as kl: {{none: {{kl: {{strategy: "
+                        "none}}, dual: ...}")  # fmt: skip
+    for axis, overlays in axes.items():
+        for name, overlay in overlays.items():
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.]+", name, re.ASCII):
+                raise UserError(
+                    f"grid {file}: axes.{axis}: {name!r}: expected a name of letters, digits, _ and ., in quotes if "
+                    "YAML reads it as something else"
+                )
+            if not isinstance(overlay, dict | None):
+                raise UserError(f"grid {file}: axes.{axis}.{name} = {overlay!r}: expected settings, as in a config")
+    return {str(axis): {name: overlay or {} for name, overlay in of.items()} for axis, of in axes.items()}
+
+
+def _check_disjoint(file: Path, axes: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, str]) -> None:
+    """
+    Raises:
+        UserError: two axes, or an axis and an option, set the same: cells with other names would be the same run.
+    """
+    from sage_fast.settings import leaves
+
+    owner = {"output": "the grid"}
+    for axis, overlays in axes.items():
+        for key in {key for overlay in overlays.values() for key in leaves(overlay)}:
+            if key in owner:
+                raise UserError(f"grid {file}: {key} is set by {owner[key]} and by axis {axis}; expected one of them")
+            owner[key] = f"axis {axis}"
+    for key in overrides:
+        if key != "output" and key in owner:
+            raise UserError(f"--{key}: {owner[key]} of {file} sets it; expected a setting that all runs share")
+
+
+def _named(cells: Sequence[Cell], name: str) -> Cell:
+    for cell in cells:
+        if cell.name == name:
+            return cell
+    raise UserError(f"--cell {name!r}: {nearest(name, [cell.name for cell in cells])}")
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def is_finished(cell: Cell) -> bool:
+    """Whether its run has done the iterations that it is to do, and left its report."""
+    after = cell.run / "eval" / "after.json"
+    if not after.is_file() or not (cell.run / "report.html").is_file():
+        return False
+    with contextlib.suppress(UserError):  # damaged: it is made again
+        return read_json(after).get("iteration") == cell.config.train.iterations
+    return False
+
+
+def _run_cell(cell: Cell, *, quiet: bool) -> int:
+    """In this process, which may be one of several ranks: begin the run, go on with it, or leave it as it is."""
+    if is_finished(cell):
+        return 0
+    from sage_fast.run.train import train
+
+    train(cell.config, resume=(cell.run / "config.yaml").is_file(), quiet=quiet)
+    return 0
+
+
+def _run_all(
+    options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell], failed: dict[str, int]
+) -> None:
+    """One cell after the other; `failed` is told the exit status of those that fail."""
+    launcher = [sys.executable]
+    if options.gpus > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+    for number, cell in enumerate(cells, start=1):
+        if is_finished(cell):
+            continue
+        if not options.quiet:
+            print(f"run {number} of {len(cells)}: {cell.name}", flush=True)
+        status = _child([*launcher, "-m", "sage_fast", *_words(options, overrides), "--cell", cell.name])
+        if status != 0:
+            failed[cell.name] = status
+
+
+def _child(command: Sequence[str]) -> int:
+    """Exit status of a process, which is handed on the signals that come; it is not in the terminal's group, where it
+    would get them twice.
+
+    Raises:
+        Stopped: a signal came.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    came: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    try:
+        child = subprocess.Popen(command, start_new_session=True)
+        if came:  # before there was a child
+            child.send_signal(came[0])
+        status = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if came:
+        raise Stopped(came[0])
+    return status
+
+
+def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[str]:
+    """The command as it was given, without what is for this process alone."""
+    settings = [word for key, text in overrides.items() for word in (f"--{key}", text)]
+    return ["grid", options.config, *(["--quiet"] if options.quiet else []), *settings]
+
+
+def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell]) -> str:
+    """An sbatch script: the template beside this file with its cells and command."""
+    values = {
+        "LAST": str(len(cells) - 1),
+        "GPUS": str(options.gpus),
+        "CELLS": " ".join(cell.name for cell in cells),
+        "OUTPUT": shlex.quote(str(cells[0].run.parent)),
+        "COMMAND": shlex.join(_words(options, overrides)),
+    }
+    text = (files("sage_fast.run") / "array.sbatch").read_text(encoding="utf-8")
+    return re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("run", "status", "iterations", "reward before", "after", "gain ± 2 std. errors", "judge, gains")
+
+
+def write_summary(cells: Sequence[Cell], failed: Mapping[str, int]) -> str:
+    """Write the table of all cells as Markdown into the folder of the grid; returns it as text for a terminal."""
+    rows = []
+    for cell in cells:
+        try:
+            rows.append(_row(cell, failed.get(cell.name)))
+        except UserError as error:  # a damaged file of one run
+            rows.append((cell.name, f"unreadable: {error}", *[""] * (len(COLUMNS) - 2)))
+    folder = cells[0].run.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
+    write_atomic(folder / SUMMARY, "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    widths = [max(len(line[column]) for line in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in (COLUMNS, *rows)]
+    return "\n".join([*table, f"{folder / SUMMARY}"])
+
+
+def _row(cell: Cell, status: int | None) -> tuple[str, ...]:
+    """A cell as the files of its run tell it: held-out scores before training and of the last evaluation."""
+    from sage_fast.metrics import JUDGE_PART
+    from sage_fast.report.comparison import PairedRow, format_number, paired_table, read_scores
+
+    done = len(read_metrics(cell.run / "metrics.jsonl"))
+    begun = (cell.run / "config.yaml").is_file()
+    said = f"failed ({status})" if status else "finished" if is_finished(cell) else "stopped" if begun else "not begun"
+    iterations = f"{done} of {cell.config.train.iterations}"
+    first, later = cell.run / "eval" / "before.json", sorted((cell.run / "eval").glob("iteration-*.json"))
+    last = [file for file in (*later, cell.run / "eval" / "after.json") if file.is_file()]
+    if not first.is_file() or not last:
+        return cell.name, said, iterations, "", "", "", ""
+
+    def gain(row: PairedRow) -> str:
+        error = f" ± {format_number(2 * row.standard_error, 4)}" if row.standard_error is not None else ""
+        return f"{format_number(row.difference, 4, sign=True)}{error}"
+
+    reward, *parts = paired_table(read_scores(first), read_scores(last[-1]))
+    judged = [f"{row.name.removeprefix(JUDGE_PART)} {gain(row)}" for row in parts if row.name.startswith(JUDGE_PART)]
+    scores = (format_number(reward.before, 4), format_number(reward.after, 4), gain(reward))
+    return cell.name, said, iterations, *scores, ", ".join(judged)

@@ -1,0 +1,37 @@
+"""`sage-fast sample`: videos of any prompts, by the ODE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_fast.config import Config
+from sage_fast.console import Say
+from sage_fast.data.prompts import Prompt
+from sage_fast.errors import UserError
+from sage_fast.files import writing
+from sage_fast.run.evaluation import generate
+from sage_fast.run.folder import save_videos
+from sage_fast.run.setup import load_setup
+from sage_fast.seeding import sample_seeds
+
+
+def sample(config: Config, prompts: Sequence[Prompt], folder: Path, *, quiet: bool, tell: Say) -> list[Path]:
+    """One video of each prompt, with its own seed if it has one, and a contact sheet, in `folder`; returns the videos.
+
+    Raises:
+        UserError: `folder` is a file, or as `load_setup`.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder, which is made if it does not exist")
+    setup = load_setup(config, prompts)
+    for note in setup.model.notes:
+        tell(f"note: {note}")
+    texts = [prompt.text for prompt in prompts]
+    seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
+    for place, seed in setup.eval_seeds.items():
+        seeds[place] = seed
+    with writing(folder):
+        setup.encode(folder / "embeddings", quiet=quiet)
+        videos = generate(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet)
+        return save_videos(videos, texts, folder, setup.model.fps)

@@ -1,0 +1,120 @@
+"""docs/eight_gpus.md from its first command to its last, on a tiny checkpoint of the real classes and two CPU ranks."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from sage_fast.cli import main
+from sage_fast.files import read_json, read_metrics
+from sage_fast.policy.hunyuan import LORA_FILE
+from tests.test_distributed import torchrun
+from tests.test_docs import REPOSITORY, Block, blocks
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+PAGE = REPOSITORY / "docs" / "eight_gpus.md"
+PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"dtype": "float32", "lora_rank": 2},
+    "sampling": {"steps": 2, "num_frames": 5, "height": 32, "width": 32},
+    "train": {"iterations": 2, "prompts_per_iteration": 4, "group_size": 2, "learning_rate": 1e-2, "warmup_steps": 0},
+    "eval": {"steps": 1, "num_prompts": 2, "num_videos": 1, "interval": 0},
+    "tracking": {"trackers": []},
+}
+# The words of the page in the processes of one torchrun, each command with a part of its store, as after a restart.
+RANKS = """
+import json, os, sys
+from sage_fast.cli import main
+os.chdir(sys.argv[1])
+for number, words in enumerate(json.loads(sys.argv[2])):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+    assert main(words) == 0, words
+"""
+
+
+def commands(block: Block) -> list[list[str]]:
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def make_small(config: Path, model: Path) -> None:
+    """A new user's file, with the sizes of the tiny checkpoint."""
+    tree = yaml.safe_load(config.read_text())
+    assert tree["model"]["path"] == PUBLISHED
+    for section, settings in SMALL.items():
+        tree.setdefault(section, {}).update(settings)
+    tree["model"]["path"] = str(model)
+    config.write_text(yaml.safe_dump(tree))
+
+
+def test_every_command_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model", seed=1)
+    monkeypatch.chdir(tmp_path)
+    told: dict[str, str] = {}
+    started: list[list[str]] = []
+    *shell, python = blocks(PAGE)
+    assert python.kind == "python"
+    waiting: list[list[str]] = []  # for the ranks: they start once for commands that follow each other
+    for words in [words for block in shell for words in commands(block)] + [["end"]]:
+        if words[0] == "torchrun":
+            assert words[:5] == ["torchrun", "--nproc-per-node", "8", "-m", "sage_fast"]
+            waiting.append([re.sub("^300$", "3", word) for word in words[5:]])
+            continue
+        if waiting:
+            (tmp_path / "ranks.py").write_text(RANKS)
+            done = torchrun(str(tmp_path / "ranks.py"), str(Path.cwd()), json.dumps(waiting))
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:4000]
+            told["ranks"] = done.stdout
+            started += waiting
+            waiting = []
+        if words[0] == "cd":
+            monkeypatch.chdir(words[1])
+            make_small(Path("config.yaml"), model)
+            for file, count in (("prompts.txt", 4), ("heldout.txt", 2)):  # the user's own
+                lines = Path(file).read_text().splitlines(keepends=True)
+                Path(file).write_text("".join(lines[:count]))
+        elif words[0] == "sage-fast":
+            assert main(words[1:]) == 0
+            told[words[1]] = capsys.readouterr().out
+            started.append(words[1:])
+    assert [words[0] for words in started] == ["init", "train", "embed", "train", "train", "eval", "sample"]
+    assert "8 ranks" in told["train"] or "8 GPUs" in told["train"]
+    texts = 1 + len(Path("prompts.txt").read_text().splitlines()) + len(Path("heldout.txt").read_text().splitlines())
+    assert f"embeddings: {texts} texts, of which {texts} were encoded now" in told["ranks"]
+    assert len(list(Path("embeddings").glob("*.safetensors"))) == texts
+    run = Path("runs/first")
+    assert not (run / "embeddings").exists()
+    assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    assert "goes on after 2 iterations" in told["ranks"]
+    assert {"color", "steady"} <= read_json(Path("scores.json"))["parts"].keys()
+    assert (run / "report.html").is_file()
+    assert Path("samples/00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 300
+
+    code = python.text
+    for theirs, ours in (
+        (f'"{PUBLISHED}"', repr(str(model))), ('"cuda"', '"cpu"'), ("height=480, width=832", "height=32, width=32"),
+        ("num_frames=81", "num_frames=5"), ("num_inference_steps=40", "num_inference_steps=2"),
+    ):  # fmt: skip
+        assert code.count(theirs) == 1
+        code = code.replace(theirs, ours)
+    names: dict[str, Any] = {}
+    exec(compile(code, PAGE.name, "exec"), names)
+    assert Path("first.mp4").stat().st_size > 300
+    assert (run / "weights" / LORA_FILE).is_file()
+    pipeline = names["pipeline"]
+
+    def latents() -> torch.Tensor:
+        made = pipeline("a red circle", height=32, width=32, num_frames=5, num_inference_steps=2, output_type="latent",
+                        generator=torch.Generator().manual_seed(0))  # fmt: skip
+        return made.frames
+
+    trained = latents()
+    pipeline.transformer.disable_lora()
+    assert not torch.equal(latents(), trained)

@@ -1,0 +1,313 @@
+"""`sage-fast grid`: the cells of a file, runs that are stopped and go on, one that breaks, and the Slurm array."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+import sage_fast.run.grid as grid
+from sage_fast.cli import main
+from sage_fast.config import Config
+from sage_fast.errors import UserError
+from sage_fast.files import read_json, read_metrics
+from sage_fast.run.grid import COLUMNS, is_finished, read_grid
+from sage_fast.run.resume import value_of
+from sage_fast.section import settings_of
+from sage_fast.settings import load
+from tests.fork_server import ForkServer
+from tests.test_cluster import RECORDER, SCANCEL, SCONTROL, SRUN
+
+REPOSITORY = Path(__file__).parent.parent
+PAPER = REPOSITORY / "configs" / "grids" / "paper.yaml"
+TINY: dict[str, Any] = {
+    "base": str(REPOSITORY / "configs" / "demo.yaml"),
+    "sampling": {"steps": 2},
+    "train": {"iterations": 500, "prompts_per_iteration": 2, "group_size": 2, "optimizer_steps": 1,
+              "checkpoint_interval": 1, "parity_gate": False},
+    "eval": {"steps": 1, "num_prompts": 5, "seeds_per_prompt": 1, "num_videos": 1, "interval": 0},
+    "tracking": {"trackers": []},
+}  # fmt: skip
+TWO_BY_TWO = {
+    "base": "tiny.yaml",
+    "output": "runs/g",
+    "axes": {
+        "method": {"flow": {"sampling": {"sampler": "flow"}}, "exact": {"sampling": {"sampler": "exact"}}},
+        "reward": {"good": None, "broken": {"reward": {"weights": {"no_such_part": 1.0}}}},
+    },
+}
+NAMES = ["flow-good", "flow-broken", "exact-good", "exact-broken"]
+
+
+def write(folder: Path, tree: Any, name: str = "grid.yaml") -> Path:
+    (folder / name).write_text(yaml.safe_dump(tree, sort_keys=False))
+    return folder / name
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_of_the_paper() -> None:
+    """Methods x KL x rewards, each cell with what its names say, and everything else as in the base."""
+    cells = read_grid(PAPER, {"train.iterations": "7"})
+    axes = (("dance", "flow", "cps", "sage", "exact"), ("none", "fixed", "dual"), ("A", "B"))
+    assert [cell.name for cell in cells] == [f"{'-'.join(names)}-seed0" for names in itertools.product(*axes)]
+    weights = {"A": {"vq": 1.0, "mq": 1.0, "ta": 1.0}, "B": {"vq": 0.5, "mq": 0.5, "ta": 1.0}}
+    for cell in cells:
+        method, kl, reward, _ = cell.name.split("-")
+        config = cell.config
+        assert (config.sampling.sampler, config.kl.strategy, config.reward.weights) == (method, kl, weights[reward])
+        assert config.objective.equalizer == (method in ("sage", "exact"))
+        assert config.objective.surrogate == ("log_prob" if config.objective.equalizer else "clip")
+        assert (config.objective.log_prob == "unscaled") == (method == "cps")
+        assert (config.train.iterations, config.eval.steps) == (7, 40)
+        assert config.output == f"runs/paper-grid/{cell.name}"
+    (sage,) = [cell.config for cell in cells if cell.name == "sage-dual-B-seed0"]
+    paper = load(PAPER.parent.parent / "paper-480p.yaml")
+    unlike = [key for key in settings_of(Config) if value_of(sage, key) != value_of(paper, key)]
+    assert unlike == ["output", "train.iterations"]
+
+
+def test_seeds_and_the_folder(tmp_path: Path) -> None:
+    write(tmp_path, TINY, "tiny.yaml")
+    file = write(tmp_path, TWO_BY_TWO | {"seeds": [3, 5]})
+    cells = read_grid(file, {"output": "elsewhere"})
+    assert [cell.name for cell in cells[:2]] == ["flow-good-seed3", "flow-good-seed5"]
+    assert [cell.config.seed for cell in cells[:2]] == [3, 5]
+    assert cells[0].config.output == "elsewhere/flow-good-seed3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "expected"),
+    [
+        ({"axis": {}}, {}, "unknown key 'axis'; expected one of base, output, seeds, axes; did you mean 'axes'?"),
+        ({"base": None}, {}, "base = None: expected a YAML file"),
+        ({"base": "none.yaml"}, {}, "flow-good: config .*none.yaml: no such file"),
+        ({"output": 3}, {}, "output = 3: expected a folder"),
+        ({"seeds": [1, 1]}, {}, r"seeds = \[1, 1\]: expected a list of different whole numbers"),
+        ({"seeds": ["x"]}, {}, r"flow-good-seedx: seed = 'x': expected a whole number"),
+        ({"axes": {}}, {}, "axes: expected axes of named settings"),
+        ({"axes": {"a": {"one": 3}}}, {}, r"axes.a.one = 3: expected settings"),
+        ({"axes": {"a": {False: {}}}}, {}, r"axes.a: False: expected a name"),
+        ({"axes": {"a": {"../x": {}}}}, {}, r"axes.a: '../x': expected a name"),
+        ({"axes": {"a": {"b-c": {}}}}, {}, r"axes.a: 'b-c': expected a name"),
+        ({"axes": {"a": {"x": {"samplng": {"eta": 1}}}}}, {}, r"x: unknown setting 'samplng"),
+        ({"axes": {"a": {"x": {"seed": 1}}}, "seeds": [1]}, {}, "seed is set by axis a and by axis seeds"),
+        ({"axes": {"a": {"x": {"output": "y"}}}}, {}, "output is set by the grid and by axis a"),
+        ({}, {"sampling.sampler": "cps"}, "--sampling.sampler: axis method of .* sets it"),
+        ({}, {"sampling.eta": "-1"}, "flow-good: sampling.eta = -1"),
+    ],
+)
+def test_a_broken_grid_is_named(changes: Any, overrides: dict[str, str], expected: str, tmp_path: Path) -> None:
+    write(tmp_path, TINY, "tiny.yaml")
+    file = write(tmp_path, TWO_BY_TWO | changes)
+    with pytest.raises(UserError, match=expected):
+        read_grid(file, overrides)
+
+
+def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, TINY, "tiny.yaml")
+    file = str(write(tmp_path, TWO_BY_TWO))
+    assert main(["grid", file, "--cell", "flow-god"]) == 2
+    assert "did you mean 'flow-good'?" in capsys.readouterr().err
+    assert main(["grid", file, "--gpus", "0"]) == 2
+    assert "--gpus 0: expected at least 1" in capsys.readouterr().err
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+class Forks:
+    """In place of `_child`: the same command, forked from a process that has imported everything."""
+
+    def __init__(self, server: ForkServer, log: Path) -> None:
+        self.server, self.log = server, log
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: Sequence[str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "sage_fast"]
+        self.commands.append(list(command[3:]))
+        return self.server.wait(
+            self.server.start([*command[3:], "--output", str(self.log.parent / "runs" / "g")], self.log)
+        )
+
+    @property
+    def cells(self) -> list[str]:
+        return [command[-1] for command in self.commands]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Iterator[dict[str, Any]]:
+    """A 2 x 2 grid, stopped within the first run, gone on with, and run once more; half of its cells are broken."""
+    folder = tmp_path_factory.mktemp("grid")
+    write(folder, TINY, "tiny.yaml")
+    file = write(folder, TWO_BY_TWO)
+    first = folder / "runs" / "g" / NAMES[0]
+    found: dict[str, Any] = {"folder": folder}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sage_fast", "grid", "grid.yaml"], cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while len(read_metrics(first / "metrics.jsonl")) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    found["stopped"] = (
+        process.communicate(timeout=300)[0],
+        process.returncode,
+        (folder / "runs/g/summary.md").read_text(),
+    )
+    found["done"] = len(read_metrics(first / "metrics.jsonl"))
+    write(folder, TINY | {"train": TINY["train"] | {"iterations": found["done"] + 1}}, "tiny.yaml")
+    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as reading:
+        reading.chdir(folder)
+        for name in ("second", "third"):
+            forks = Forks(server, folder / f"{name}.log")
+            patch.setattr(grid, "_child", forks)
+            found[name] = main(["grid", str(file), "--quiet"]), forks.cells
+        yield found
+
+
+def test_a_signal_stops_the_run_and_the_grid(place: dict[str, Any]) -> None:
+    out, status, table = place["stopped"]
+    assert status == 0, out  # as a run that a scheduler stops
+    assert "run 1 of 4: flow-good" in out
+    assert "continue with --resume" in out
+    assert "run 2 of 4" not in out
+    assert f"| flow-good | stopped | {place['done']} of 500 |" in table
+    assert "| exact-good | not begun | 0 of 500 |" in table
+
+
+def test_the_grid_goes_on_and_no_cell_ends_the_others(place: dict[str, Any]) -> None:
+    status, cells = place["second"]
+    assert (status, cells) == (1, NAMES)
+    folder = place["folder"] / "runs" / "g"
+    for name in ("flow-good", "exact-good"):
+        rows = read_metrics(folder / name / "metrics.jsonl")
+        assert [row["iteration"] for row in rows] == list(range(place["done"] + 1))
+    assert [start["iteration"] for start in read_json(folder / "flow-good" / "run.json")["resumed"]] == [place["done"]]
+    assert "no_such_part" in (place["folder"] / "second.log").read_text()
+    assert (folder / "flow-good" / "config.yaml").read_text().count("sampler: flow") == 1
+
+
+def test_what_is_finished_is_left_alone(place: dict[str, Any]) -> None:
+    assert place["third"] == (1, ["flow-broken", "exact-broken"])
+
+
+def test_the_table(place: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place["folder"])
+    assert main(["grid", "grid.yaml", "--summary"]) == 0
+    out = capsys.readouterr().out
+    table = (place["folder"] / "runs" / "g" / "summary.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert tuple(rows[0]) == COLUMNS
+    by_name = {row[0]: row[1:] for row in rows[2:]}
+    assert list(by_name) == NAMES
+    total = place["done"] + 1
+    for name in ("flow-good", "exact-good"):
+        said, iterations, before, after, gain, judge = by_name[name]
+        assert (said, iterations) == ("finished", f"{total} of {total}")
+        assert float(gain.split(" ± ")[0]) == pytest.approx(float(after) - float(before), abs=2e-4)
+        assert float(gain.split(" ± ")[1]) > 0
+        assert "alignment " in judge
+        assert "naturalness " in judge
+        assert before in out
+    assert by_name["flow-broken"][0] in ("stopped", "not begun")
+
+
+def test_a_damaged_run_is_said_so_and_ends_no_other(place: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(place["folder"], tmp_path / "copy")
+    (cell,) = [cell for cell in read_grid(tmp_path / "copy" / "grid.yaml", {}) if cell.name == "flow-good"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "copy")
+        assert is_finished(cell)
+        (cell.run / "eval" / "after.json").write_text("{")
+        assert not is_finished(cell)
+        text = grid.write_summary(read_grid(Path("grid.yaml"), {}), {"exact-broken": 2})
+    assert "flow-good     unreadable: " in text
+    assert "exact-good    finished" in text
+    assert "exact-broken  failed (2)" in text
+
+
+def test_several_gpus_are_torchruns(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place["folder"])
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(grid, "_child", lambda command: commands.append(command) or 0)
+    assert main(["grid", "grid.yaml", "--gpus", "8", "--train.seed", "1"]) == 2  # no such setting: before any run
+    assert main(["grid", "grid.yaml", "--gpus", "8", "--train.eps", "1e-9"]) == 0
+    assert [command[-1] for command in commands] == ["flow-broken", "exact-broken"]
+    python, *module = commands[0][:3]
+    assert (python, module) == (sys.executable, ["-m", "torch.distributed.run"])
+    options = get_args_parser().parse_args(commands[0][3:])
+    assert (options.nproc_per_node, options.module, options.training_script) == ("8", True, "sage_fast")
+    assert options.training_script_args == ["grid", "grid.yaml", "--train.eps", "1e-9", "--cell", "flow-broken"]
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_element_of_the_array_is_a_run(
+    place: dict[str, Any], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script that is written passes shellcheck; under a pretend Slurm each task starts the command of its cell."""
+    folder = shutil.copytree(place["folder"], tmp_path / "a copy")
+    monkeypatch.chdir(folder)
+    given = ["grid.yaml", "--train.learning_rate", "2e-3", "--output", "runs/more of it"]
+    assert main(["grid", *given, "--slurm", "array.sbatch", "--gpus", "2"]) == 0
+    text = Path("array.sbatch").read_text()
+    assert "#SBATCH --array=0-3\n" in text
+    assert text.count("per-node=2\n") == 2
+    assert re.findall(r"@[A-Z]+@", text) == []
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is not None:
+        done = subprocess.run([program, "array.sbatch"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    (folder / "bin").mkdir()
+    for name, program_text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "recorder": RECORDER}.items():
+        (folder / "bin" / name).write_text(program_text)
+        (folder / "bin" / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NTASKS": "2",
+             "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder",
+             "SCONTROL_LOG": str(folder / "scontrol.log"), "PATH": f"{folder}/bin:{os.environ['PATH']}"}  # fmt: skip
+    process = subprocess.Popen(["bash", "array.sbatch"], env=os.environ | slurm | {"WAITS": "600"})
+    deadline = time.monotonic() + 60
+    while not all(Path(f"started.{rank}").exists() for rank in range(2)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)  # the time limit
+    assert process.wait(60) == 0
+    assert Path("scontrol.log").read_text() == "requeue 70123\n"
+    started = Path("started.0").read_text().splitlines()
+    assert started[0].startswith("0/2 0 127.0.0.1:")
+    assert started[1:3] == ["-m", "sage_fast"]
+    assert started[3:-1] == ["grid", *given, "--cell", "exact-good"]
+    assert started[-1] == "TERM"
+    # What the task would have done, on one rank.
+    words = [*started[3:-1], "--output", str(folder / "runs" / "g")]
+    words[1] = str(folder / "grid.yaml")
+    log = folder / "element.log"
+    assert server.wait(server.start(words, log)) == 0, log.read_text()
+    assert log.read_text() == ""  # it was finished
+    words[-1] = str(folder / "runs" / "new")
+    assert server.wait(server.start(words, log)) == 0, log.read_text()
+    assert is_finished(next(c for c in read_grid(Path("grid.yaml"), {"output": "runs/new"}) if c.name == "exact-good"))

@@ -1,0 +1,455 @@
+"""Prompt files: what is read of them, what each field does, and the embeddings that `sage-fast embed` leaves."""
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import HfApi, constants
+from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
+from omegaconf import OmegaConf
+
+import sage_fast.data.embeddings
+import sage_fast.run.embed
+from sage_fast.cli import main
+from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.data.embeddings import cache_key, encode_cached
+from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
+from sage_fast.errors import UserError
+from sage_fast.files import read_json, read_metrics
+from sage_fast.policy.encoder import encoder_version, load_encoder
+from sage_fast.policy.hub import reachable
+from sage_fast.policy.load import load_model
+from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
+from sage_fast.run.evaluation import prompts_and_seeds
+from sage_fast.run.setup import load_setup
+from sage_fast.trainer import Trainer
+from tests.test_docs import REPOSITORY, blocks
+from tests.tiny import CPU, arguments, embeddings, settings, tiny_model
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+SAMPLING = SamplingConfig()
+CAT, DOG = "a cat, asleep", 'a dog under a sign that says "open"'
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_text_files(tmp_path: Path) -> None:
+    def texts() -> list[str]:
+        return [prompt.text for prompt in read_prompts(str(file), SAMPLING)]
+
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfa cat\r\n\r\n  a dog \n")
+    assert texts() == ["a cat", "a dog"]
+    file.write_bytes("one\u2028line\x85of\x0ctext\x0b, whole\ranother\r\n".encode())
+    assert texts() == ["one\u2028line\x85of\x0ctext\x0b, whole\ranother"]
+    file = tmp_path / "prompts"  # whatever it is called
+    file.write_text('{"prompt": "a cat"}\n')
+    assert texts() == ['{"prompt": "a cat"}']
+
+
+def test_three_formats_hold_the_same(tmp_path: Path) -> None:
+    size = {"width": SAMPLING.width, "height": SAMPLING.height, "num_frames": SAMPLING.num_frames}
+    rows = [{"prompt": CAT, "negative_prompt": " blurry ", "seed": 7} | size, {"prompt": DOG, "seed": None}]
+    (tmp_path / "p.jsonl").write_text("\ufeff" + "\r\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "P.CSV").write_text(
+        "seed,prompt,negative_prompt,width,height,num_frames\r\n"
+        f' 7 ,"{CAT}",blurry,{SAMPLING.width},{SAMPLING.height},{SAMPLING.num_frames}\r\n\r\n'
+        f',"{DOG.replace(chr(34), 2 * chr(34))}",,,,\r\n',
+        encoding="utf-8",
+    )
+    (tmp_path / "p.txt").write_text(f"{CAT}\n{DOG}\n")
+    expected = [Prompt(text=CAT, negative="blurry", seed=7), Prompt(text=DOG)]
+    for name in ("p.jsonl", "P.CSV"):
+        assert read_prompts(str(tmp_path / name), SAMPLING) == expected
+    assert [p.text for p in read_prompts(str(tmp_path / "p.txt"), SAMPLING)] == [CAT, DOG]
+    assert negatives_of(expected) == {CAT: "blurry"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("p.txt", "\n \n", "is empty; expected at least one prompt"),
+        ("p.txt", "one\nein schöner Tag\n".encode("latin-1"), "line 2: not UTF-8"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: not UTF-8"),
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": a}\n', "line 3: not valid JSON: Expecting value at column 12"),
+        ("p.jsonl", "[" * 100_000, "line 1: not valid JSON"),
+        ("p.jsonl", '{"prompt": "a", "seed": ' + 5000 * "9" + "}", "line 1: not valid JSON: Exceeds the limit"),
+        ("p.jsonl", '"a cat"\n', "line 1: expected an object"),
+        ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "line 1: not valid JSON: the key 'prompt' is there twice"),
+        ("p.jsonl", '{"promt": "a"}\n', "line 1: unknown key 'promt'; .*did you mean 'prompt'"),
+        ("p.jsonl", '{"seed": 1}\n', "line 1: 'prompt' is missing"),
+        ("p.jsonl", '{"prompt": null}\n', "line 1: prompt = None: expected text"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": "  "}\n', "line 2: the prompt is empty"),
+        ("p.jsonl", '{"prompt": "\\ud800"}\n', "line 1: prompt = .*expected text"),
+        ("p.jsonl", '{"prompt": "a", "negative_prompt": 3}\n', "line 1: negative_prompt = 3: expected text"),
+        ("p.jsonl", '{"prompt": "a", "seed": "3"}\n', "line 1: seed = '3': expected a whole number"),
+        ("p.jsonl", '{"prompt": "a", "seed": true}\n', "line 1: seed = True: expected a whole number"),
+        ("p.jsonl", '{"prompt": "a", "seed": -1}\n', "line 1: seed = -1: expected at least 0 .*nearest is 0"),
+        ("p.jsonl", '{"prompt": "a", "seed": 1e99}\n', "line 1: seed = 1e\\+99: expected a whole number"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "width": 640}\n',
+            "line 1: width = 640: .*width = 832; the nearest is 832",
+        ),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "num_frames": 1}\n',
+            "num_frames = 1: .* or a run of its own with --sampling.n",
+        ),
+        ("p.csv", "prompt,seed\na,1\nb,two\n", "line 3: seed = 'two': expected a whole number"),
+        ("p.csv", "prompt,seed\na,1\n,2\n", "line 3: the prompt is empty"),
+        ("p.csv", 'prompt\n"a\nb"\n""\n', "line 4: the prompt is empty"),
+        ("p.csv", "prompt;seed\na;1\n", "line 1, columns separated by commas: unknown key 'prompt;seed'"),
+        ("p.csv", "prompt, seed,prompt\na,1,b\n", "line 1: the column 'prompt' is there twice"),
+        ("p.csv", "seed,width\n1,2\n", "line 1: expected a header with the column 'prompt', found seed, width"),
+        ("p.csv", "prompt,seed\na cat, asleep,1\n", "line 2: 3 cells for 2 columns; text with commas"),
+        ("p.csv", 'prompt\n"a" b\n', "line 2: not valid CSV"),
+        ("p.csv", "prompt\n", "is empty"),
+        ("p.json", "[]", "expected UTF-8 text .*the nearest is .jsonl"),
+        ("p.tsv", "prompt\tseed\n", "the nearest is .csv"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(name: str, content: str | bytes, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UserError, match=expected) as error:
+        read_prompts(str(file), SAMPLING)
+    assert str(file) in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"missing.txt.*no such file; expected UTF-8 text .*\.jsonl or \.csv"):
+        read_prompts(str(tmp_path / "missing.txt"), SAMPLING)
+    with pytest.raises(UserError, match="testbed:train or testbed:heldout"):
+        read_prompts("testbed:all", SAMPLING)
+
+
+def test_a_prompt_has_one_negative_prompt() -> None:
+    first = Prompt(text=CAT, where="train.jsonl, line 1")
+    with pytest.raises(UserError, match=r"test.csv, line 3: negative_prompt = 'dark'; .* '' in train.jsonl, line 1"):
+        negatives_of([first, Prompt(text=CAT, negative="dark", where="test.csv, line 3")])
+    assert negatives_of([first, first]) == {}
+
+
+# -- negative prompts and seeds ---------------------------------------------------------------------------------------
+
+RED, BLUE, GREEN = (f"a {color} circle moves left quickly" for color in ("red", "blue", "green"))
+LONG = "a red circle"
+
+
+def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
+    """The table of a rollout and the conditioning with gradients, in a batch and alone, against one made by hand."""
+    config = settings(sampling__guidance_scale=4.0)
+    policy = tiny_model(config).policy
+    for p in policy.transformer.parameters():  # a young LoRA model hardly hears its text
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    known = embeddings([RED, BLUE, LONG])
+    known[RED] = type(known[RED])(text=known[RED].text, glyphs=known[RED].glyphs, negative=LONG)
+    assert pass_lengths(known, guided=True)[RED] == (known[RED].tokens, known[LONG].tokens)
+    assert pass_lengths(known, guided=True)[BLUE] == (known[BLUE].tokens, known[""].tokens)
+    sigmas = torch.tensor([0.9, 0.4])
+    table = policy.conditioning_table(sigmas, known)
+    x = torch.randn(2, policy.latent_channels, 2, 4, 4)
+
+    def by_hand(row: int, prompt: str, negative: str, step: int) -> torch.Tensor:
+        text, away = (collate([known[of]], CPU, policy.dtype) for of in (prompt, negative))
+        at = policy.condition(sigmas[step : step + 1], text, away)
+        return policy.guided_velocity(x[row : row + 1], at)
+
+    for step in range(2):
+        expected = torch.cat([by_hand(0, RED, LONG, step), by_hand(1, BLUE, "", step)])
+        other = torch.cat([by_hand(0, RED, "", step), by_hand(1, BLUE, "", step)])
+        together = policy.guided_velocity(x, table.of([RED, BLUE]).at(torch.tensor([step])))
+        torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-5)
+        assert (expected - other)[0].abs().max() > 1e-2
+        alone = policy.guided_velocity(x[:1], table.of([RED]).at(torch.tensor([step])))
+        torch.testing.assert_close(alone, expected[:1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        {"prompt": RED, "negative_prompt": LONG, "seed": 3},
+        {"prompt": BLUE, "negative_prompt": "a blue circle moves"},
+        {"prompt": GREEN},
+    ]
+    Path("train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    Path("heldout.csv").write_text(f"prompt,seed,negative_prompt\n{RED},11,{LONG}\n{GREEN},,\n")
+    return tmp_path
+
+
+def tiny_config(**overrides: Any) -> Any:
+    given = {"data__prompts": "train.jsonl", "data__eval_prompts": "heldout.csv", "sampling__guidance_scale": 3.0}
+    return settings(**given | overrides)
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: str) -> None:
+    """Else the replay of the first rollouts would differ. `full` computes the conditioning again, with gradients."""
+    Path("train.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[:2]))  # the gate replays two
+    config = tiny_config(model__tuning=tuning, train__prompts_per_iteration=2, train__group_size=2)
+    setup = load_setup(config)
+    setup.encode(quiet=True)
+    assert {text: known.negative for text, known in setup.embeddings.items() if known.negative} == {
+        RED: LONG,
+        BLUE: "a blue circle moves",
+    }
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    row = trainer.iteration(0)
+    assert row["log_prob/parity"] < 1e-5
+    assert row["update/relative"] > 0
+
+
+def test_seeds_of_prompts(files: Path) -> None:
+    """That of a record is the first video's, whatever the seed of the run and the place in the file."""
+    setup = load_setup(tiny_config(eval__seeds_per_prompt=2))
+    texts, seeds = prompts_and_seeds(setup)
+    assert texts == [RED, GREEN, RED, GREEN]
+    assert seeds[0] == 11
+    other = load_setup(tiny_config(eval__seeds_per_prompt=2, seed=5))
+    changed = (prompts_and_seeds(other)[1] != seeds).tolist()
+    assert changed == [False, True, False, True]
+    assert len(set(seeds.tolist())) == 4
+    assert any("training draws new noise" in note for note in setup.model.notes)
+    assert not any("guidance" in note for note in setup.model.notes)
+    unguided = load_setup(tiny_config(sampling__guidance_scale=1.0))
+    assert any("negative prompts have no effect" in note for note in unguided.model.notes)
+
+
+# -- embeddings -------------------------------------------------------------------------------------------------------
+
+PROMPTS = [
+    {"prompt": CAT, "negative_prompt": "blurry"},
+    {"prompt": DOG, "negative_prompt": "blurry"},
+    {"prompt": "a boat"},
+    {"prompt": "a hat"},
+]
+TEXTS = 1 + 5 + 2  # the empty one, those of training, held-out ones
+TINY = arguments(
+    model__dtype="float32", model__lora_rank=2, data__prompts="prompts.jsonl", data__eval_prompts="heldout.txt",
+    data__embedding_cache="cache", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
+    sampling__guidance_scale=6, reward__name="own:Bright", reward__weights="{bright: 1}", train__iterations=2,
+    train__prompts_per_iteration=4, train__group_size=2, eval__steps=1, eval__num_prompts=2, eval__num_videos=1,
+    tracking__trackers="[]",
+)  # fmt: skip
+REWARD = """
+class Bright:
+    def __call__(self, videos, prompts):
+        return {"bright": videos.mean(dim=(1, 2, 3, 4))}
+"""
+PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
+
+def call(*words: str) -> tuple[int, str]:
+    """Exit status of a command, and what it prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = main(list(words))
+    return status, out.getvalue()
+
+
+def embed(*words: str) -> tuple[int, str]:
+    return call("embed", "c.yaml", *TINY, *words)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint of the real classes, prompts and a cache that was filled, cut off by an error on the way."""
+    folder = tmp_path_factory.mktemp("embed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_tiny_checkpoint(folder / "model", seed=1)
+        Path("c.yaml").write_text("model: {path: model}\n")
+        Path("own.py").write_text(REWARD)
+        Path("prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
+        Path("heldout.txt").write_text("a hill\na lake\n")
+        patch.setattr(sage_fast.run.embed, "load_encoder", counting(fails_at=4))
+        with pytest.raises(RuntimeError):
+            embed()
+        assert len(list(Path("cache").glob("*.safetensors"))) == 3
+        patch.setattr(sage_fast.run.embed, "load_encoder", counting(encoded := []))
+        assert embed() == (0, f"sage-fast embed: loading PyTorch and diffusers\ncache: {TEXTS} texts, of which "
+                              f"{TEXTS - 3} were encoded now\n")  # fmt: skip
+        assert len(encoded) == TEXTS - 3
+        yield folder
+
+
+def counting(encoded: list[str] | None = None, fails_at: int | None = None) -> Callable[..., Any]:
+    """`load_encoder`, whose encoder notes what it encodes, or fails at the so many-th prompt."""
+    noted = [] if encoded is None else encoded
+
+    def load(*given: Any) -> Any:
+        encode = load_encoder(*given)
+
+        def encode_one(prompt: str) -> TextEmbedding:
+            noted.append(prompt)
+            if len(noted) == fails_at:
+                raise RuntimeError("killed")
+            return encode(prompt)
+
+        return encode_one
+
+    return load
+
+
+@pytest.fixture
+def there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy, except that the checkpoint is the same one: its folder is part of the key."""
+    shutil.copytree(folder, tmp_path / "copy", ignore=lambda path, names: {"model", "runs"} & set(names))
+    monkeypatch.chdir(tmp_path / "copy")
+    (tmp_path / "copy" / "model").symlink_to(folder / "model")
+    return tmp_path / "copy"
+
+
+def no_encoder(*given: Any) -> None:
+    raise AssertionError("the text encoders were loaded")
+
+
+def test_a_full_cache_loads_no_encoder(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sage_fast.run.embed, "load_encoder", no_encoder)
+    assert f"{TEXTS} texts, of which 0 were encoded now" in embed()[1]
+
+
+def test_broken_and_missing_embeddings_are_encoded_again(there: Path) -> None:
+    first, second, *_ = sorted((there / "cache").glob("*.safetensors"))
+    content = first.read_bytes()
+    first.write_bytes(content[:-1])
+    second.unlink()
+    assert "of which 2 were encoded now" in embed()[1]
+    assert first.read_bytes() == content
+
+
+def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any number of them, whatever others have encoded before."""
+    module = sage_fast.data.embeddings
+    prompts = [f"prompt {i}" for i in range(7)]
+    nothing = TextEmbedding(text=torch.zeros(1, 2), glyphs=torch.zeros(0, 2))
+    shares: list[list[str]] = []
+
+    def encoder() -> Callable[[str], TextEmbedding]:
+        return lambda prompt: shares[-1].append(prompt) or nothing  # type: ignore[func-returns-value]
+
+    for number, count in ((0, 3), (1, 3), (0, 2), (1, 2)):
+        shares.append([])
+        monkeypatch.setattr(module, "rank", lambda number=number: number)
+        monkeypatch.setattr(module, "world_size", lambda count=count: count)
+        assert module.fill_cache([*prompts, prompts[0]], encoder, tmp_path, "m", quiet=True) == len(shares[-1])
+    assert shares[:2] == [prompts[0::3], prompts[1::3]]
+    assert sorted(shares[2] + shares[3]) == prompts[2::3]  # what the third rank had not done
+
+
+def test_a_cache_has_to_be_named(there: Path) -> None:
+    status, out = embed("--data.embedding_cache", "null")
+    assert status == 2
+    assert "expected the folder that runs share, such as --data.embedding_cache embeddings" in out
+
+
+def test_the_cache_holds_what_the_encoders_give(there: Path) -> None:
+    model = load_model(ModelConfig(path="model", dtype="float32"), SamplingConfig(), CPU, seed=0)
+    encode = model.load_encoder()
+    found = encode_cached([DOG, ""], no_encoder, there / "cache", cache_key("model", "float32", there / "cache"))
+    assert len(found[DOG].glyphs) > 0
+    for prompt in (DOG, ""):
+        assert torch.equal(found[prompt].text, encode(prompt).text)
+        assert torch.equal(found[prompt].glyphs, encode(prompt).glyphs)
+
+
+def test_a_changed_encoder_is_not_served_what_another_gave(there: Path) -> None:
+    (there / "model").unlink()
+    model = shutil.copytree(write_tiny_checkpoint(there / "model", seed=1), there / "same", symlinks=True)
+    assert f"of which {TEXTS} were encoded now" in embed()[1]  # another folder
+    assert encoder_version("model") == encoder_version("same")
+    versions = {encoder_version("same")}
+    with (model / "text_encoder" / "model.safetensors").open("r+b") as weights:
+        weights.seek(-100, 2)
+        weights.write(b"\x3f")
+    versions.add(encoder_version("same"))
+    (model / "tokenizer_2" / "new.json").write_text("{}")
+    versions.add(encoder_version("same"))
+    assert len(versions) == 3
+    shutil.copytree(model, there / "model", dirs_exist_ok=True)
+    assert f"of which {TEXTS} were encoded now" in embed()[1]
+    assert len(list((there / "cache").glob("*.safetensors"))) == 3 * TEXTS
+
+
+@contextlib.contextmanager
+def without_encoders(model: Path) -> Iterator[None]:
+    hidden = model.parent / "hidden"
+    hidden.mkdir()
+    for part in PARTS:
+        (model / part).rename(hidden / part)
+    try:
+        yield
+    finally:
+        for part in PARTS:
+            (hidden / part).rename(model / part)
+        hidden.rmdir()
+
+
+def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/prompts.md: other prompts beside those of the run, then training without text encoders in the checkpoint."""
+    own = ["model.path=model", "output=runs/page"]
+    own += [f"{key.removeprefix('--')}={value}" for key, value in zip(TINY[::2], TINY[1::2]) if "cache" not in key]
+    (there / "config.yaml").write_text(yaml.safe_dump(OmegaConf.to_container(OmegaConf.from_dotlist(own))))
+    (there / "more.csv").write_text('prompt,negative_prompt\na boat,\n"a fox",blurry\n')
+    shutil.move(there / "cache", there / "embeddings")
+    (page,) = blocks(REPOSITORY / "docs" / "prompts.md")
+    first, second, training = (line.split()[1:] for line in page.text.splitlines())
+    for words, expected in ((first, f"{TEXTS} texts, of which 0"), (second, "4 texts, of which 1")):
+        assert main(words) == 0
+        assert expected in capsys.readouterr().out
+    with without_encoders((there / "model").resolve()):
+        assert main(training) == 0
+        run = there / "runs" / "page"
+        assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+        assert read_json(run / "eval" / "after.json")["prompts"] == ["a hill", "a lake"]
+        assert not (run / "embeddings").exists()
+
+
+def test_a_prompt_that_is_not_embedded_asks_for_the_encoders(there: Path) -> None:
+    (there / "heldout.txt").write_text("a new one\n")
+    with without_encoders((there / "model").resolve()):
+        for status, out in (call("train", "c.yaml", *TINY, "--output", "runs/two"), embed()):
+            assert status == 2
+            assert "cannot read the text encoders" in out
+
+
+def test_the_version_on_the_hub_is_that_of_what_was_downloaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub names contents by their hashes, and so do the links in its cache."""
+    cache, snapshot = tmp_path / "models--someone--tiny", tmp_path / "models--someone--tiny" / "snapshots" / ("0" * 40)
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    siblings = []
+    for number, file in enumerate(sorted(path for path in (folder / "model").rglob("*") if path.is_file())):
+        name = file.relative_to(folder / "model").as_posix()
+        shutil.copy(file, cache / "blobs" / f"{number:040x}")
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(Path(*[".."] * (2 + name.count("/")), "blobs", f"{number:040x}"))
+        large = name.endswith("safetensors")
+        lfs = BlobLfsInfo(size=1, sha256=f"{number:040x}", pointer_size=1) if large else None
+        siblings.append(RepoSibling(rfilename=name, blob_id="pointer" if large else f"{number:040x}", lfs=lfs))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    reachable.cache_clear()
+    offline = encoder_version("someone/tiny")
+    assert offline is not None
+    reachable.cache_clear()
+    monkeypatch.setattr(HfApi, "model_info", lambda *given, **options: SimpleNamespace(siblings=siblings))
+    assert encoder_version("someone/tiny") == offline
+    siblings[:] = [file for file in siblings if not file.rfilename.startswith("vae/")]
+    assert encoder_version("someone/tiny") == offline
+    siblings[:] = [file for file in siblings if file.rfilename != "text_encoder/config.json"]
+    assert encoder_version("someone/tiny") != offline
+    reachable.cache_clear()
