@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics
+from sage_fast.files import read_json, read_metrics, write_json
 from sage_fast.report.comparison import format_scores, paired_table
 from sage_fast.rewards.http import HttpReward
+from sage_fast.run.checkpoint import best_checkpoint
 from sage_fast.run.setup import load_setup
 from sage_fast.testbed.world import heldout_prompts
 from tests.fork_server import ForkServer
@@ -106,6 +107,15 @@ def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer,
     assert "ExitError: it raised SystemExit(4)" in log
     assert "stopped after 0 iterations; continue with --resume" in log
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000000"]
+
+
+def test_the_best_checkpoint_is_told_by_the_videos_that_have_scores(tmp_path: Path) -> None:
+    for iteration, rewards in ((1, [1.0, 2.0]), (2, [None, 4.0]), (3, [None, None])):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+        write_json({"reward": rewards}, tmp_path / "eval" / f"iteration-{iteration:06d}.json")
+    best = best_checkpoint(tmp_path)
+    assert best is not None
+    assert best.name == "iteration-000002"
 
 
 # -- before a run -----------------------------------------------------------------------------------------------------

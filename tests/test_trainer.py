@@ -227,6 +227,31 @@ def test_failed_rewards_can_be_dropped_and_are_counted() -> None:
     assert error.value.on_all_ranks, "so that a checkpoint is saved"
 
 
+class LeavesOne(BrightnessReward):
+    """Of the first group, whose three samples come first in the one batch."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        parts = super().__call__(videos, prompts)
+        parts["mq"][[i for i, prompt in enumerate(prompts) if prompt == prompts[0]][1:]] = math.nan
+        return parts
+
+
+def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where groups of equal rewards are."""
+    kept: list[bool] = []
+
+    def noting(config: Any, index: int, samples: Any, steps: Any, trained: list[bool]) -> Any:
+        kept[:] = trained
+        return update_schedule(config, index, samples, steps, trained)
+
+    monkeypatch.setattr("sage_fast.trainer.update_schedule", noting)
+    config = settings(objective__drop_equal_groups=False, reward__max_dropped=0.5, reward__retries=0)
+    row = tiny_trainer(config, LeavesOne()).iteration(0)
+    assert row["reward/dropped"] == 2
+    assert row["reward/dropped_groups"] == 1
+    assert sorted([kept[:3], kept[3:]]) == [[False] * 3, [True] * 3]
+
+
 def test_missing_reward_part() -> None:
     config = settings(**{"reward__weights__aesthetics": 1.0})
     with pytest.raises(

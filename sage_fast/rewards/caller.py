@@ -58,7 +58,7 @@ class Inline:
             videos = videos.to(self.device)
         version = videos._version
         try:
-            with _current_device():
+            with _same_device():
                 returned = call_within(self.timeout, score_of(self.reward), videos, list(prompts))
         except OverdueError as error:
             raise RewardError(
@@ -117,10 +117,11 @@ def _close(jobs: Jobs, calls: Sequence[Any], process: int) -> None:
 
 
 @contextlib.contextmanager
-def _current_device() -> Iterator[None]:
+def _same_device() -> Iterator[None]:
     """A reward that chooses another GPU chooses it for itself."""
-    if not torch.cuda.is_available():
+    before = torch.cuda.current_device() if torch.cuda.is_available() else None
+    try:
         yield
-        return
-    with torch.cuda.device(torch.cuda.current_device()):
-        yield
+    finally:
+        if before is not None and torch.cuda.current_device() != before:
+            torch.cuda.set_device(before)

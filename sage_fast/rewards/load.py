@@ -59,14 +59,15 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
         reward = _made(reward, entry.args, device, setting)
     elif entry.args:
         raise UserError(f"{setting}: is no class, so that it takes no args; got {sorted(entry.args)}")
-    if not callable(getattr(reward, "score", reward)):
+    if not callable(score_of(reward)):
         raise UserError(f"{setting}: expected a class with score(self, videos, prompts), or a function")
     return reward
 
 
 def score_of(reward: Any) -> Score:
-    """What is called: its `score`, or the reward itself."""
-    return getattr(reward, "score", reward)
+    """What is called: its method `score`, or the reward itself; a layer that is called so is no method."""
+    method = getattr(reward, "score", None)
+    return method if inspect.isroutine(method) else reward
 
 
 def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
@@ -113,7 +114,7 @@ def _found(name: str, setting: str) -> Any:
         reward = operator.attrgetter(attribute)(module)
     except AttributeError:
         reward = None
-    if not callable(getattr(reward, "score", reward)):
+    if not callable(score_of(reward)):
         raise UserError(f"{setting}: module {module_name} has no {attribute!r} that can be called")
     return reward
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.reward_config import RewardEntry
-from sage_fast.rewards.failure import RewardFailure
+from sage_fast.rewards.failure import RewardFailure, failure
 
 FALLS = 5
 """Times in a row, without an answer in between, that a process may crash or hang; then it is not started again."""
@@ -61,8 +61,8 @@ class RewardProcess:
         """Start the process; what goes wrong is raised by the next call."""
         try:
             self._start()
-        except RewardFailure as error:
-            self._problem = error
+        except Exception as error:
+            self._problem = RewardFailure(failure(error))
 
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """

@@ -94,8 +94,9 @@ def best_checkpoint(run: Path) -> Path | None:
     for folder in checkpoints(run):
         scores = run / "eval" / f"{folder.name}.json"
         if scores.is_file():
-            reward = read_json(scores)["reward"]
-            rewards[folder] = sum(reward) / len(reward)
+            known = [value for value in read_json(scores)["reward"] if value is not None]  # null: its reward failed
+            if known:
+                rewards[folder] = sum(known) / len(known)
     return max(rewards, key=rewards.__getitem__, default=None)
 
 
