@@ -154,7 +154,7 @@ PACKAGE = {
 
 
 def test_a_server_in_one_command_with_rewards_of_a_package_and_of_the_current_folder(tmp_path: Path) -> None:
-    """As a console script, for which the current folder is not on the path."""
+    """sage-fast serve-reward, as a console script, for which the current folder is not on the path."""
     for name, text in PACKAGE.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "source" / name).write_text(text)
