@@ -23,6 +23,7 @@ from sage_fast.console import say_nothing
 from sage_fast.errors import UserError
 from sage_fast.rewards import CompositeReward, Scores
 from sage_fast.rewards.caller import Beside
+from sage_fast.rewards.composite import Source
 from sage_fast.rewards.http import HttpReward, read_question
 from sage_fast.rewards.process import FALLS, RewardProcess
 from sage_fast.rewards.server import RewardServer
@@ -126,6 +127,30 @@ def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
     why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: Fingerprint takes no 'hwo'; .*did you mean 'how'"
     with pytest.raises(UserError, match=why):
         process(args={"hwo": 1}).check(SMALL, ["a"])
+
+
+def test_scores_are_made_beside_what_comes_next_and_the_queue_is_bounded() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def call(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        begun.set()
+        assert gate.wait(60)
+        return {"print": fingerprints(videos).float()}
+
+    caller = Beside([call])
+    reward = CompositeReward([Source(entry=config(), key="reward.name", caller=caller, needed={"print"})], config())
+    pending = [reward.submit(VIDEOS[:2], PROMPTS[:2])]
+    assert begun.wait(60)
+    pending.append(reward.submit(VIDEOS[2:4], PROMPTS[2:4]))
+    third = threading.Thread(target=lambda: pending.append(reward.submit(VIDEOS[4:6], PROMPTS[4:6])), daemon=True)
+    third.start()
+    third.join(0.5)
+    assert third.is_alive(), "one in its hands and one in the queue: the rollout waits"
+    assert not any(scores.done() for scores in pending)
+    gate.set()
+    third.join(60)
+    for place, scores in enumerate(pending):
+        are_their_own(scores.result(), 2 * place)
 
 
 # -- what a reward may return -----------------------------------------------------------------------------------------
