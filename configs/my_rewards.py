@@ -13,9 +13,9 @@ COLORS = {"red": (2, -1, -1), "green": (-1, 2, -1), "blue": (-1, -1, 2), "yellow
 
 
 class MyReward:
-    """Made once a run, without arguments: load a scoring model in `__init__` if you have one."""
+    """Made once a run, with reward.args: load a scoring model in `__init__` if you have one."""
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score a batch.
 
         Args:
@@ -23,7 +23,7 @@ class MyReward:
             prompts: B strings.
 
         Returns:
-            Part -> `[B]`, any names. A part that is not finite stops the run, or drops that sample: reward.on_failure.
+            Part -> `[B]`, any names. A sample with a weighted part that is not finite is scored again, then dropped.
         """
         return {"color": named_color(videos, prompts), "steady": steady(videos)}
 

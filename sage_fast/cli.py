@@ -31,7 +31,7 @@ Any setting of the YAML file can be given on the command line, such as
 --sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
-WITH_SETTINGS = ("train", "embed", "grid", "sample", "eval", "profile")
+WITH_SETTINGS = ("train", "embed", "grid", "sample", "eval", "serve-reward", "profile")
 PIPE_CLOSED = 141
 """Exit status of a command whose reader went away, as in `sage-fast train --help | head`."""
 
@@ -95,6 +95,11 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     evaluate.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     evaluate.add_argument("--json", metavar="FILE", help="write every score there")
     evaluate.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    serve = add("serve-reward", "score videos for other runs, over HTTP")
+    serve.add_argument("config", metavar="CONFIG", help="YAML file; its rewards are served")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="0: a free one (default: 8000)")
 
     report = add("report", "write report.html of a run, again or while it is running")
     report.add_argument("run", metavar="RUN", help="run folder")
@@ -310,6 +315,12 @@ def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _serve_reward(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.run.serve import serve_reward
+
+    return serve_reward(options.config, overrides, options.host, options.port)
+
+
 def _make_folder_of(file: str | None) -> None:
     """Find out before the work, and not after it, that a result cannot be written."""
     if file is not None:
@@ -382,6 +393,7 @@ _COMMANDS = {
     "embed": _embed,
     "sample": _sample,
     "eval": _eval,
+    "serve-reward": _serve_reward,
     "report": _report,
     "bench": _bench,
     "profile": _profile,

@@ -1,17 +1,17 @@
 """One typed tree of settings: a run is described by a `Config`.
 
-Every default, choice, bound and meaning stands here and nowhere else; sage_fast/settings.py reads the tree from YAML
-files and the command line. A section is checked when it is made.
+Every default, choice, bound and meaning stands here, those of the rewards in sage_fast/reward_config.py, and nowhere
+else; sage_fast/settings.py reads the tree from YAML files and the command line. A section is checked when it is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from typing import Literal
 
 from sage_fast.errors import UserError
+from sage_fast.reward_config import RewardConfig
 from sage_fast.section import Section, require, within
 
 Sampler = Literal["sage", "flow", "dance", "cps", "exact", "ode"]
@@ -26,7 +26,6 @@ DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
-OnFailure = Literal["stop", "drop"]
 Optimizer = Literal["adamw", "muon", "adamw8bit"]
 Schedule = Literal["constant", "cosine", "linear"]
 EngineName = Literal["plain", "zero1", "zero2", "zero3"]
@@ -132,32 +131,6 @@ class SamplingConfig(Section):
             "sampling.sde_window",
             self.sde_window,
             f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}",
-        )
-
-
-@dataclasses.dataclass(kw_only=True)
-class RewardConfig(Section):
-    """What training maximises."""
-
-    name: str = "testbed"
-    """`testbed`, or `package.module:name` of a callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B];
-    modules in the current folder are found."""
-    weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
-    """Composite reward R = sum of weight x part; the paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1. Weights that
-    are given replace those of the file, which replace the default: '{red: 1}', or --reward.weights.red 1."""
-    on_failure: OnFailure = "stop"
-    """A reward that fails or is not finite stops the run, or its sample is dropped and counted as `reward/dropped`."""
-    timeout_seconds: float = within(1800.0, least=0)
-    """Longest wait for one call of the reward, or of `eval.judge`, which scores up to sampling.batch_size videos; then
-    the run ends, with `drop` too. 0: no limit."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            any(w != 0 for w in self.weights.values()) and all(map(math.isfinite, self.weights.values())),
-            "reward.weights",
-            self.weights,
-            "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1",
         )
 
 

@@ -84,6 +84,7 @@ def record_rewards(
     advantages: Tensor,
     valid: Tensor,
     equal: Tensor,
+    retried: int = 0,
 ) -> None:
     """Statistics of the composite as `reward/<statistic>`, means of its parts as `reward_part/<part>`.
 
@@ -93,6 +94,7 @@ def record_rewards(
         parts: each `[P G]`.
         valid: bool `[P, G]`, False for a failed reward.
         equal: bool `[P]`, groups without an advantage.
+        retried: samples whose reward was called again.
 
     Raises:
         NonFiniteError: every reward failed.
@@ -105,6 +107,8 @@ def record_rewards(
     metrics.set("reward/std", float(spread.mean()))
     metrics.set("reward/zero_std_groups", float(equal.float().mean()))
     metrics.set("reward/dropped", int((~valid).sum()))
+    metrics.set("reward/dropped_groups", int((valid.sum(1) < 2).sum()))
+    metrics.set("reward/retried", retried)
     metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
     for part, values in parts.items():
         metrics.set(REWARD_PART + part, float(values[values.isfinite()].mean()))

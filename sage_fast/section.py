@@ -31,7 +31,7 @@ BOUNDS = {
     "most": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "a value"}
 LARGEST = sys.float_info.max
 _PYTHON = {bool: bool, int: int, float: int | float, str: str}
 
@@ -148,14 +148,24 @@ def kind(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is dict:
-        return f"a mapping of names to {kind(get_args(hint)[1]).removeprefix('a ')}s, such as {{name: 1}}"
+        inside = get_args(hint)[1]
+        if get_origin(inside) is list:
+            return "a mapping of names to lists of numbers, such as {name: [0, 1]}"
+        return f"a mapping of names to {kind(inside).removeprefix('a ')}s, such as {{name: 1}}"
     if get_origin(hint) is list:
-        return f"a list of {kind(get_args(hint)[0])}, such as [one, two]"
+        inside = get_args(hint)[0]
+        if get_origin(inside) is dict:
+            return "a list of mappings, such as [{name: one}, {name: two}]"
+        return (
+            "a list of numbers, such as [0, 1]" if inside is float else f"a list of {kind(inside)}, such as [one, two]"
+        )
     return " or ".join("null" if member is types.NoneType else KINDS[member] for member in _members(hint) or (hint,))
 
 
 def _problem(hint: Any, value: object) -> str | None:
     """What is wrong with the type of a value, or with its choice; None if nothing is."""
+    if hint is Any:
+        return None
     if get_origin(hint) is Literal:
         off = value is False or value == "off"  # YAML reads off as False
         return None if value in get_args(hint) else nearest("none" if off else str(value), get_args(hint))
@@ -183,8 +193,8 @@ def is_unicode(text: str) -> bool:
 
 
 def section_name(section: type) -> str:
-    """`sampling` of `SamplingConfig`; empty for the whole tree, `Config`."""
-    return section.__name__.removesuffix("Config").lower()
+    """`sampling` of `SamplingConfig`; empty for the whole tree, `Config`. A class that is no section of it says so."""
+    return vars(section).get("SECTION", section.__name__.removesuffix("Config").lower())
 
 
 @functools.cache
@@ -219,6 +229,15 @@ def settings_of(tree: type) -> dict[str, Setting]:
 @functools.cache
 def meanings(section: type) -> dict[str, str]:
     """Field -> the docstring that follows it in the source; that of the section itself under `""`."""
+    found: dict[str, str] = {}
+    for base in section.__mro__:
+        if dataclasses.is_dataclass(base):
+            found = _meanings(base) | found
+    return found
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """Of the fields of a class itself, without those of its bases."""
     tree = ast.parse(inspect.getsource(sys.modules[section.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
     found: dict[str, str] = {}

@@ -197,7 +197,7 @@ def overrides_of(arguments: Sequence[str]) -> dict[str, str]:
         key, separator, value = argument[2:].partition("=")
         if not separator:
             if not rest or rest[0].startswith("--"):
-                known = key in settings_of(Config) or key.startswith("reward.weights.")
+                known = key in settings_of(Config) or key.startswith(("reward.weights.", "reward.args."))
                 raise UserError(f"{argument} needs a value" if known else f"unknown option {argument}; see --help")
             value = rest.pop(0)
         settings[key] = value

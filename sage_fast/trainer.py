@@ -56,7 +56,7 @@ from sage_fast.rollout.schedule import (
     trained_steps,
     update_schedule,
 )
-from sage_fast.rollout.scoring import VideoScorer, gather_scores
+from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.rollout.trajectories import Trajectories, on_device
 from sage_fast.transitions import TransitionTable
 
@@ -118,7 +118,7 @@ class Trainer:
         """One round of the algorithm; returns its metrics.
 
         Raises:
-            RewardError: a reward failed and `reward.on_failure = stop`.
+            RewardError: a reward failed and `reward.on_failure = stop`, or on more than `reward.max_dropped`.
             NonFiniteError: a loss or gradient is not finite.
             ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
@@ -135,23 +135,23 @@ class Trainer:
             needed = {"", *prompts, *(self.embeddings[prompt].negative for prompt in prompts)}
             embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in needed}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
-        scorer = VideoScorer(self.model.decoder, self.reward, watch)
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, speaker(self.quiet))
         with together():
             trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
-            scores = scorer.finish()
+            scorer.finish()
         with watch.waiting():
-            rewards, parts = gather_scores(mine, scores)
+            scores = scorer.gather(mine)
 
-        size = (self.config.train.prompts_per_iteration, self.config.train.group_size)
-        valid = rewards.isfinite().view(size)
+        rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
+        valid = rewards.isfinite()
         objective = self.config.objective
         advantages, equal = group_advantages(
-            rewards.view(size), valid, std=objective.advantage_std, clamp=objective.advantage_clamp
+            rewards, valid, std=objective.advantage_std, clamp=objective.advantage_clamp
         )
         metrics = Metrics()
-        record_rewards(metrics, rewards.view(size), parts, advantages, valid, equal)
+        record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
 
-        kept = valid & ~(equal[:, None] & objective.drop_equal_groups)
+        kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         batch = Batch(
             table=table,
             coefs=coefs,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -371,14 +372,16 @@ def test_lora_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert os.listdir(tmp_path) == [weights.name]
 
 
-def test_failing_reward_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failing = ("--reward.name", "tests.test_trainer:RaisingReward", "--reward.on_failure", "drop")
-    assert train(tmp_path / "run", *failing) == 1
+def test_a_failing_reward_is_found_before_the_run_and_shows_its_own_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--reward.name", "tests.test_trainer:RaisingReward") == 2
     error = capsys.readouterr().err
-    assert "'drop'" not in error, "an evaluation drops nothing"
-    assert "an evaluation needs every score" in error
-    assert "OSError: scoring server went away" in error
-    assert "Traceback" not in error
+    assert "reward.name = 'tests.test_trainer:RaisingReward': failed on made-up videos [2, 17, 3, 32, 32]" in error
+    assert re.search(r"test_trainer.py:\d+: OSError: scoring server went away\n", error)
+    assert 'raise OSError("scoring server went away")' in error, "its own line of source"
+    assert "sage_fast/rewards" not in error, "no frame of ours"
+    assert not (tmp_path / "run").exists()
 
 
 def test_reward_that_fails_later_leaves_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from sage_fast.measure.plan import plan
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.decode import SHARE, VideoDecoder, choose, free_bytes
 from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
-from sage_fast.rewards import CompositeReward
-from sage_fast.rollout.scoring import VideoScorer, join_scores
+from sage_fast.rewards import CompositeReward, Scores, join_scores
+from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.testbed.model import load_base
 from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer
 
@@ -266,20 +266,21 @@ def test_chunks_score_as_one_batch_and_are_held_one_at_a_time() -> None:
     scorer = VideoScorer(model.decoder, CompositeReward(reward, config.reward), Stopwatch(CPU))
     for start in range(0, 7, 3):
         scorer.submit(latents[start : start + 3], prompts[start : start + 3])
-    rewards, parts = scorer.finish()
+    scores = scorer.finish()
     assert reward.sizes == [3, 3, 1]
-    expected, expected_parts = CompositeReward(BrightnessReward(), config.reward)(model.decoder(latents), prompts)
-    torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-6)
-    assert list(parts) == list(expected_parts)
-    for part, value in parts.items():
-        torch.testing.assert_close(value, expected_parts[part], rtol=0, atol=1e-6)
+    expected = CompositeReward(BrightnessReward(), config.reward)(model.decoder(latents), prompts)
+    torch.testing.assert_close(scores.rewards, expected.rewards, rtol=0, atol=1e-6)
+    assert list(scores.parts) == list(expected.parts) == ["mq", "ta", "vq"]
+    for part, value in scores.parts.items():
+        torch.testing.assert_close(value, expected.parts[part], rtol=0, atol=1e-6)
 
 
-def test_a_part_missing_from_one_chunk_is_missing() -> None:
+def test_a_part_missing_from_one_chunk_is_unknown_there() -> None:
     one, two = torch.ones(1), torch.ones(2)
-    rewards, parts = join_scores([(one, {"vq": one, "sharpness": one}), (two, {"vq": two})])
-    assert len(rewards) == 3
-    assert list(parts) == ["vq"]
+    joined = join_scores([Scores(rewards=one, parts={"vq": one}), Scores(rewards=two, parts={"vq": two, "clean": two})])
+    assert len(joined.rewards) == 3
+    assert list(joined.parts) == ["clean", "vq"]
+    torch.testing.assert_close(joined.parts["clean"], torch.tensor([torch.nan, 1, 1]), equal_nan=True)
 
 
 def test_trainer_scores_by_chunks() -> None:

@@ -122,8 +122,8 @@ class HangsOnce(BrightnessReward):
 
     def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.calls) == ("1", "0", 2):
-            time.sleep(60)  # the evaluation has one video, which the first rank scores
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.calls) == ("1", "0", 3):
+            time.sleep(60)  # once checked, once in the first iteration; the first rank scores the one video
         return super().__call__(videos, prompts)
 
 

@@ -182,7 +182,7 @@ def test_the_reward_of_init_scores_what_it_says() -> None:
     still = torch.full((5, 3, 8, 8), 0.1)
     still[:, 0, 2:6, 2:6] = 0.9
     flicker = still * torch.tensor([1.0, 0.5, 1.0, 0.5, 1.0])[:, None, None, None]
-    parts = MyReward()(torch.stack([still, still.flip(1), flicker, still]), ["a red car"] * 3 + ["a car"])
+    parts = MyReward().score(torch.stack([still, still.flip(1), flicker, still]), ["a red car"] * 3 + ["a car"])
     assert {name: list(part.shape) for name, part in parts.items()} == {"color": [4], "steady": [4]}
     assert parts["color"][0] > 0.95
     assert parts["color"][1] == 0

@@ -26,7 +26,7 @@ from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.errors import UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
 from sage_fast.policy.text import TextEmbedding, pass_lengths
-from sage_fast.rewards import Reward
+from sage_fast.rewards import Reward, Scores
 from sage_fast.rollout.loop import equal_runs
 from sage_fast.rollout.schedule import check_trainable, deal, draw_samples
 from sage_fast.rollout.scoring import gather_scores
@@ -82,12 +82,12 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
         BrightnessReward,
     ),
     "five samples of one prompt, not finite": (
-        ALONE | {"train__prompts_per_iteration": 1, "train__group_size": 5, "reward__on_failure": "drop",
+        ALONE | {"train__prompts_per_iteration": 1, "train__group_size": 5, "reward__max_dropped": 1,
                  "train__optimizer_steps": 3},
         SomeAreNotFinite,
     ),
     "failures, std of the batch": (
-        ALONE | {"reward__on_failure": "drop", "objective__advantage_std": "batch"}, SomeFail
+        ALONE | {"reward__max_dropped": 1, "objective__advantage_std": "batch"}, SomeFail
     ),
     "an equal group": (ALONE | {"train__optimizer_steps": 2, "kl__feedback": "ppo", "kl__warmup_steps": 0},
                        OneGroupIsEqual),
@@ -169,11 +169,15 @@ def encode(folder: Path) -> Record:
 
 
 def parts() -> dict[str, float]:
-    """After a failure a rank has fewer parts, in another order."""
+    """After a failure a rank has fewer parts, and in any order: all know all of them, in one."""
     values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}, {"vq": 6, "seen": 1, "mq": 7}, {"vq": 8, "mq": 9}]
     mine = {name: torch.full((1,), float(value)) for name, value in values[rank()].items()}
-    rewards, gathered = gather_scores([world_size() - 1 - rank()], (torch.tensor([float(rank())]), mine))
+    own = Scores(rewards=torch.tensor([float(rank())]), parts=mine, retried=1)
+    of_all = gather_scores([world_size() - 1 - rank()], own)
+    rewards, gathered = of_all.rewards, of_all.parts
     assert rewards.tolist() == list(reversed(range(world_size())))
+    assert list(gathered) == sorted(gathered)
+    assert of_all.retried == world_size()
     metrics, valid = Metrics(), torch.ones(1, world_size(), dtype=torch.bool)
     record_rewards(metrics, rewards[None], gathered, rewards[None], valid, torch.zeros(1, dtype=torch.bool))
     return metrics.reduce()
@@ -371,11 +375,13 @@ def test_each_prompt_is_encoded_by_one_rank(results: Any, count: int) -> None:
     "matched by name; those that a rank lacks are dropped",
 )
 def test_parts_of_a_reward_are_matched_by_name(results: Any, count: int) -> None:
-    """What not all ranks have is dropped."""
+    """What not all ranks have is the mean of those that do."""
     for of_rank in results[count]:
         means = {name: value for name, value in of_rank["parts"].items() if "part" in name}
         vq, mq = ((2 + 4, 3 + 5), (2 + 4 + 6, 3 + 5 + 7), (2 + 4 + 6 + 8, 3 + 5 + 7 + 9))[count - 2]
-        assert means == pytest.approx({"reward_part/vq": vq / count, "reward_part/mq": mq / count})
+        assert means == pytest.approx(
+            {"reward_part/vq": vq / count, "reward_part/mq": mq / count, "reward_part/seen": 1}
+        )
 
 
 @several

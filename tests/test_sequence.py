@@ -128,7 +128,7 @@ class FailsOnRankOne:
             raise ValueError("no more disk")
         return {part: videos.mean((1, 2, 3, 4)) for part in ("vq", "mq", "ta")}
 
-trainer = tiny_trainer(settings(sampling__batch_size=2, sampling__steps=2), FailsOnRankOne())
+trainer = tiny_trainer(settings(sampling__batch_size=2, sampling__steps=2, reward__on_failure="stop"), FailsOnRankOne())
 trainer.policy.forward.sequence = sequence
 try:
     trainer.iteration(0)

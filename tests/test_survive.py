@@ -328,13 +328,13 @@ def test_a_second_process_is_refused_while_the_first_one_lives(place: Place) -> 
 
 
 class FailsOnOneRank(TestbedReward):
-    """On the second rank, in the third batch."""
+    """On the second rank, in the third batch after the check."""
 
     batches = 0
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         FailsOnOneRank.batches += 1
-        if FailsOnOneRank.batches > 2 and os.environ["RANK"] == "1":
+        if FailsOnOneRank.batches > 3 and os.environ["RANK"] == "1":
             raise ConnectionError("the server of this rank went away")
         return super().__call__(videos, prompts)
 
@@ -369,11 +369,13 @@ def test_two_ranks_stop_together(place: Place) -> None:
 
 @pytest.mark.fault("a reward raises on one of two ranks", "both end, with the checkpoint of the last iteration")
 def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None:
-    ranks = start_two(place, "one-fails", "--reward.name", "tests.test_survive:FailsOnOneRank")
+    ranks = start_two(
+        place, "one-fails", "--reward.name", "tests.test_survive:FailsOnOneRank", "--reward.on_failure", "stop"
+    )
     assert [place.server.wait(process) for process in ranks] == [1, 1]
     log = place.log("one-fails")
     assert "rank 1 failed: RewardError: " in log
-    assert log.count("the server of this rank went away") == 2, log
+    assert log.count("ConnectionError: the server of this rank went away") == 2, log
     run = place.here / "one-fails"
     assert [number(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
 

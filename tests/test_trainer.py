@@ -193,37 +193,72 @@ class RaisingReward(BrightnessReward):
 
 
 class LateFailure(BrightnessReward):
-    """Scores one evaluation and one iteration, then fails."""
+    """Scores the check at the start, one evaluation and one iteration, then fails."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         self.calls += 1
-        if self.calls > 2:
+        if self.calls > 3:
             raise OSError("scoring server went away later")
         return super().__call__(videos, prompts)
 
 
 def test_failed_rewards_stop_the_run() -> None:
-    with pytest.raises(RewardError, match=r"not finite for prompt 'a .*'mq': nan.*reward.on_failure = 'drop'"):
-        tiny_trainer(settings(), NanReward()).iteration(0)
-    with pytest.raises(RewardError, match=r"OSError: scoring server went away; reward.on_failure = 'drop'"):
-        tiny_trainer(settings(), RaisingReward()).iteration(0)
+    stops = settings(reward__on_failure="stop")
+    with pytest.raises(RewardError, match=r"(?s)for prompt 'a .*'mq' is nan, not finite.*reward.on_failure = 'drop'"):
+        tiny_trainer(stops, NanReward()).iteration(0)
+    with pytest.raises(RewardError, match=r"(?s)OSError: scoring server went away.*reward.on_failure = 'drop'"):
+        tiny_trainer(stops, RaisingReward()).iteration(0)
 
 
 def test_failed_rewards_can_be_dropped_and_are_counted() -> None:
-    row = tiny_trainer(settings(reward__on_failure="drop"), NanReward()).iteration(0)
-    assert row["reward/dropped"] == 1
+    row = tiny_trainer(settings(), NanReward()).iteration(0)
+    assert row["reward/dropped"] == row["reward/retried"] == 1
+    assert row["reward/dropped_groups"] == 0
     assert math.isfinite(row["reward/mean"])
     assert row["grad_norm"] > 0
-    row = tiny_trainer(settings(reward__on_failure="drop"), RaisingReward()).iteration(0)
+    row = tiny_trainer(settings(reward__max_dropped=1), RaisingReward()).iteration(0)
     assert 0 < row["reward/dropped"] < 6
+    assert row["reward/retried"] == 6
+    with pytest.raises(RewardError, match=r"of 6 samples have no score, more than reward.max_dropped = 0.1") as error:
+        tiny_trainer(settings(reward__max_dropped=0.1), RaisingReward()).iteration(0)
+    assert error.value.on_all_ranks, "so that a checkpoint is saved"
+
+
+class LeavesOne(BrightnessReward):
+    """Of the first group, whose three samples come first in the one batch."""
+
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        parts = super().__call__(videos, prompts)
+        parts["mq"][[i for i, prompt in enumerate(prompts) if prompt == prompts[0]][1:]] = math.nan
+        return parts
+
+
+def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where groups of equal rewards are."""
+    kept: list[bool] = []
+
+    def noting(config: Any, index: int, samples: Any, steps: Any, trained: list[bool]) -> Any:
+        kept[:] = trained
+        return update_schedule(config, index, samples, steps, trained)
+
+    monkeypatch.setattr("sage_fast.trainer.update_schedule", noting)
+    config = settings(objective__drop_equal_groups=False, reward__max_dropped=0.5, reward__retries=0)
+    row = tiny_trainer(config, LeavesOne()).iteration(0)
+    assert row["reward/dropped"] == 2
+    assert row["reward/dropped_groups"] == 1
+    assert sorted([kept[:3], kept[3:]]) == [[False] * 3, [True] * 3]
 
 
 def test_missing_reward_part() -> None:
     config = settings(**{"reward__weights__aesthetics": 1.0})
-    with pytest.raises(ValueError, match="names 'aesthetics'"):
+    with pytest.raises(
+        UserError, match=r"reward.weights names 'aesthetics'; reward 'testbed' returns \['mq', 'ta', 'vq'"
+    ):
+        tiny_trainer(config).reward.check(config.sampling, ["a"])
+    with pytest.raises(RewardError, match=r"without \['aesthetics'\]"):
         tiny_trainer(config).iteration(0)
 
 

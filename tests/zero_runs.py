@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "kl__anchor_interval": 3,
     "sampling__steps": 3,
     "sampling__batch_size": 2,
-    "reward__on_failure": "drop",
+    "reward__max_dropped": 1,
     "objective__advantage_std": "batch",
 }
 

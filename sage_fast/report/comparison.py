@@ -141,7 +141,7 @@ def _composite(scores: Mapping[str, Any], weights: Mapping[str, float] | None) -
         return scores.get("reward", ())
     parts = [(weight, scores["parts"].get(part)) for part, weight in weights.items() if weight != 0]
     return [
-        sum(weight * values[i] if values is not None else math.nan for weight, values in parts)
+        sum(weight * _float(values[i]) if values is not None else math.nan for weight, values in parts)
         for i in range(len(scores["reward"]))
     ]
 
@@ -245,7 +245,9 @@ def format_scores(scores: Mapping[str, Any]) -> str:
             f"{name:<{left}}{format_number(mean, 4):>10}{f' ± {format_number(error, 4)}' if error is not None else ''}"
         )
     why = "" if judged else f"; {TOO_FEW}"
-    lines.append(f"{len(scores['prompts'])} videos of {len(set(scores['prompts']))} prompts{why}")
+    count, scored = len(scores["prompts"]), sum(math.isfinite(_float(value)) for value in scores["reward"])
+    counted = f"{scored} of {count}" if scored < count else f"{count}"
+    lines.append(f"{counted} videos of {len(set(scores['prompts']))} prompts{why}")
     return "\n".join(lines)
 
 

@@ -21,6 +21,10 @@ class OverdueError(Exception):
     """A call that has not returned in time."""
 
 
+class ExitError(Exception):
+    """A call that wanted to end the process, by `sys.exit` or as if Ctrl-C had been pressed."""
+
+
 def call_within(seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
     """What `function` returns or raises.
 
@@ -32,9 +36,13 @@ def call_within(seconds: float, function: Callable[..., Any], *arguments: Any) -
 
     Raises:
         OverdueError: the call takes longer.
+        ExitError: it raised SystemExit, or in the thread, where no signal comes, KeyboardInterrupt.
     """
     if not seconds:
-        return function(*arguments)
+        try:
+            return function(*arguments)
+        except SystemExit as error:
+            raise ExitError(f"it raised {error!r}") from error
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
     with_gradients = torch.is_grad_enabled()
@@ -67,8 +75,10 @@ class _Worker(threading.Thread):
             future, context, call = self.calls.get()
             try:
                 future.set_result(context.run(call))
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(ExitError(f"it raised {error!r}"))
             del future, context, call  # an idle thread would keep the last videos
 
 

@@ -5,33 +5,35 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from sage_fast.console import Say, say_nothing
 from sage_fast.distributed import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
-from sage_fast.errors import RewardError, UserError
+from sage_fast.errors import RewardError
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.decode import PendingVideos, VideoDecoder
-from sage_fast.rewards import CompositeReward
-
-Scores = tuple[Tensor, dict[str, Tensor]]
-"""Composite reward `[N]` and its parts, each `[N]`."""
-
-
-def join_scores(chunks: Sequence[Scores]) -> Scores:
-    """One after the other; a part that is missing in one chunk after a failure is dropped from all."""
-    names = [name for name in chunks[0][1] if all(name in parts for _, parts in chunks)]
-    parts = {name: torch.cat([parts[name] for _, parts in chunks]) for name in names}
-    return torch.cat([rewards for rewards, _ in chunks]), parts
+from sage_fast.rewards import CompositeReward, Scores, join_scores
+from sage_fast.rewards.composite import Pending
 
 
 def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
     """The scores of all ranks, in the order of the samples' numbers; this rank's samples have `numbers`."""
     ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]  # ranks that share samples have the same
     places = {number: place for place, number in enumerate(number for numbers, _ in ranks for number in numbers)}
-    order = [places[number] for number in sorted(places)]
-    rewards, parts = join_scores([scores for _, scores in ranks])
-    return rewards[order], {part: values[order] for part, values in parts.items()}
+    return join_scores([scores for _, scores in ranks]).in_order([places[number] for number in sorted(places)])
+
+
+MOST_NOTES = 8
+"""Lines of an iteration or evaluation on what failed; the rest are counted."""
+
+
+def tell_failures(scores: Scores, tell: Say) -> None:
+    """Name what failed, on the first rank and in the logs of all."""
+    lines = list(dict.fromkeys(scores.notes))
+    for line in lines[:MOST_NOTES]:
+        tell(line)
+    if len(lines) > MOST_NOTES:
+        tell(f"and {len(lines) - MOST_NOTES} lines like these; {scores.dropped} samples dropped in all")
 
 
 class VideoScorer:
@@ -44,20 +46,27 @@ class VideoScorer:
     `finish` gives every one of them the scores of all. A reward that fails on one of them is an error there and then on
     all, since in the rollout the others would wait for it.
 
+    What scores in processes of its own, or behind HTTP, is given a chunk and not waited for until `finish`.
+
     Args:
         decoder: makes the videos.
         reward: scores them.
-        watch: takes the seconds of `decode`, without those hidden behind a rollout, and of `reward`.
+        watch: takes the seconds of `decode` and `reward`, without those hidden behind a rollout.
+        tell: told what failed.
     """
 
-    def __init__(self, decoder: VideoDecoder, reward: CompositeReward, watch: Stopwatch) -> None:
+    def __init__(
+        self, decoder: VideoDecoder, reward: CompositeReward, watch: Stopwatch, tell: Say = say_nothing
+    ) -> None:
         self.decoder = decoder
         self.reward = reward
         self.watch = watch
+        self.tell = tell
         self._pending: tuple[PendingVideos, list[str]] | None = None
         self._submitted = 0
-        self._failure: RewardError | UserError | None = None
-        self._scores: list[Scores] = []
+        self._failure: RewardError | None = None
+        self._scores: list[Pending | Scores] = []
+        self._finished: Scores | None = None
 
     def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
         """Score the chunk before this one, then begin to decode `latents [B, C, T, H, W]`.
@@ -79,13 +88,29 @@ class VideoScorer:
             RewardError: the reward failed on it, and `on_failure = stop`; among ranks that share samples, on any chunk.
         """
         self._score_pending()
-        ranks = gather_objects_of_sequence((self._scores, self._failure and str(self._failure)))
+        with self.watch("reward"):
+            self._collect(wait=True)
+        own = [scores for scores in self._scores if isinstance(scores, Scores)]
+        ranks = gather_objects_of_sequence((own, self._failure and str(self._failure)))
         if self._failure is not None:
             raise self._failure
         if failure := next((failure for _, failure in ranks if failure), None):
             raise RewardError(failure)
         in_turn = itertools.zip_longest(*(scores for scores, _ in ranks))
-        return join_scores([scores for turn in in_turn for scores in turn if scores is not None])
+        self._finished = join_scores([scores for turn in in_turn for scores in turn if scores is not None])
+        return self._finished
+
+    def gather(self, numbers: Sequence[int]) -> Scores:
+        """After `finish`, the scores of all ranks as of `gather_scores`.
+
+        Raises:
+            RewardError: on all ranks, if more than `reward.max_dropped` of them failed.
+        """
+        assert self._finished is not None
+        scores = gather_scores(numbers, self._finished)
+        tell_failures(scores, self.tell)
+        self.reward.check_share(scores)
+        return scores
 
     def _score_pending(self) -> None:
         if self._pending is None:
@@ -96,8 +121,21 @@ class VideoScorer:
             videos = pending.result()
         with self.watch("reward"):
             try:
-                self._scores.append(self.reward(videos, prompts))
-            except (RewardError, UserError) as error:
-                if sequence_size() == 1:
-                    raise
-                self._failure = error
+                self._scores.append(self.reward.submit(videos, prompts))
+            except RewardError as error:
+                self._fail(error)
+            self._collect(wait=False)
+
+    def _collect(self, *, wait: bool) -> None:
+        """Take the scores that are there; with `wait`, all."""
+        for i, scores in enumerate(self._scores):
+            if isinstance(scores, Pending) and (wait or scores.done()):
+                try:
+                    self._scores[i] = scores.result()
+                except RewardError as error:
+                    self._fail(error)
+
+    def _fail(self, error: RewardError) -> None:
+        if sequence_size() == 1:
+            raise error
+        self._failure = error

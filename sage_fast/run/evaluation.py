@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, pass_lengths
 from sage_fast.report.comparison import read_scores
-from sage_fast.rewards import CompositeReward
+from sage_fast.rewards import join_scores
+from sage_fast.rewards.composite import Pending
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
-from sage_fast.rollout.scoring import Scores, join_scores
+from sage_fast.rollout.scoring import tell_failures
 from sage_fast.run.setup import Setup
 from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
@@ -53,8 +55,14 @@ class Evaluation:
     videos: list[Tensor]
 
     def to_json(self) -> dict[str, Any]:
-        fields = ("iteration", "prompts", "seeds", "reward", "parts", "weights")
-        return {field: getattr(self, field) for field in fields}
+        """With null for the scores of a video whose reward failed."""
+        fields = ("iteration", "prompts", "seeds", "weights")
+        scores = {"reward": _finite(self.reward), "parts": {part: _finite(of) for part, of in self.parts.items()}}
+        return {field: getattr(self, field) for field in fields} | scores
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
@@ -177,8 +185,8 @@ def evaluate(
 ) -> Evaluation:
     """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
 
-    The videos are spread over the ranks; a failed reward is an error here whatever `reward.on_failure` says, since a
-    paired comparison needs every pair.
+    The videos are spread over the ranks. One whose reward fails has no scores, and is left out of every mean and pair;
+    with `reward.on_failure = stop`, or above `reward.max_dropped` of them, it is an error.
 
     Args:
         save: told the number, the prompt and the video (on the CPU) of each of this rank's videos as it is made.
@@ -189,20 +197,15 @@ def evaluate(
     # Rounded up: the first rank, which writes the files, is never without a video.
     first, last = (-(-number * len(texts) // data_size()) for number in (data_rank(), data_rank() + 1))
     texts, seeds = texts[first:last], seeds[first:last]
-    config_of_pairs = dataclasses.replace(config.reward, on_failure="stop")
-    strict = CompositeReward(setup.reward.reward, config_of_pairs, "an evaluation needs every score")
-    chunks: list[Scores] = []
+    pending: list[tuple[Pending, Pending | None]] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
     with together():
         made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
         for chosen_texts, chunk in made:
             chunk_texts = [texts[i] for i in chosen_texts]
-            rewards, parts = strict(chunk, chunk_texts)
-            if setup.judge is not None:
-                judged = setup.judge(chunk, chunk_texts)
-                parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
-            chunks.append((rewards, parts))
+            judged = setup.judge.submit(chunk, chunk_texts) if setup.judge is not None else None
+            pending.append((setup.reward.submit(chunk, chunk_texts), judged))
             order += chosen_texts
             if save is not None and sequence_rank() == 0:
                 for i, video in zip(chosen_texts, chunk.cpu()):
@@ -210,20 +213,24 @@ def evaluate(
             # Copies: a view would keep the whole chunk.
             kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
             videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
-    scores, parts = join_scores(chunks) if chunks else (torch.zeros(0), {})
-    back = torch.tensor(order, dtype=torch.int64).argsort()
-    scores, parts = scores[back], {part: value[back] for part, value in parts.items()}
-    rows = all_gather_object(
-        (texts, seeds.tolist(), scores.tolist(), {part: value.tolist() for part, value in parts.items()})
-    )[:: sequence_size()]  # ranks that share samples have the same
-    # A part that a rank with videos lacks is dropped, as one that a chunk lacks.
-    named = [part for part in rows[0][3] if all(part in row[3] for row in rows if row[0])]
+        back = torch.tensor(order, dtype=torch.int64).argsort()
+        scores = join_scores([reward.result() for reward, _ in pending]).in_order(back)
+        judgements = [judge.result() for _, judge in pending if judge is not None]
+        judged_scores = join_scores(judgements).in_order(back) if judgements else join_scores([])
+    mine = texts, seeds.tolist(), scores, judged_scores
+    rows = all_gather_object(mine)[:: sequence_size()]  # ranks that share samples have the same
+    scores, judged_scores = (join_scores([row[i] for row in rows]) for i in (2, 3))
+    for reward, of_all in ((setup.reward, scores), (setup.judge, judged_scores)):
+        if reward is not None:
+            tell_failures(of_all, speaker(quiet))
+            reward.check_share(of_all)
+    parts = scores.parts | {JUDGE_PART + part: values for part, values in judged_scores.parts.items()}
     return Evaluation(
         iteration=iteration,
         prompts=[text for row in rows for text in row[0]],
         seeds=[seed for row in rows for seed in row[1]],
-        reward=[score for row in rows for score in row[2]],
-        parts={part: [value for row in rows if row[0] for value in row[3][part]] for part in named},
-        weights=config.reward.weights,
+        reward=scores.rewards.tolist(),
+        parts={part: values.tolist() for part, values in parts.items()},
+        weights=config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
     )

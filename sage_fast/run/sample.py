@@ -24,7 +24,7 @@ def sample(config: Config, prompts: Sequence[Prompt], folder: Path, *, quiet: bo
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--folder {str(folder)!r}: a file; expected a folder, which is made if it does not exist")
-    setup = load_setup(config, prompts)
+    setup = load_setup(config, prompts, rewards=False)
     for note in setup.model.notes:
         tell(f"note: {note}")
     texts = [prompt.text for prompt in prompts]

@@ -28,7 +28,7 @@ from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.policy.text import TextEmbedding
-from sage_fast.rewards import CompositeReward, Judge, load_reward
+from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import BASE
@@ -77,13 +77,19 @@ class Setup:
 
 
 def load_setup(
-    config: Config, prompts: Sequence[Prompt | str] | None = None, attention: AttentionBackend | None = None
+    config: Config,
+    prompts: Sequence[Prompt | str] | None = None,
+    attention: AttentionBackend | None = None,
+    *,
+    rewards: bool = True,
 ) -> Setup:
-    """Read prompts, then the rewards, then the model: what is cheap to find wrong comes first.
+    """Read prompts, then the rewards, which score a made-up video, then the model: what is cheap to find wrong comes
+    first.
 
     Args:
         prompts: in place of the configured prompt files, for training and evaluation alike.
         attention: in place of `model.attention`.
+        rewards: False for what only samples; `Setup.reward` is empty then.
 
     Raises:
         UserError: something that the settings name is missing or does not fit.
@@ -98,8 +104,13 @@ def load_setup(
     if check_path(config.model.path) == str(BASE):  # the testbed knows few words, and they are looked up at once
         for text in (*(prompt.text for prompt in (*train_prompts, *eval_prompts)), *negatives.values()):
             embed(text)
-    reward = CompositeReward(load_reward(config.reward), config.reward)
-    judge = Judge(config.eval.judge, config.reward.timeout_seconds) if config.eval.judge is not None else None
+    reward, judge = CompositeReward([], config.reward), None
+    if rewards:
+        reward = CompositeReward.of(config.reward, str(device))
+        reward.check(config.sampling, [prompt.text for prompt in train_prompts], str(device))
+        if config.eval.judge is not None:
+            judge = Judge(config.eval.judge, config.reward, str(device))
+            judge.check(config.sampling, [prompt.text for prompt in eval_prompts], str(device))
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     model = load_model(settings, config.sampling, device, config.seed)

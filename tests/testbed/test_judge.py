@@ -146,14 +146,18 @@ def test_it_is_deterministic_and_sees_each_video_alone() -> None:
 
 def test_its_name_is_known_and_others_are_refused_by_the_name_of_the_setting() -> None:
     assert isinstance(load_reward(RewardConfig(name="testbed-judge")), TestbedJudge)
-    with pytest.raises(UserError, match=r"eval\.judge = 'hpsv3': expected 'testbed-judge' or 'package.module:name'"):
-        Judge("hpsv3")
+    with pytest.raises(UserError, match=r"eval\.judge = 'testbed-juge': .*did you mean 'testbed-judge'"):
+        Judge("testbed-juge", RewardConfig())
 
 
-def test_a_judge_that_fails_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = Judge("testbed-judge")
-    with pytest.raises(RewardError, match=r"eval\.judge = 'testbed-judge': on 1 prompts that begin with 'a cat'"):
-        judge(torch.zeros(1, FRAMES, 3, 32, 32), ["a cat"])
-    monkeypatch.setattr(judge, "reward", lambda videos, prompts: {"alignment": torch.full((1,), torch.nan)})
-    with pytest.raises(RewardError, match="'alignment' is not finite"):
-        judge(torch.zeros(1, FRAMES, 3, 32, 32), [CAPTIONS[0]])
+def test_what_a_judge_fails_on_has_no_scores() -> None:
+    videos = torch.zeros(2, FRAMES, 3, 32, 32)
+    judge = Judge("testbed-judge", RewardConfig())
+    scores = judge(videos, [CAPTIONS[0], "a cat"])
+    assert scores.dropped == 1
+    assert scores.parts["alignment"].isfinite().tolist() == [True, False]
+    assert "dropped a sample of 'a cat': reward 'testbed-judge': " in scores.notes[-1]
+    with pytest.raises(RewardError, match="1 of 2 samples have no score"):
+        judge.check_share(scores)
+    with pytest.raises(RewardError, match="names nothing that the judge knows"):
+        Judge("testbed-judge", RewardConfig(on_failure="stop"))(videos, [CAPTIONS[0], "a cat"])

@@ -1,0 +1,110 @@
+"""`sage-fast serve-reward`: the rewards of a configuration behind HTTP, for several runs to share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from sage_fast import __version__
+from sage_fast.console import Say
+from sage_fast.errors import RewardError
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.failure import failure, first_line
+from sage_fast.rewards.http import SCHEMA, answer, read_question
+
+LARGEST = 4 * 2**30
+"""Bytes of a request: some 8 videos of 480p and 81 frames in float16."""
+SECONDS_OF_SILENCE = 60.0
+"""Within a request; then its connection is closed."""
+SECONDS_TO_DRAIN = 2.0
+"""For which the rest of a refused request is thrown away."""
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Scores what is posted to /score; any other path tells what is served.
+
+    Requests are read and scored one at a time, or as many as the rewards have workers: more of them would only hold
+    their videos in memory.
+
+    Args:
+        reward: has been checked.
+        host, port: to listen at; port 0 is a free one.
+        tell: told a line for each request.
+
+    Raises:
+        OSError: the address is taken, or none of this machine.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, reward: CompositeReward, host: str, port: int, tell: Say) -> None:
+        self.reward, self.tell = reward, tell
+        self.turns = threading.BoundedSemaphore(reward.at_a_time)
+        super().__init__((host, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RewardServer
+    server_version = f"sage-fast/{__version__}"
+    timeout = SECONDS_OF_SILENCE
+
+    def do_GET(self) -> None:
+        self._send(200, {"schema": SCHEMA, "rewards": self.server.reward.names, "parts": self.server.reward.parts})
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if self.path.rstrip("/") != "/score":
+            return self._refuse(404, f"{self.path[:80]}: expected /score")
+        if self.headers.get_content_type() != "application/json":  # which no page in a browser may post unasked
+            return self._refuse(415, "expected Content-Type: application/json")
+        if not length.isascii() or not length.isdigit():
+            return self._refuse(411, "expected a Content-Length")
+        if int(length) > LARGEST:
+            return self._refuse(413, f"{length} bytes; at most {LARGEST} are taken")
+        with self.server.turns:
+            self._score(int(length))
+
+    def _score(self, length: int) -> None:
+        try:
+            name, videos, prompts = read_question(self.rfile.read(length))
+        except ValueError as error:
+            return self._refuse(400, str(error))
+        start = time.monotonic()
+        try:
+            parts = self.server.reward.raw(videos, prompts)
+        except RewardError as error:  # it hangs; nothing here can end it
+            return self._refuse(503, str(error))
+        except Exception as error:
+            self.server.tell(f"failed on {len(prompts)} videos: {first_line(failure(error))}")
+            return self._send(422, {"schema": SCHEMA, "id": name, "error": failure(error)})
+        self.server.tell(f"{len(prompts)} videos for {self.client_address[0]}: {time.monotonic() - start:.2f} s")
+        self._send(200, answer(name, parts))
+
+    def _refuse(self, status: int, why: str) -> None:
+        self.server.tell(f"refused a request of {self.client_address[0]}: {why}")
+        self._send(status, {"schema": SCHEMA, "error": why})
+        end = time.monotonic() + SECONDS_TO_DRAIN
+        with contextlib.suppress(OSError):  # closed with bytes unread, the connection would lose the answer
+            self.connection.settimeout(SECONDS_TO_DRAIN)
+            while time.monotonic() < end and self.rfile.read1(1 << 20):
+                pass
+
+    def _send(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """`tell` has its own line."""

@@ -1,0 +1,49 @@
+"""`sage-fast serve-reward`: check the rewards of a configuration, then serve them until a signal comes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+from sage_fast.console import say
+from sage_fast.data.prompts import read_prompts
+from sage_fast.distributed import initialize
+from sage_fast.errors import UserError
+from sage_fast.rewards import CompositeReward
+from sage_fast.rewards.server import RewardServer
+from sage_fast.settings import load
+
+
+def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int) -> int:
+    """
+    Args:
+        path: of a YAML file.
+        overrides: settings in place of the file's, as typed.
+        host, port: to listen at; port 0 is a free one.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        UserError: a setting or a reward is wrong.
+        OSError: the address cannot be listened at.
+    """
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port {port}: expected 0 (a free one) to 65535, such as 8000")
+    config, device = load(path, overrides), str(initialize())
+    prompts = [prompt.text for prompt in read_prompts(config.data.prompts, config.sampling)]
+    reward = CompositeReward.of(config.reward, device)
+    reward.check(config.sampling, prompts, device)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    server = RewardServer(reward, host, port, say)
+    try:
+        say(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
+        if server.server_address[0] not in ("127.0.0.1", "::1"):
+            say("note: whoever reaches this port can have videos scored; there is no password")
+        server.serve_forever()
+    except KeyboardInterrupt:
+        say("ended")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        server.server_close()
+    return 0

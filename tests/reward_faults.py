@@ -1,0 +1,104 @@
+"""Rewards that fail in every way, for `tests/test_reward_workers.py`: each score is a fingerprint of its own video."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def fingerprints(videos: Tensor) -> Tensor:
+    """`[B]`: another number for every video."""
+    weights = torch.linspace(0.5, 1.5, videos[0].numel(), dtype=torch.float64)
+    return (videos.flatten(1).double() * weights).mean(1)
+
+
+class Fingerprint:
+    """Fails as `how` says on the prompt `poison`, and as `plan` says at calls that are counted from 1 over all lives of
+    the process of a rank: "3 kill".
+
+    Args:
+        folder: of the count, and of a file pid-<number> for each process; it has one for each rank.
+    """
+
+    def __init__(
+        self, how: str = "", folder: str | None = None, plan: Sequence[str] = (), poison: str = "", device: str = "cpu"
+    ) -> None:
+        self.how, self.poison, self.device = how, poison, device
+        self.plan = {int(number): what for number, what in map(str.split, plan)}
+        self.folder = folder and Path(folder, os.environ.get("RANK", "0"))
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"pid-{os.getpid()}").touch()
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        value = fingerprints(videos)
+        planned = self.plan.get(self._count(), "")
+        wrong = [planned == "nan" or (self.how == "nan" and prompt == self.poison) for prompt in prompts]
+        value[torch.tensor(wrong)] = torch.nan
+        if planned not in ("", "nan"):
+            fail(planned)
+        if self.how not in ("", "nan") and self.poison in prompts:
+            fail(self.how)
+        return {"print": value, "watched": torch.full((len(prompts),), torch.nan)}
+
+    def _count(self) -> int:
+        if not self.folder:
+            return 0
+        with (self.folder / "calls").open("a") as file:
+            file.write(".")
+            file.flush()
+            return file.tell()
+
+
+def fail(how: str) -> None:
+    if how == "raise":
+        raise ValueError("wrong\nvalue")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    if how == "sys.exit":
+        sys.exit(4)
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    raise AssertionError(how)
+
+
+class Returns:
+    """What the test says, whatever the videos."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def score(self, videos: Tensor, prompts: list[str]) -> object:
+        count = len(prompts)
+        print("a reward may print", flush=True)
+        if self.what == "in place":
+            videos.zero_()
+        if self.what == "fork" and os.fork() == 0:
+            return {"a": [9.0] * count}
+        return {
+            "ints": {"a": torch.arange(count)},
+            "bools": {"a": torch.ones(count, dtype=torch.bool)},
+            "float64": {"a": torch.ones(count, dtype=torch.float64)},
+            "list": {"a": [1.0] * count},
+            "numpy": {"a": torch.ones(count).numpy()},
+            "graph": {"a": torch.ones(count, requires_grad=True) * 2},
+            "empty": {},
+            "none": None,
+            "text": {"a": ["much"] * count},
+            "matrix": {"a": torch.ones(count, 1)},
+            "number": {"a": 1.0},
+            "complex": {"a": torch.ones(count, dtype=torch.complex64)},
+            "key": {3: torch.ones(count)},
+        }.get(self.what, {"a": torch.ones(count)})

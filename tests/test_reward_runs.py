@@ -1,0 +1,192 @@
+"""Whole runs whose rewards are beside the rollout, on two ranks, and fail: the numbers are those of a sound run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.errors import UserError
+from sage_fast.files import read_json, read_metrics, write_json
+from sage_fast.report.comparison import format_scores, paired_table
+from sage_fast.rewards.http import HttpReward
+from sage_fast.run.checkpoint import best_checkpoint
+from sage_fast.run.setup import load_setup
+from sage_fast.testbed.world import heldout_prompts
+from tests.fork_server import ForkServer
+from tests.reward_faults import fingerprints
+from tests.tiny import arguments, settings
+
+REPOSITORY = Path(__file__).parent.parent
+DEMO = REPOSITORY / "configs" / "demo.yaml"
+SMALL = arguments(
+    train__iterations=2, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=1,
+    train__batch_size=16, train__parity_gate="false", sampling__steps=2, sampling__batch_size=1, eval__steps=1,
+    eval__num_prompts=4, eval__seeds_per_prompt=1, eval__num_videos=1, eval__judge="null", tracking__trackers="[]",
+    reward__name="tests.reward_faults:Fingerprint", reward__weights="{print: 1}", reward__max_dropped=0.25,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
+
+
+def on_two_ranks(server: ForkServer, run: Path, *options: str) -> str:
+    """What two gloo ranks say, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = ["train", str(DEMO), "--output", str(run), *SMALL, *options]
+    log = run.with_suffix(".log")
+    ranks = [server.start(command, log, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    assert [server.wait(rank) for rank in ranks] == [0, 0], log.read_text()
+    return log.read_text()
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Of each iteration, without times and the counts of failures."""
+    apart = ("time/", "memory/", "reward/retried")
+    return [
+        {key: value for key, value in row.items() if not key.startswith(apart)}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def test_two_ranks_with_rewards_beside_them_that_fail(server: ForkServer, tmp_path: Path) -> None:
+    """Calls of a rank: the check, two evaluations of two videos, and two samples in each iteration."""
+    sound, faulty = tmp_path / "sound", tmp_path / "faulty"
+    on_two_ranks(server, sound)
+    poison = heldout_prompts()[1]
+    args = f"{{folder: {tmp_path / 'faults'}, plan: [6 kill, 8 nan, 10 raise], how: raise, poison: {poison}}}"
+    log = on_two_ranks(server, faulty, "--reward.workers", "1", "--reward.args", args)
+    # Killed, not finite and raised once each: scored again, so that training has the very same numbers.
+    assert numbers(faulty) == numbers(sound)
+    retried = [row["reward/retried"] for row in read_metrics(faulty / "metrics.jsonl")]
+    assert sum(retried) >= 3
+    assert [row["reward/dropped"] for row in read_metrics(faulty / "metrics.jsonl")] == [0, 0]
+    assert "its process ended: signal SIGKILL; called again for 1 of 1 videos" in log
+    # A held-out video whose reward always fails is named, has no score, and is left out of the comparison.
+    assert f"dropped a sample of {poison!r}: reward 'tests.reward_faults:Fingerprint': " in log
+    assert "ValueError: wrong" in log
+    expected = read_json(sound / "eval" / "after.json")
+    found = read_json(faulty / "eval" / "after.json")
+    assert found["prompts"] == expected["prompts"]
+    assert found["prompts"][1] == poison
+    assert found["reward"] == [None if i == 1 else value for i, value in enumerate(expected["reward"])]
+    assert found["parts"]["print"] == found["reward"]
+    assert found["parts"]["watched"] == [None] * 4
+    assert format_scores(found).splitlines()[-1].startswith("3 of 4 videos of 4 prompts")
+    assert [row.pairs for row in paired_table(read_json(faulty / "eval" / "before.json"), found)] == [3, 3, 0]
+    assert paired_table(expected, found)[0].pairs == 3
+    assert (faulty / "report.html").is_file()
+    for child in (tmp_path / "faults").glob("*/pid-*"):
+        assert not Path("/proc", child.name[4:]).exists(), "they end with the run"
+
+
+def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    args = f"{{folder: {tmp_path / 'faults'}, plan: [{', '.join(f'{i} sys.exit' for i in range(8, 40))}]}}"
+    command = ["train", str(DEMO), "--output", str(run), *SMALL, "--reward.args", args]
+    assert server.wait(server.start(command, run.with_suffix(".log"))) == 1
+    log = run.with_suffix(".log").read_text()
+    assert (
+        "2 of 4 samples have no score, more than reward.max_dropped = 0.25 of them; the last: dropped a sample" in log
+    )
+    assert "ExitError: it raised SystemExit(4)" in log
+    assert "stopped after 0 iterations; continue with --resume" in log
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["iteration-000000"]
+
+
+def test_the_best_checkpoint_is_told_by_the_videos_that_have_scores(tmp_path: Path) -> None:
+    for iteration, rewards in ((1, [1.0, 2.0]), (2, [None, 4.0]), (3, [None, None])):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+        write_json({"reward": rewards}, tmp_path / "eval" / f"iteration-{iteration:06d}.json")
+    best = best_checkpoint(tmp_path)
+    assert best is not None
+    assert best.name == "iteration-000002"
+
+
+# -- before a run -----------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+
+    def fail(*args: object) -> None:
+        loaded.append(args)
+        pytest.fail("the model")
+
+    monkeypatch.setattr("sage_fast.run.setup.load_model", fail)
+    with pytest.raises(UserError, match=r"reward.weights names 'red'; reward 'testbed' returns \['mq', 'ta', 'vq'\]"):
+        load_setup(settings(reward__weights={"red": 1}))
+    with pytest.raises(UserError, match=r"eval.judge = 'tests.reward_faults:nothing': .* has no 'nothing'"):
+        load_setup(settings(eval__judge="tests.reward_faults:nothing"))
+    assert not loaded
+    with pytest.raises(pytest.fail.Exception, match="the model"):
+        load_setup(settings(reward__name="no_such:Reward"), ["a red circle moves left quickly"], rewards=False)
+
+
+PACKAGE = {
+    "pyproject.toml": (
+        "[build-system]\nrequires = ['setuptools']\nbuild-backend = 'setuptools.build_meta'\n"
+        "[project]\nname = 'stranger'\nversion = '1'\n[tool.setuptools]\npackages = ['stranger']\n"
+        "[project.entry-points.'sage_fast.rewards']\nstranger = 'stranger.scores:Scorer'\n"
+    ),
+    "stranger/__init__.py": "",
+    "stranger/scores.py": (
+        "class Scorer:\n    def __init__(self, *, scale, device):\n        self.scale, self.device = scale, device\n"
+        "    def score(self, videos, prompts):\n        assert videos.device.type == self.device\n"
+        "        return {'bright': self.scale * videos.mean((1, 2, 3, 4))}\n"
+    ),
+}
+
+
+def test_a_server_in_one_command_with_rewards_of_a_package_and_of_the_current_folder(tmp_path: Path) -> None:
+    """sage-fast serve-reward, as a console script, for which the current folder is not on the path."""
+    for name, text in PACKAGE.items():
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_text(text)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-index",
+           "--no-build-isolation", "--target", str(tmp_path / "installed"), str(tmp_path / "source")]  # fmt: skip
+    done = subprocess.run(pip, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "my_rewards.py").write_text(
+        "from tests.reward_faults import fingerprints\n"
+        "def mine(videos, prompts):\n    return {'print': fingerprints(videos)}\n"
+    )
+    (here / "config.yaml").write_text(
+        "sampling: {num_frames: 5, height: 16, width: 16}\nreward:\n  several:\n"
+        "    - {name: stranger, args: {scale: 3.0}, device: cpu, weights: {bright: 1}}\n"
+        "    - {name: 'my_rewards:mine', weights: {print: 1}, workers: 1}\n"
+    )
+    code = "import sys; from sage_fast.cli import main; sys.exit(main(sys.argv[1:]))"
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, "serve-reward", "config.yaml", "--port", "0"], cwd=here, text=True,
+        stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path / 'installed'}"},
+    )  # fmt: skip
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    assert line.startswith("serves stranger, my_rewards:mine (bright, print) at http://127.0.0.1:"), line
+    videos = torch.rand(2, 5, 3, 16, 16)
+    parts = HttpReward(line.split()[-1], dtype="float32").score(videos, ["a", "b"])
+    torch.testing.assert_close(parts["print"], fingerprints(videos).float(), rtol=0, atol=0)
+    torch.testing.assert_close(parts["bright"], 3 * videos.mean((1, 2, 3, 4)))
+    server.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    assert server.wait(timeout=60) == 0
+    assert time.monotonic() - begun < 30
+    assert server.stdout.read().splitlines()[-1] == "ended"

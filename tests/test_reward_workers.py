@@ -1,0 +1,321 @@
+"""Rewards in processes of their own and behind HTTP: whatever fails, every video keeps its own score or has none."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sage_fast.rewards.http as reward_http
+from sage_fast.config import RewardConfig, SamplingConfig
+from sage_fast.console import say_nothing
+from sage_fast.errors import UserError
+from sage_fast.rewards import CompositeReward, Scores
+from sage_fast.rewards.caller import Beside
+from sage_fast.rewards.composite import Source
+from sage_fast.rewards.http import HttpReward, read_question
+from sage_fast.rewards.process import FALLS, RewardProcess
+from sage_fast.rewards.server import RewardServer
+from tests.reward_faults import Fingerprint, Returns, fingerprints
+
+REPOSITORY = Path(__file__).parent.parent
+SMALL = SamplingConfig(num_frames=5, height=16, width=16)
+VIDEOS = torch.rand(8, 5, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+PROMPTS = [f"prompt {i}" for i in range(8)]
+
+
+def config(**settings: Any) -> RewardConfig:
+    args = settings.pop("args", {})
+    return RewardConfig(
+        **{"name": "tests.reward_faults:Fingerprint", "weights": {"print": 1.0}, "args": args} | settings
+    )
+
+
+def in_chunks(reward: CompositeReward, size: int = 2) -> list[Scores]:
+    """All chunks are given before the first one is waited for, as beside a rollout."""
+    pending = [reward.submit(VIDEOS[i : i + size], PROMPTS[i : i + size]) for i in range(0, len(VIDEOS), size)]
+    return [scores.result() for scores in pending]
+
+
+def are_their_own(scores: Scores, first: int = 0, dropped: tuple[int, ...] = (), exact: bool = True) -> None:
+    expected = fingerprints(VIDEOS[first : first + len(scores.rewards)]).float()
+    expected[list(dropped)] = torch.nan
+    tolerance = 0 if exact else 1e-3
+    torch.testing.assert_close(scores.rewards, expected, rtol=0, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(scores.parts["print"], expected, rtol=0, atol=tolerance, equal_nan=True)
+
+
+# -- one process, every failure ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Any]:
+    """Processes with a `Fingerprint`, made as the test asks and ended after it."""
+    made: list[CompositeReward] = []
+
+    def make(**settings: Any) -> CompositeReward:
+        made.append(CompositeReward.of(config(workers=1) if not settings else config(**{"workers": 1} | settings)))
+        return made[-1]
+
+    yield make
+    for reward in made:
+        caller = reward.sources[0].caller
+        assert isinstance(caller, Beside)
+        caller.close()
+
+
+def test_a_process_that_dies_or_hangs_is_started_again_and_its_videos_are_scored_again(
+    process: Any, tmp_path: Path
+) -> None:
+    args = {"folder": str(tmp_path), "plan": ["2 kill", "4 exit", "6 hang"]}
+    chunks = in_chunks(process(args=args, timeout_seconds=12.0))
+    for place, scores in enumerate(chunks):
+        are_their_own(scores, 2 * place)
+    assert [scores.retried for scores in chunks] == [0, 2, 2, 2]
+    for scores, told in zip(chunks[1:], (
+        "its process ended: signal SIGKILL", "its process ended: exit status 3",
+        "no answer within 12 s for 2 videos; its process was ended",
+    )):  # fmt: skip
+        assert scores.notes == (f"reward 'tests.reward_faults:Fingerprint': {told}; called again for 2 of 2 videos",)
+    processes = [int(path.name[4:]) for path in tmp_path.glob("0/pid-*")]
+    assert len(processes) == 4
+    assert sum(Path("/proc", str(number)).exists() for number in processes) == 1
+
+
+def test_what_kills_its_process_is_dropped_alone(process: Any) -> None:
+    reward = process(args={"how": "exit", "poison": "prompt 1"}, retries=0)
+    scores = reward(VIDEOS[:2], PROMPTS[:2])
+    are_their_own(scores, dropped=(1,))
+    assert scores.retried == 2
+    assert scores.notes[-1].startswith("dropped a sample of 'prompt 1': reward 'tests.reward_faults:Fingerprint': its")
+    assert scores.parts["watched"].isnan().all(), "a part without a weight may be what it likes"
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds"),  # in the main thread KeyboardInterrupt is Ctrl-C
+    [("raise", 0.0), ("nan", 0.0), ("sys.exit", 0.0), ("raise", 30.0), ("sys.exit", 30.0), ("interrupt", 30.0)],
+)
+def test_a_failing_sample_is_dropped_within_the_runs_process_too(how: str, seconds: float) -> None:
+    reward = CompositeReward(Fingerprint(how, poison="prompt 1").score, config(timeout_seconds=seconds))  # type: ignore[arg-type]
+    scores = reward(VIDEOS[:3], PROMPTS[:3])
+    are_their_own(scores, dropped=(1,))
+    assert scores.dropped == 1
+    assert scores.retried == (1 if how == "nan" else 3)
+
+
+def test_a_process_that_always_dies_is_given_up() -> None:
+    process = RewardProcess(config(args={"how": "exit", "poison": "x"}), "reward.name", "cpu", 60)
+    process._falls = FALLS - 1
+    with pytest.raises(Exception, match="exit status 3"):
+        process(VIDEOS[:1], ["x"])
+    with pytest.raises(Exception, match=f"crashed or hung {FALLS} times in a row, and is not started again"):
+        process(VIDEOS[:1], ["a"])
+
+
+def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
+    why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: Fingerprint takes no 'hwo'; .*did you mean 'how'"
+    with pytest.raises(UserError, match=why):
+        process(args={"hwo": 1}).check(SMALL, ["a"])
+
+
+def test_scores_are_made_beside_what_comes_next_and_the_queue_is_bounded() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def call(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        begun.set()
+        assert gate.wait(60)
+        return {"print": fingerprints(videos).float()}
+
+    caller = Beside([call])
+    reward = CompositeReward([Source(entry=config(), key="reward.name", caller=caller, needed={"print"})], config())
+    pending = [reward.submit(VIDEOS[:2], PROMPTS[:2])]
+    assert begun.wait(60)
+    pending.append(reward.submit(VIDEOS[2:4], PROMPTS[2:4]))
+    third = threading.Thread(target=lambda: pending.append(reward.submit(VIDEOS[4:6], PROMPTS[4:6])), daemon=True)
+    third.start()
+    third.join(0.5)
+    assert third.is_alive(), "one in its hands and one in the queue: the rollout waits"
+    assert not any(scores.done() for scores in pending)
+    gate.set()
+    third.join(60)
+    for place, scores in enumerate(pending):
+        are_their_own(scores.result(), 2 * place)
+
+
+# -- what a reward may return -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["ints", "bools", "float64", "list", "numpy", "graph"])
+def test_numbers_of_any_kind(what: str) -> None:
+    reward = CompositeReward(Returns(what), RewardConfig(name="r", weights={"a": 1.0}))  # type: ignore[arg-type]
+    scores = reward(VIDEOS[:2].clone(), PROMPTS[:2])
+    assert scores.dropped == 0
+    assert scores.rewards.dtype == torch.float32
+    assert not scores.rewards.requires_grad
+
+
+@pytest.mark.parametrize(("what", "why"), [
+    ("empty", r"weights names 'a'; reward .* returns \[\]"), ("none", "returned NoneType; expected a mapping"),
+    ("text", r"part 'a': expected numbers \[2\], got list"), ("matrix", r"expected shape \[2\], got \[2, 1\]"),
+    ("number", r"expected shape \[2\], got \[\]"), ("complex", "expected real numbers, got torch.complex64"),
+    ("key", "a part named 3; expected text"), ("in place", "changes the videos in place"),
+])  # fmt: skip
+def test_what_is_no_score_is_found_before_the_run(what: str, why: str) -> None:
+    settings = RewardConfig(name="tests.reward_faults:Returns", args={"what": what}, weights={"a": 1.0})
+    with pytest.raises(UserError, match=rf"reward.*tests.reward_faults:Returns.*{why}|{why}"):
+        CompositeReward.of(settings).check(SMALL, ["a"])
+
+
+def test_a_fork_that_comes_back_and_what_is_printed_do_no_harm(process: Any) -> None:
+    reward = process(name="tests.reward_faults:Returns", args={"what": "fork"}, weights={"a": 1.0})
+    for _ in range(3):
+        assert reward(VIDEOS[:2], PROMPTS[:2]).rewards.tolist() == [1, 1]
+
+
+# -- several together -------------------------------------------------------------------------------------------------
+
+
+def test_several_rewards_with_weights_normalisation_and_prefix() -> None:
+    same = {"name": "tests.reward_faults:Fingerprint"}
+    settings = RewardConfig(several=[
+        same | {"weights": {"print": 2.0}, "normalisation": {"print": [0.25, 0.5]}},
+        same | {"weights": {"print": -1.0}, "prefix": "second_"},
+        {"name": "tests.reward_faults:Returns", "args": {"what": "ints"}, "weights": {"a": 0}},
+    ])  # fmt: skip
+    reward = CompositeReward.of(settings)
+    reward.check(SMALL, ["a"])
+    assert reward.parts == ["a", "print", "print_raw", "second_print", "second_watched", "watched"]
+    prints = fingerprints(VIDEOS[:4]).float()
+    scores = reward(VIDEOS[:4], PROMPTS[:4])
+    torch.testing.assert_close(scores.parts["print_raw"], prints)
+    torch.testing.assert_close(scores.parts["print"], (prints - 0.25) / 0.5)
+    torch.testing.assert_close(scores.rewards, 2 * (prints - 0.25) / 0.5 - prints)
+    assert settings.part_weights == {"print": 2.0, "second_print": -1.0, "a": 0}
+
+    twice = CompositeReward.of(RewardConfig(several=[same | {"weights": {"print": 2.0}}, same | {"weights": {}}]))
+    with pytest.raises(UserError, match=r"\[1\].name = .*returns 'print', and so does .*; give one of them a prefix"):
+        twice.check(SMALL, ["a"])
+
+
+# -- HTTP -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
+    monkeypatch.setattr(reward_http, "FIRST_WAIT", 0.05)
+    reward = CompositeReward(Fingerprint("raise", poison="prompt 6").score, config())  # type: ignore[arg-type]
+    with RewardServer(reward, "127.0.0.1", 0, say_nothing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_a_server_that_answers_500_and_comes_back(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = iter([True, False, True, True])
+
+    def refuse(handler: Any, length: int) -> None:
+        if next(broken, False):
+            handler.rfile.read(length)
+            return handler._send(500, {"error": "out of order"})
+        scores(handler, length)
+
+    handler: Any = server.RequestHandlerClass
+    scores = handler._score
+    monkeypatch.setattr(handler, "_score", refuse)
+    reward = CompositeReward.of(config(name=server.address, args={"dtype": "float32"}, workers=2))
+    for place, chunk in enumerate(in_chunks(reward)):
+        are_their_own(chunk, 2 * place, dropped=(0,) if place == 3 else ())
+        assert chunk.retried == (2 if place == 3 else 0), "a 500 is tried again by the client"
+    dropped = reward(VIDEOS[6:], PROMPTS[6:])
+    assert "tests/reward_faults.py:" in dropped.notes[-1]
+    assert "ValueError: wrong" in dropped.notes[-1]
+    for dtype in ("uint8", "float16"):
+        rounded = CompositeReward.of(config(name=server.address, args={"dtype": dtype}))
+        are_their_own(rounded(VIDEOS[:3], PROMPTS[:3]), exact=False)
+
+
+def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_http, "SECONDS_TO_FIND", 0.2)
+    reward = CompositeReward.of(config(name="http://127.0.0.1:9"))
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9: no scores within 0 s; last ConnectionRefusedError"):
+        reward.check(SMALL, ["a"])
+    with pytest.raises(UserError, match="expected an address such as"):
+        CompositeReward.of(config(name="http://"))
+    with pytest.raises(UserError, match="did you mean 'float16'"):
+        CompositeReward.of(config(name="http://127.0.0.1:9", args={"dtype": "flaot16"}))
+
+
+@pytest.mark.parametrize(("body", "headers", "status", "why"), [
+    (b"{}", {}, 400, "expected an object with schema"), (b"\x80\x04N.", {}, 400, "not JSON"),
+    (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
+    (b"", {"Content-Length": str(2**60)}, 413, "at most"), (b"", {"Content-Length": "-1"}, 411, "Content-Length"),
+])  # fmt: skip
+def test_what_the_server_refuses(
+    body: bytes, headers: dict[str, str], status: int, why: str, server: RewardServer
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.server_address[1]), timeout=20)
+    connection.request("POST", "/score", body, {"Content-Type": "application/json"} | headers)
+    response = connection.getresponse()
+    assert response.status == status
+    assert why in json.loads(response.read())["error"]
+    connection.close()
+
+
+def test_requests_that_are_none() -> None:
+    sound = json.loads(reward_http.question(VIDEOS[:2], PROMPTS[:2], "id", "float16"))
+    assert read_question(json.dumps(sound).encode())[2] == PROMPTS[:2]
+    wrong = {"id": 3, "prompts": ["one"], "videos": "!!", "schema": "other/1"}
+    for key, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{key}|expected a|prompts"):
+            read_question(json.dumps(sound | {key: value}).encode())
+    with pytest.raises(Exception, match="answers request 'other' instead of 'mine'"):
+        reward_http.parts_of(b'{"id": "other", "parts": {}}', "mine", "http://a")
+    assert HttpReward("http://a:1/prefix/")._path == "/prefix/score"
+
+
+# -- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
+    call = RewardProcess(config(), "reward.name", "cpu", 60)
+    caller = Beside([call])
+    assert caller.submit(lambda call: call(VIDEOS[:1], PROMPTS[:1])).result()["print"].shape == (1,)
+    child = call._process
+    assert child is not None
+    del caller
+    assert child.poll() == 0, "it had the time to clean up"
+
+
+def test_no_process_outlives_its_owner(tmp_path: Path) -> None:
+    """Its parent is killed while it is in a call that hangs."""
+    code = (
+        "import sys; from tests.test_reward_workers import *\n"
+        f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 hang']}}\n"
+        "reward = CompositeReward.of(config(workers=1, args=args))\n"
+        "print(reward(VIDEOS[:1], ['a']).dropped, flush=True); reward.submit(VIDEOS[:1], ['b']); input()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "0\n"
+    [child] = [int(path.name[4:]) for path in tmp_path.glob("0/pid-*")]
+    while (tmp_path / "0" / "calls").stat().st_size < 2:
+        time.sleep(0.05)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
