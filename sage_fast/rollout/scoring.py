@@ -41,19 +41,22 @@ class VideoScorer:
     chunk. One chunk's videos exist at a time: those of the last one are scored before the next is decoded.
 
     Ranks that share samples all have the latents, and take turns: each decodes and scores its share of the chunks, and
-    `finish` gives every one of them the scores of all. A reward that fails on one of them is an error there and then on
-    all, since in the rollout the others would wait for it.
+    `finish` gives every one of them the scores of all.
 
     Args:
         decoder: makes the videos.
         reward: scores them.
         watch: takes the seconds of `decode`, without those hidden behind a rollout, and of `reward`.
+        in_step: other ranks' forwards wait for this one's, so that a reward that fails is an error in `finish` alone.
     """
 
-    def __init__(self, decoder: VideoDecoder, reward: CompositeReward, watch: Stopwatch) -> None:
+    def __init__(
+        self, decoder: VideoDecoder, reward: CompositeReward, watch: Stopwatch, *, in_step: bool = False
+    ) -> None:
         self.decoder = decoder
         self.reward = reward
         self.watch = watch
+        self.in_step = in_step
         self._pending: tuple[PendingVideos, list[str]] | None = None
         self._submitted = 0
         self._failure: RewardError | UserError | None = None
@@ -63,7 +66,7 @@ class VideoScorer:
         """Score the chunk before this one, then begin to decode `latents [B, C, T, H, W]`.
 
         Raises:
-            RewardError: the reward failed on the chunk before, and `on_failure = stop`.
+            RewardError: the reward failed on the chunk before, `on_failure = stop`, and no rank is waiting.
         """
         self._submitted += 1
         if (self._submitted - 1) % sequence_size() != sequence_rank():
@@ -76,7 +79,7 @@ class VideoScorer:
         """Score the last chunk; the scores of all, in order.
 
         Raises:
-            RewardError: the reward failed on it, and `on_failure = stop`; among ranks that share samples, on any chunk.
+            RewardError: the reward failed on it, and `on_failure = stop`; with `in_step`, on any chunk.
         """
         self._score_pending()
         ranks = gather_objects_of_sequence((self._scores, self._failure and str(self._failure)))
@@ -98,6 +101,6 @@ class VideoScorer:
             try:
                 self._scores.append(self.reward(videos, prompts))
             except (RewardError, UserError) as error:
-                if sequence_size() == 1:
+                if not self.in_step:
                     raise
                 self._failure = error

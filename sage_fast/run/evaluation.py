@@ -23,7 +23,7 @@ from sage_fast.distributed import (
     sequence_size,
     together,
 )
-from sage_fast.errors import UserError
+from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
@@ -183,14 +183,23 @@ def evaluate(
     chunks: list[Scores] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
+    failure: RewardError | UserError | None = None
     with together():
         made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
         for chosen_texts, chunk in made:
+            if failure is not None:
+                continue
             chunk_texts = [texts[i] for i in chosen_texts]
-            rewards, parts = strict(chunk, chunk_texts)
-            if setup.judge is not None:
-                judged = setup.judge(chunk, chunk_texts)
-                parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
+            try:
+                rewards, parts = strict(chunk, chunk_texts)
+                if setup.judge is not None:
+                    judged = setup.judge(chunk, chunk_texts)
+                    parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
+            except (RewardError, UserError) as error:
+                if not setup.model.policy.states.gathers:
+                    raise
+                failure = error  # once the forwards are made that gather weights with those of other ranks
+                continue
             chunks.append((rewards, parts))
             order += chosen_texts
             if save is not None and sequence_rank() == 0:
@@ -199,6 +208,8 @@ def evaluate(
             # Copies: a view would keep the whole chunk.
             kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
             videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
+        if failure is not None:
+            raise failure
     scores, parts = join_scores(chunks) if chunks else (torch.zeros(0), {})
     back = torch.tensor(order, dtype=torch.int64).argsort()
     scores, parts = scores[back], {part: value[back] for part, value in parts.items()}
