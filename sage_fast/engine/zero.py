@@ -169,8 +169,8 @@ class ZeroEngine(Engine):
         present = []
         if self.stage == 3:
             adapter = self.policy.has_adapter
-            for p in self.policy.transformer.parameters():
-                if p.requires_grad or not adapter:
+            for name, p in self.policy.transformer.named_parameters():
+                if not adapter or ".lora_" in name:
                     whole = self.policy.whole(p)
                     if rank() == 0:
                         present.append((p, p.data))
