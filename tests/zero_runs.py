@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -150,11 +151,15 @@ def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
 
 def checks(folder: Path) -> None:
     """Weights without a gradient, and an update that is not finite, beside the plain engine; a LoRA file of ZeRO-3."""
+    from sage_fast.engine.zero import ZeroEngine  # imports DeepSpeed, which the tests' own process does without
+
     found, zero = {}, set()
     for name in ("plain", "zero1", "zero2", "zero3"):
         config = settings(model__tuning="full", train__engine=name, train__weight_decay=0.5, train__eps=1e-8)
         trainer = tiny_trainer(config)
         policy, engine = trainer.policy, trainer.engine
+        if isinstance(engine, ZeroEngine):  # with the timeout of `timeout_minutes`
+            assert engine.deepspeed.data_parallel_group is dist.group.WORLD
         for number, loss in enumerate(losses(policy)):
             before = policy.snapshot()
             engine.backward(loss)
