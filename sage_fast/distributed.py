@@ -101,14 +101,14 @@ def join_deepspeed() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(verbose=False)
-    groups._WORLD_GROUP = dist.group.WORLD
+    vars(groups)["_WORLD_GROUP"] = dist.group.WORLD
 
 
 def shutdown() -> None:
     global _sequence_group
     _sequence_group = None
-    if groups := sys.modules.get("deepspeed.utils.groups"):
-        groups._WORLD_GROUP = None
+    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
+        vars(groups)["_WORLD_GROUP"] = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -213,7 +213,28 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
         file.write_text(json.dumps({section: {last: 1}} if section else {last: 1}))
         with pytest.raises(UserError, match=f"ds.json' sets {key}, which follows from {setting[:20]}"):
             check_engine(config)
-    for text, message in (("{", "not valid JSON"), ("[]", "expected a JSON object")):
+    for key, value, message in (
+        ("zero_hpz_partition_size", 2, "is not among what can be laid over"),  # not told of swapped weights
+        ("reduce_buckets_size", 2, "the nearest is zero_optimization.reduce_bucket_size"),
+        ("reduce_bucket_size", "auto", 'reduce_bucket_size = "auto": expected a whole number'),
+        ("reduce_bucket_size", float("inf"), "expected a whole number"),
+        ("overlap_comm", 1, "overlap_comm = 1: expected true or false"),
+    ):
+        file.write_text(json.dumps({"zero_optimization": {key: value}}))
+        with pytest.raises(UserError, match=message):
+            check_engine(config)
+    file.write_text('{"communication_data_type": "fp16"}')
+    with pytest.raises(UserError, match=r"communication_data_type.*expected any of zero_optimization.reduce_bucket"):
+        check_engine(config)
+    file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 5e8}}')
+    check_engine(config)
+    with pytest.raises(UserError, match=r"overlap_comm needs train.engine = zero2 or zero3"):
+        check_engine(settings(train__engine="zero1", train__deepspeed_config=str(file)).train)
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"zero_optimization": true}', "zero_optimization = True: expected a JSON object"),
+    ):
         file.write_text(text)
         with pytest.raises(UserError, match=message):
             check_engine(config)
