@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -91,9 +92,23 @@ def data_size() -> int:
     return world_size() // sequence_size()
 
 
+def join_deepspeed() -> None:
+    """Let DeepSpeed communicate in the process group that is there, within its timeout; it would make another one."""
+    import deepspeed  # optional, and takes seconds
+    from deepspeed.utils import groups
+
+    # An operator for inference that nothing here calls; on a CPU it is compiled at start, and says so on the screen.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.comm.init_distributed(verbose=False)
+    vars(groups)["_WORLD_GROUP"] = dist.group.WORLD
+
+
 def shutdown() -> None:
     global _sequence_group
     _sequence_group = None
+    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
+        vars(groups)["_WORLD_GROUP"] = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -47,7 +47,8 @@ SCANCEL = """#!/usr/bin/env bash
 # In place of Python: what it was started with; waits for a signal or not, and ends with a status.
 RECORDER = """#!/usr/bin/env bash
 trap 'echo TERM >> "started.$RANK"; exit ${STATUS_ON_TERM:-0}' TERM
-printf '%s\\n' "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" > "started.$RANK.part"
+printf '%s\\n' "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" \\
+    > "started.$RANK.part"
 mv "started.$RANK.part" "started.$RANK"
 echo "rank $RANK speaks"
 for ((i = 0; i < ${WAITS:-0}; i++)); do sleep 0.1; done
@@ -68,7 +69,8 @@ def submit(tmp_path: Path) -> Submit:
 
     def start(*words: str, **environment: str) -> "subprocess.Popen[str]":
         slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NTASKS": "2",
-                 "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder", "SCONTROL_LOG": str(tmp_path / "scontrol.log"),
+                 "SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder",
+                 "SCONTROL_LOG": str(tmp_path / "scontrol.log"),
                  "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
         return subprocess.Popen(
             ["bash", SCRIPT, *words], cwd=tmp_path, env=os.environ | slurm | environment,
@@ -98,7 +100,7 @@ def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
     assert (process.returncode, err, requeued(tmp_path)) == (0, "", [])
     for rank in range(2):
         first, *words = (tmp_path / f"started.{rank}").read_text().splitlines()
-        assert first == f"{rank}/2 {rank} 127.0.0.1:{10000 + 70123 % 50000} 1"
+        assert first == f"{rank}/2 {rank}/2 127.0.0.1:{10000 + 70123 % 50000} 1"
         assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run", "--reward.name",
                          "my rewards:One"]  # fmt: skip
     assert out == "rank 0 speaks\n"

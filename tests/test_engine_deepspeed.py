@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ from safetensors.torch import load_file
 from sage_fast import cli
 from sage_fast.engine import check_engine
 from sage_fast.engine.settings import OURS, deepspeed_settings
-from sage_fast.errors import UserError
+from sage_fast.errors import RewardError, UserError
 from sage_fast.files import read_metrics
 from sage_fast.measure.plan import format_plan, plan
 from sage_fast.policy.text import collate
 from sage_fast.report.comparison import read_scores
+from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.settings import build
+from sage_fast.run.evaluation import evaluate
+from sage_fast.run.setup import load_setup
+from sage_fast.settings import build, load
+from sage_fast.trainer import Trainer
 from tests.tiny import CPU, FEW_STEPS, arguments, embeddings, settings, tiny_model, tiny_trainer
 from tests.zero_runs import SETTINGS, NamedReward, resume
 
@@ -208,13 +213,60 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
         file.write_text(json.dumps({section: {last: 1}} if section else {last: 1}))
         with pytest.raises(UserError, match=f"ds.json' sets {key}, which follows from {setting[:20]}"):
             check_engine(config)
-    for text, message in (("{", "not valid JSON"), ("[]", "expected a JSON object")):
+    for key, value, message in (
+        ("zero_hpz_partition_size", 2, "is not among what can be laid over"),  # not told of swapped weights
+        ("reduce_buckets_size", 2, "the nearest is zero_optimization.reduce_bucket_size"),
+        ("reduce_bucket_size", "auto", 'reduce_bucket_size = "auto": expected a whole number'),
+        ("reduce_bucket_size", float("inf"), "expected a whole number"),
+        ("overlap_comm", 1, "overlap_comm = 1: expected true or false"),
+    ):
+        file.write_text(json.dumps({"zero_optimization": {key: value}}))
+        with pytest.raises(UserError, match=message):
+            check_engine(config)
+    file.write_text('{"communication_data_type": "fp16"}')
+    with pytest.raises(UserError, match=r"communication_data_type.*expected any of zero_optimization.reduce_bucket"):
+        check_engine(config)
+    file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 5e8}}')
+    check_engine(config)
+    with pytest.raises(UserError, match=r"overlap_comm needs train.engine = zero2 or zero3"):
+        check_engine(settings(train__engine="zero1", train__deepspeed_config=str(file)).train)
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"zero_optimization": true}', "zero_optimization = True: expected a JSON object"),
+    ):
         file.write_text(text)
         with pytest.raises(UserError, match=message):
             check_engine(config)
     file.unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):
         check_engine(config)
+
+
+@pytest.mark.parametrize("where", ["iteration", "evaluation"])
+def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They would wait for this rank's share of the weights, to the end of `timeout_minutes`."""
+
+    class Down:
+        def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+            raise OSError("scoring server went away")
+
+    monkeypatch.setattr("sage_fast.trainer.world_size", lambda: 2)
+    overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
+                 "train.prompts_per_iteration": "1", "train.group_size": "3", "train.optimizer_steps": "1",
+                 "eval.seeds_per_prompt": "1"}  # fmt: skip
+    setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", overrides))
+    setup.encode(tmp_path, quiet=True)
+    setup.reward = CompositeReward(Down(), setup.config.reward)
+    trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    monkeypatch.setattr(trainer.policy.states, "gathers", True)
+    forwards, velocity = [], trainer.policy.velocity
+    monkeypatch.setattr(trainer.policy, "velocity", lambda *a: forwards.append(1) or velocity(*a))
+    with pytest.raises(RewardError, match="scoring server went away"):
+        trainer.iteration(0) if where == "iteration" else evaluate(setup, iteration=0)
+    assert len(forwards) == 3 * 2
 
 
 def test_text_that_is_not_there_gives_its_embedder_a_gradient_of_zero() -> None:

@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.errors import NonFiniteError
 from sage_fast.measure.plan import plan
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy
 from sage_fast.policy.text import collate
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.model import TestbedTransformer
@@ -147,13 +149,17 @@ def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
     yield policy.velocity(x, policy.condition(sigma, text)).mean() * math.nan
 
 
-def checks() -> None:
-    """Weights without a gradient, and an update that is not finite, beside the plain engine."""
+def checks(folder: Path) -> None:
+    """Weights without a gradient, and an update that is not finite, beside the plain engine; a LoRA file of ZeRO-3."""
+    from sage_fast.engine.zero import ZeroEngine  # imports DeepSpeed, which the tests' own process does without
+
     found, zero = {}, set()
     for name in ("plain", "zero1", "zero2", "zero3"):
         config = settings(model__tuning="full", train__engine=name, train__weight_decay=0.5, train__eps=1e-8)
         trainer = tiny_trainer(config)
         policy, engine = trainer.policy, trainer.engine
+        if isinstance(engine, ZeroEngine):  # with the timeout of `timeout_minutes`
+            assert engine.deepspeed.data_parallel_group is dist.group.WORLD
         for number, loss in enumerate(losses(policy)):
             before = policy.snapshot()
             engine.backward(loss)
@@ -170,6 +176,13 @@ def checks() -> None:
         for n, expected in found["plain"].items():
             off = float((found[name][n] - expected).abs().max())
             assert off < 1e-5 or n in zero, (name, n, off)  # an update is 1e-3, decay 5e-4 of a weight
+    for name in ("plain", "zero3"):
+        (folder / name).mkdir()
+        tiny_trainer(settings(train__engine=name)).engine.save_weights(folder / name)
+    plain, sharded = (load_file(folder / name / LORA_FILE) for name in ("plain", "zero3"))
+    assert plain.keys() == sharded.keys()
+    for name, factor in plain.items():  # of dead ends too, which are frozen
+        assert torch.equal(factor, sharded[name]), (name, factor.shape, sharded[name].shape)
 
 
 def main() -> None:
@@ -187,7 +200,7 @@ def main() -> None:
         rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3), train__offload="all")
         rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-1", range(1, 3), train__offload="optimizer")
         memories = {}
-        checks()
+        checks(folder)
     if rank() == 0:
         (folder / f"on-{world_size()}.json").write_text(json.dumps({"rows": rows, "memory": memories}))
     shutdown()

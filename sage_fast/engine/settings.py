@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -34,6 +35,29 @@ OURS = {
     "zero_optimization.stage3_prefetch_bucket_size": "nothing: rollout and training run the layers in other orders",
 }
 """What a file may not say -> the setting of ours that says it."""
+
+ALLOWED = {
+    "zero_optimization.reduce_bucket_size": int,
+    "zero_optimization.allgather_bucket_size": int,
+    "zero_optimization.sub_group_size": int,
+    "zero_optimization.stage3_param_persistence_threshold": int,
+    "zero_optimization.stage3_max_live_parameters": int,
+    "zero_optimization.stage3_max_reuse_distance": int,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": bool,
+    "zero_optimization.stage3_allgather_sequential": bool,
+    "zero_optimization.overlap_comm": bool,
+    "zero_optimization.contiguous_gradients": bool,
+    "zero_optimization.reduce_scatter": bool,
+    "zero_optimization.round_robin_gradients": bool,
+    "zero_optimization.allgather_partitions": bool,
+    "wall_clock_breakdown": bool,
+    "steps_per_print": int,
+}
+"""What a file may say, each with its type: settings that change speed and memory, and leave every update what it is.
+
+Others would not: a secondary partition (`zero_hpz_partition_size`) is not told when anchor or average take the place of
+the weights, and gradients that are sent in half precision lose what is small.
+"""
 
 
 def stage_of(config: TrainConfig) -> int:
@@ -106,11 +130,26 @@ def _own(config: TrainConfig) -> dict[str, Any]:
         raise UserError(f"{name}: not valid JSON: {error}") from error
     if not isinstance(own, dict):
         raise UserError(f'{name}: expected a JSON object, such as {{"zero_optimization": {{...}}}}')
-    for key, setting in OURS.items():
-        section, _, last = key.rpartition(".")
-        place = own.get(section) if section else own
-        if isinstance(place, dict) and last in place:
-            raise UserError(f"{name} sets {key}, which follows from {setting}; take it out of the file")
+    zero = own.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise UserError(f"{name}: zero_optimization = {zero!r}: expected a JSON object")
+    given = {key: value for key, value in own.items() if key != "zero_optimization"}
+    given |= {f"zero_optimization.{key}": value for key, value in zero.items()}
+    for key, value in given.items():
+        if key in OURS:
+            raise UserError(f"{name} sets {key}, which follows from {OURS[key]}; take it out of the file")
+        if key not in ALLOWED:
+            near = difflib.get_close_matches(key, ALLOWED, n=1)
+            raise UserError(
+                f"{name} sets {key}, which is not among what can be laid over: "
+                + (f"the nearest is {near[0]}" if near else f"expected any of {', '.join(ALLOWED)}")
+            )
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value % 1 == 0
+        if not (number if ALLOWED[key] is int else isinstance(value, bool)):
+            expected = "a whole number" if ALLOWED[key] is int else "true or false"
+            raise UserError(f"{name}: {key} = {json.dumps(value)}: expected {expected}")
+    if config.engine == "zero1" and zero.get("overlap_comm"):
+        raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2 or zero3; take it out")
     return own
 
 

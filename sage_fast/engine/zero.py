@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 
-from sage_fast.distributed import all_reduce, rank, world_size
+from sage_fast.distributed import all_reduce, join_deepspeed, rank, world_size
 from sage_fast.engine.memory import gathered_layers
 from sage_fast.engine.plain import Engine
 from sage_fast.engine.settings import deepspeed_settings, stage_of
@@ -44,6 +44,7 @@ class ZeroEngine(Engine):
             backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+        join_deepspeed()
         self.stage = stage_of(self.config)
         trained = sum(p.numel() for p in self.parameters)
         self._moves = torch.zeros(len(self.parameters), dtype=torch.bool, device=self.policy.device)
@@ -169,8 +170,8 @@ class ZeroEngine(Engine):
         present = []
         if self.stage == 3:
             adapter = self.policy.has_adapter
-            for p in self.policy.transformer.parameters():
-                if p.requires_grad or not adapter:
+            for name, p in self.policy.transformer.named_parameters():
+                if not adapter or ".lora_" in name:
                     whole = self.policy.whole(p)
                     if rank() == 0:
                         present.append((p, p.data))

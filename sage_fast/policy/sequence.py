@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from sage_fast.distributed import join_deepspeed
 from sage_fast.errors import UserError
 from sage_fast.policy.attention import Attention
 
@@ -81,11 +82,9 @@ class SequenceParallel:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # Imported here: DeepSpeed is optional, and takes seconds.
-        import deepspeed.comm
         from deepspeed.sequence.layer import DistributedAttention
 
-        if not deepspeed.comm.is_initialized():
-            deepspeed.comm.init_distributed(verbose=False)  # adopts the process group that is there
+        join_deepspeed()
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._mesh = DeviceMesh.from_group(group, device.type)
         self._exchange = DistributedAttention(_without_padding, group, scatter_idx=2, gather_idx=1)

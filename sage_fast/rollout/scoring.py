@@ -43,8 +43,7 @@ class VideoScorer:
     chunk. One chunk's videos exist at a time: those of the last one are scored before the next is decoded.
 
     Ranks that share samples all have the latents, and take turns: each decodes and scores its share of the chunks, and
-    `finish` gives every one of them the scores of all. A reward that fails on one of them is an error there and then on
-    all, since in the rollout the others would wait for it.
+    `finish` gives every one of them the scores of all.
 
     What scores in processes of its own, or behind HTTP, is given a chunk and not waited for until `finish`.
 
@@ -53,15 +52,23 @@ class VideoScorer:
         reward: scores them.
         watch: takes the seconds of `decode` and `reward`, without those hidden behind a rollout.
         tell: told what failed.
+        in_step: other ranks' forwards wait for this one's, so that a reward that fails is an error in `finish` alone.
     """
 
     def __init__(
-        self, decoder: VideoDecoder, reward: CompositeReward, watch: Stopwatch, tell: Say = say_nothing
+        self,
+        decoder: VideoDecoder,
+        reward: CompositeReward,
+        watch: Stopwatch,
+        tell: Say = say_nothing,
+        *,
+        in_step: bool = False,
     ) -> None:
         self.decoder = decoder
         self.reward = reward
         self.watch = watch
         self.tell = tell
+        self.in_step = in_step
         self._pending: tuple[PendingVideos, list[str]] | None = None
         self._submitted = 0
         self._failure: RewardError | None = None
@@ -72,7 +79,7 @@ class VideoScorer:
         """Score the chunk before this one, then begin to decode `latents [B, C, T, H, W]`.
 
         Raises:
-            RewardError: the reward failed on the chunk before, and `on_failure = stop`.
+            RewardError: the reward failed on the chunk before, `on_failure = stop`, and no rank is waiting.
         """
         self._submitted += 1
         if (self._submitted - 1) % sequence_size() != sequence_rank():
@@ -85,7 +92,7 @@ class VideoScorer:
         """Score the last chunk; the scores of all, in order.
 
         Raises:
-            RewardError: the reward failed on it, and `on_failure = stop`; among ranks that share samples, on any chunk.
+            RewardError: the reward failed on it, and `on_failure = stop`; with `in_step`, on any chunk.
         """
         self._score_pending()
         with self.watch("reward"):
@@ -136,6 +143,6 @@ class VideoScorer:
                     self._fail(error)
 
     def _fail(self, error: RewardError) -> None:
-        if sequence_size() == 1:
+        if not self.in_step:
             raise error
         self._failure = error

@@ -24,7 +24,7 @@ from sage_fast.distributed import (
     sequence_size,
     together,
 )
-from sage_fast.errors import UserError
+from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, pass_lengths
@@ -200,12 +200,21 @@ def evaluate(
     pending: list[tuple[Pending, Pending | None]] = []
     order: list[int] = []
     videos: dict[int, Tensor] = {}
+    failure: RewardError | None = None
     with together():
         made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
         for chosen_texts, chunk in made:
+            if failure is not None:
+                continue
             chunk_texts = [texts[i] for i in chosen_texts]
-            judged = setup.judge.submit(chunk, chunk_texts) if setup.judge is not None else None
-            pending.append((setup.reward.submit(chunk, chunk_texts), judged))
+            try:
+                judged = setup.judge.submit(chunk, chunk_texts) if setup.judge is not None else None
+                pending.append((setup.reward.submit(chunk, chunk_texts), judged))
+            except RewardError as error:
+                if not setup.model.policy.states.gathers:
+                    raise
+                failure = error  # once the forwards are made that gather weights with those of other ranks
+                continue
             order += chosen_texts
             if save is not None and sequence_rank() == 0:
                 for i, video in zip(chosen_texts, chunk.cpu()):
@@ -213,6 +222,8 @@ def evaluate(
             # Copies: a view would keep the whole chunk.
             kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
             videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
+        if failure is not None:
+            raise failure
         back = torch.tensor(order, dtype=torch.int64).argsort()
         scores = join_scores([reward.result() for reward, _ in pending]).in_order(back)
         judgements = [judge.result() for _, judge in pending if judge is not None]

@@ -15,7 +15,7 @@ import torch
 
 from sage_fast.config import AttentionBackend, Config
 from sage_fast.console import Say, log_to, say_wrapped, speaker
-from sage_fast.distributed import barrier, initialize, rank, sequence_size, shutdown, world_size
+from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.engine import check_engine
 from sage_fast.environment import command_line, environment
 from sage_fast.files import aside, read_json, write_atomic, write_json
@@ -78,7 +78,7 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
         log_to(run / "logs" / f"rank-{rank():03d}.log")
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
-    if sequence_size() == 1:  # else the ranks that share this one's samples would wait for it
+    if not trainer.in_step:
         trainer.pause = stop.pause
     trainer.before_update = functools.partial(stop.before_update, trainer.device)
     start_weights = trainer.policy.snapshot() if lacks_before else None
