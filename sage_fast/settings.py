@@ -33,8 +33,20 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Config
     path = Path(path)
     if overrides and not path.exists():
         raise UserError(f"config {path}: no such file; it comes first, before settings such as --sampling.eta 0.7")
-    settings = _read(path)
-    given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
+    return _build(_read(path), overrides or {})
+
+
+def from_overrides(overrides: Mapping[str, str]) -> Config:
+    """The defaults under `overrides`, as for `load`.
+
+    Raises:
+        UserError: unknown key, wrong type, invalid value.
+    """
+    return _build({}, overrides)
+
+
+def _build(settings: Mapping[str, Any], overrides: Mapping[str, str]) -> Config:
+    given = {key: _typed(key, text) for key, text in overrides.items()}
     return build(_entries_joined(settings) | _entries_joined(given))
 
 

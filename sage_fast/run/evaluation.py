@@ -156,6 +156,13 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     return [chosen[prompt] for prompt, _ in pairs], torch.cat(seeds)
 
 
+Scorer = Callable[[Tensor, Sequence[str]], Mapping[str, Tensor]]
+"""Parts, each `[B]`, of videos `[B, F, 3, H, W]` in [0, 1] and their prompts."""
+
+Chunks = Iterator[tuple[list[int], Tensor]]
+"""Indices of videos, and these videos `[B, F, 3, H, W]` in [0, 1]."""
+
+
 def evaluate(
     setup: Setup,
     *,
@@ -163,6 +170,8 @@ def evaluate(
     quiet: bool = True,
     save: Callable[[int, str, Tensor], object] | None = None,
     pause: Callable[[], object] = lambda: None,
+    scorers: Mapping[str, Scorer] | None = None,
+    videos_of: Callable[[range], Chunks] | None = None,
 ) -> Evaluation:
     """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
 
@@ -172,6 +181,8 @@ def evaluate(
     Args:
         save: told the number, the prompt and the video (on the CPU) of each of this rank's videos as it is made.
         pause: called after each step; what it raises on one rank ends the evaluation on all.
+        scorers: further ones, whose parts are among `parts` as `<name>/<part>`.
+        videos_of: gives the videos of these numbers, counted from 0 on each rank, in place of the policy.
     """
     config = setup.config
     texts, seeds = prompts_and_seeds(setup)
@@ -184,13 +195,19 @@ def evaluate(
     order: list[int] = []
     videos: dict[int, Tensor] = {}
     with together():
-        made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
+        if videos_of is None:
+            made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
+        else:
+            made = videos_of(range(first, last))
         for chosen_texts, chunk in made:
             chunk_texts = [texts[i] for i in chosen_texts]
             rewards, parts = strict(chunk, chunk_texts)
             if setup.judge is not None:
                 judged = setup.judge(chunk, chunk_texts)
                 parts = parts | {JUDGE_PART + part: value for part, value in judged.items()}
+            for name, scorer in (scorers or {}).items():
+                found = scorer(chunk, chunk_texts)
+                parts = parts | {f"{name}/{part}": value for part, value in found.items()}
             chunks.append((rewards, parts))
             order += chosen_texts
             if save is not None and sequence_rank() == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -90,6 +91,18 @@ def load_setup(config: Config, prompts: list[str] | None = None, attention: Atte
     return Setup(
         config=config, model=model, reward=reward, judge=judge, prompts=train_prompts, eval_prompts=eval_prompts
     )
+
+
+def load_scoring(config: Config) -> Setup:
+    """What scores videos that there are already, without a model.
+
+    Raises:
+        UserError: a reward is missing or does not fit.
+    """
+    initialize(config.timeout_minutes)
+    reward = CompositeReward(load_reward(config.reward), config.reward)
+    judge = Judge(config.eval.judge, config.reward.timeout_seconds) if config.eval.judge is not None else None
+    return Setup(config=config, model=cast(Model, None), reward=reward, judge=judge, prompts=[], eval_prompts=[])
 
 
 MEMORY_SHARE = 0.9
