@@ -78,6 +78,7 @@ def write_blind(sets: Sequence[VideoSet], count: int, seed: int, folder: Path) -
     questions = [questions[i] for i in generator.permutation(len(questions))]
     secret = {
         "seed": seed,
+        "sources": [videos.label for videos in sets],
         "criteria": list(CRITERIA),
         "questions": [
             {"prompt": key[0], "video": key[1], "left": left.label, "right": right.label}
@@ -148,9 +149,7 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
     """
     secret = _read_key(key)
     questions, criteria = secret["questions"], secret["criteria"]
-    # The first source is in every question.
-    labels = dict.fromkeys(q[side] for q in questions for side in ("left", "right"))
-    first = next(label for label in labels if all(label in (q["left"], q["right"]) for q in questions))
+    first, *others = secret["sources"]
     votes: dict[tuple[str, str], list[tuple[str, float]]] = {}
     voters: dict[str, Path] = {}
     for file in files:
@@ -166,7 +165,7 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
                 other = question["right" if left else "left"]
                 votes.setdefault((other, criterion), []).append((question["prompt"], value))
     rates = []
-    for other in (label for label in labels if label != first):
+    for other in others:
         for criterion in criteria:
             found = votes.get((other, criterion), [])
             values = [value for _, value in found]
@@ -190,7 +189,10 @@ def _read_key(file: Path) -> dict[str, Any]:
     secret = _read(file)
     questions = secret.get("questions")
     sound = isinstance(questions, list) and len(questions) > 0
-    sound = sound and isinstance(secret.get("study"), str) and isinstance(secret.get("criteria"), list)
+    sound = sound and isinstance(secret.get("study"), str)
+    for name in ("criteria", "sources"):
+        of = secret.get(name)
+        sound = sound and isinstance(of, list) and len(of) > 1 and all(isinstance(text, str) for text in of)
     for question in questions if isinstance(questions, list) else ():
         texts = [question.get(key) for key in ("prompt", "left", "right")] if isinstance(question, dict) else [None]
         sound = sound and all(isinstance(text, str) for text in texts)

@@ -12,6 +12,7 @@ import functools
 import io
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -286,7 +287,7 @@ def format_table(rows: Sequence[Row]) -> str:
             if row.gain is not None:
                 line += f"{format_number(row.gain, 3, sign=True):>9}  {format_interval(row.gain_interval, sign=True)}"
             lines.append(line.rstrip())
-    return "\n".join([*lines, summary(rows)])
+    return "\n".join([*lines, textwrap.fill(summary(rows), 80, break_on_hyphens=False)])
 
 
 def _cut(label: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -94,7 +95,10 @@ def _scorers(names: Sequence[str], config: Config) -> dict[str, Scorer]:
         short = name.rpartition(":")[2]
         if short in scorers:
             raise UserError(f"--scorer {name!r}: {short!r} is there already")
-        scorers[short] = Judge(name, config.reward.timeout_seconds)
+        try:
+            scorers[short] = Judge(name, config.reward.timeout_seconds)
+        except UserError as error:
+            raise UserError(f"--scorer {name!r}: {str(error).partition(': ')[2]}") from error
     return scorers
 
 
@@ -239,7 +243,8 @@ def _finish(
     if len(sets) == 1:
         print(format_scores(next(iter(evaluations.values()))))
     else:
-        print(format_table(rows), *notes, *warnings, sep="\n")
+        wrapped = [textwrap.fill(line, 80, break_on_hyphens=False) for line in (*notes, *warnings)]
+        print(format_table(rows), *wrapped, sep="\n")
     if json is not None:
         one = next(iter(evaluations.values()))
         several = {"sources": evaluations, "table": [dataclasses.asdict(row) for row in rows]}
