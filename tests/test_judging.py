@@ -308,7 +308,8 @@ def test_a_source_without_any_score_has_dashes() -> None:
 def test_one_prompt_has_no_interval() -> None:
     rows = table([video_set("x", [1.0, 2.0], ["a", "a"]), video_set("y", [2.0, 3.0], ["a", "a"])])
     assert [row.interval for row in rows] == [None, None]
-    assert "no interval from fewer than 5 prompts" in format_table(rows)
+    assert "2 videos of 1 prompt each; gains" in format_table(rows)
+    assert "no interval from fewer than 5 prompts" in " ".join(format_table(rows).split())
 
 
 def test_labels_do_not_break_the_markdown() -> None:

@@ -303,7 +303,8 @@ def summary(rows: Sequence[Row]) -> str:
     gains = f"gains: paired differences to {first}; " if any(row.gain is not None for row in rows) else ""
     few = all(row.interval is None for row in rows)
     intervals = TOO_FEW.replace("standard error", "interval") if few else "bootstrap intervals over prompts"
-    return f"{fewer}{videos} videos of {prompts} prompts each; {gains}{intervals}"
+    counted = f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each"
+    return f"{counted}; {gains}{intervals}"
 
 
 def markdown(rows: Sequence[Row]) -> str:
