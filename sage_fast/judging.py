@@ -16,6 +16,7 @@ def add_parsers(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
         add: makes the parser of a command from its name and its help.
     """
     evaluate = add("eval", "score runs, checkpoints or videos on the held-out prompts, with intervals")
+    evaluate.usage = "sage-fast eval SOURCE [SOURCE ...] [OPTION ...] [--SETTING VALUE ...]"
     evaluate.add_argument(
         "source", metavar="SOURCE", nargs="+",
         help="YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it",
