@@ -8,13 +8,13 @@ import functools
 import os
 import select
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sage_fast import __version__
+from sage_fast import __version__, judging
 from sage_fast.errors import RunError, Stopped, UserError, reason
-from sage_fast.files import write_json, writing
+from sage_fast.files import make_folder_of, writing
 from sage_fast.profiling import ranges, tools_of_environment
 
 if TYPE_CHECKING:
@@ -91,10 +91,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     sample.add_argument("--folder", default="samples", help="where the MP4 files go (default: samples)")
     sample.add_argument("--quiet", action="store_true", help="no progress bar")
 
-    evaluate = add("eval", "score a policy on the held-out prompts")
-    evaluate.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    evaluate.add_argument("--json", metavar="FILE", help="write every score there")
-    evaluate.add_argument("--quiet", action="store_true", help="no progress bar")
+    judging.add_parsers(add)
 
     serve = add("serve-reward", "score videos for other runs, over HTTP")
     serve.add_argument("config", metavar="CONFIG", help="YAML file; its rewards are served")
@@ -298,35 +295,10 @@ def _embed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    _make_folder_of(options.json)
-    config, iteration = _load(options, overrides)
-    from sage_fast.report.comparison import format_scores
-    from sage_fast.run.evaluation import evaluate
-    from sage_fast.run.setup import load_setup
-
-    setup = load_setup(config)
-    _tell(options, *(f"note: {note}" for note in setup.model.notes))
-    setup.encode(quiet=options.quiet)
-    scores = evaluate(setup, iteration=iteration, quiet=options.quiet).to_json()
-    print(format_scores(scores))
-    if options.json:
-        write_json(scores, Path(options.json))
-    return 0
-
-
 def _serve_reward(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.run.serve import serve_reward
 
     return serve_reward(options.config, overrides, options.host, options.port)
-
-
-def _make_folder_of(file: str | None) -> None:
-    """Find out before the work, and not after it, that a result cannot be written."""
-    if file is not None:
-        if Path(file).is_dir():
-            raise UserError(f"--json {file!r}: a folder; expected a file, such as {str(Path(file) / 'result.json')!r}")
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -339,7 +311,7 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
-    _make_folder_of(options.json)
+    make_folder_of(options.json)
     from sage_fast.measure.command import bench
 
     return bench(options)
@@ -365,7 +337,7 @@ def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
-    _make_folder_of(options.json)
+    make_folder_of(options.json)
     from sage_fast.measure.doctor import doctor
 
     return doctor(options.json)
@@ -386,19 +358,19 @@ def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace, dict[str, str]], int]] = {
     "init": _init,
     "train": _train,
     "grid": _grid,
     "embed": _embed,
     "sample": _sample,
-    "eval": _eval,
     "serve-reward": _serve_reward,
     "report": _report,
     "bench": _bench,
     "profile": _profile,
     "doctor": _doctor,
     "testbed": _testbed,
+    **{name: functools.partial(command, _tell) for name, command in judging.COMMANDS.items()},
 }
 
 if __name__ == "__main__":

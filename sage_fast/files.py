@@ -18,6 +18,9 @@ from sage_fast.errors import UserError
 PARTIAL = ".partial"
 """Suffix of a file or folder that is being written; what a kill leaves under it is no result, and may be removed."""
 
+VIDEOS = "videos.csv"
+"""What makes a folder one of videos that can be scored and compared: see `sage_fast.report.videoset`."""
+
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -127,6 +130,18 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
             path.write_text(text, encoding="utf-8")
     else:
         write_atomic(path, text)
+
+
+def make_folder_of(file: str | None) -> None:
+    """Make the folder of `--json FILE`, so that it is found out before the work that a result cannot be written.
+
+    Raises:
+        UserError: the file is a folder.
+    """
+    if file is not None:
+        if Path(file).is_dir():
+            raise UserError(f"--json {file!r}: a folder; expected a file, such as {str(Path(file) / 'result.json')!r}")
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
 
 
 def append_line(file: BinaryIO, line: str) -> None:

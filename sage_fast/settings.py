@@ -39,9 +39,20 @@ def load(
     path = Path(path)
     if overrides and not path.exists():
         raise UserError(f"config {path}: no such file; it comes first, before settings such as --sampling.eta 0.7")
-    settings = _read(path)
-    given = {key: _typed(key, text) for key, text in (overrides or {}).items()}
-    return build(_laid_over(settings, *map(leaves, overlays), given))
+    return build(_laid_over(_read(path), *map(leaves, overlays), _given(overrides or {})))
+
+
+def from_overrides(overrides: Mapping[str, str]) -> Config:
+    """The defaults under `overrides`, as for `load`.
+
+    Raises:
+        UserError: unknown key, wrong type, invalid value.
+    """
+    return build(_given(overrides))
+
+
+def _given(overrides: Mapping[str, str]) -> dict[str, Any]:
+    return {key: _typed(key, text) for key, text in overrides.items()}
 
 
 def keys_of(path: Path) -> list[str]:

@@ -161,7 +161,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("text", ["ink", "soft", "up", "down", "warn"])
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_text_has_the_contrast_of_wcag_aa(scheme, text):
-    template = Path(charts.__file__).with_name("template.html.j2").read_text()
+    template = Path(charts.__file__).with_name("base.html.j2").read_text()
     roots = re.findall(r":root \{(.*?)\}", template)
     assert len(roots) == 2
     colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", roots[scheme]))
@@ -377,12 +377,12 @@ def test_a_chart_without_data_is_none():
     assert charts.ratio([{"iteration": 0}]) is None
     assert charts.phases([{"iteration": 0}]) is None
     assert charts.gradient_map([row(0, velocity_grad_norm=[None, None])]) is None
-    assert charts.held_out({0: (1.0, 0.1), 10: (1.1, 0.1)}) is None
+    assert charts.held_out({"x": {0: (1.0, 0.1), 10: (1.1, 0.1)}}) is None
 
 
 def test_held_out_chart_without_standard_errors():
     points = {0: (1.0, math.nan), 10: (1.1, math.nan), 20: (1.2, math.nan)}
-    bars, plain = charts.held_out({i: (mean, 0.1) for i, (mean, _) in points.items()}), charts.held_out(points)
+    bars, plain = (charts.held_out({"x": of}) for of in ({i: (mean, 0.1) for i, (mean, _) in points.items()}, points))
     assert bars is not None
     assert plain is not None
     assert len(plain) < len(bars)

@@ -153,30 +153,56 @@ def curves(
         log: logarithmic axis if the values span decades; those that are not positive become gaps on it.
         smoothed: add the running mean.
     """
-    data = {label: column(rows, key) for key, label in series.items()}
-    data = {label: values for label, values in data.items() if not np.isnan(values).all()}
+    data = {label: (rows, column(rows, key)) for key, label in series.items()}
+    return _lines(data, name, title, ylabel, log, smoothed)
+
+
+def overlay(
+    runs: Mapping[str, Sequence[Row]],
+    key: str,
+    *,
+    name: str,
+    title: str,
+    ylabel: str,
+    log: bool = False,
+    smoothed: bool = True,
+) -> str | None:
+    """One metric of several runs, label -> iterations; the rest as for `curves`. Runs without it are skipped."""
+    data = {label: (rows, column(rows, key)) for label, rows in runs.items()}
+    return _lines(data, name, title, ylabel, log, smoothed)
+
+
+def _lines(
+    data: Mapping[str, tuple[Sequence[Row], np.ndarray]], name: str, title: str, ylabel: str, log: bool, smoothed: bool
+) -> str | None:
+    data = {label: (rows, values) for label, (rows, values) in data.items() if not np.isnan(values).all()}
     if not data:
         return None
-    log = log and spans_decades(np.concatenate(list(data.values())))
-    if log:
-        data = {label: np.where(values > 0, values, np.nan) for label, values in data.items()}
-    x = _iterations(rows)
-    window = len(rows) // 15 if smoothed and len(rows) >= 30 else 1
+    log = log and spans_decades(np.concatenate([values for _, values in data.values()]))
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure()
-        for color, (label, values) in zip(COLORS * 3, data.items()):
+        for color, (label, (rows, values)) in zip(COLORS * 3, data.items()):
+            if log:
+                values = np.where(values > 0, values, np.nan)
+            x = _iterations(rows)
+            window = len(rows) // 15 if smoothed and len(rows) >= 30 else 1
             marker: Any = _marker(rows)
             if window > 1:
                 axes.plot(x, values, color=color, alpha=0.3, linewidth=0.9)
                 marker = {}
-            axes.plot(x, smooth(values, window), color=color, label=label.replace("$", r"\$"), **marker)
+            axes.plot(x, smooth(values, window), color=color, label=_plain(label), **marker)
         if log:
             axes.set_yscale("log")
-        axes.set_title(title)
+        axes.set_title(_plain(title))
         if len(data) > 1:
             _legend(axes, len(data))
         _finish_axes(axes, "iteration", ylabel)
-        return _svg(figure, name, title)
+        return _svg(figure, name, html.escape(title))
+
+
+def _plain(text: str) -> str:
+    """Text that is not read as mathematics, nor, for its first letter, left out of a legend."""
+    return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
 
 
 def _marker(rows: Sequence[Row]) -> dict[str, Any]:
@@ -305,20 +331,30 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
         return _svg(figure, "gradient-sigma", "Mean gradient at the velocity by noise level")
 
 
-def held_out(
-    points: Mapping[int, tuple[float, float]], title: str = "Held-out reward", ylabel: str = "composite reward"
-) -> str | None:
-    """Mean held-out score at each evaluated iteration, with its standard error unless that is NaN.
+Points = Mapping[int, tuple[float, float]]
+"""Iteration -> a score and its standard error, or NaN in place of that."""
 
-    None with fewer than three points.
+
+def held_out(
+    points: Mapping[str, Points], title: str = "Held-out reward", ylabel: str = "composite reward", least: int = 3
+) -> str | None:
+    """Scores of evaluations by iteration with their standard errors, a line for each label.
+
+    None if no line has `least` points.
     """
-    if len(points) < 3:
+    if max(map(len, points.values()), default=0) < least:
         return None
-    x = sorted(points)
+    lines = {label: of for label, of in points.items() if of}
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure()
-        means, errors = zip(*(points[i] for i in x))
-        axes.errorbar(x, means, yerr=errors, color=BLUE, marker="o", markersize=4, capsize=3)
-        axes.set_title(title.replace("$", r"\$"))
+        for color, (label, of) in zip(COLORS * 3, lines.items()):
+            x = sorted(of)
+            means, errors = zip(*(of[i] for i in x))
+            axes.errorbar(
+                x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=_plain(label)
+            )  # fmt: skip
+        axes.set_title(_plain(title))
+        if len(lines) > 1:
+            _legend(axes, len(lines))
         _finish_axes(axes, "iteration", ylabel)
         return _svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")

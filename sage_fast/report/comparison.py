@@ -120,8 +120,13 @@ def shown_pairs(
         (of a run that was finished before), and the first `count`, without why, if no gain is known.
     """
     rewards = _composite(before, after.get("weights")), after.get("reward", ())
-    available = set(available)
     gains = {i: _float(y) - _float(x) for i, (x, y) in enumerate(zip(*rewards))}
+    return extremes(gains, available, count)
+
+
+def extremes(gains: Mapping[Any, float], available: Iterable[Any], count: int) -> dict[Any, str]:
+    """`shown_pairs` by the gains themselves; the keys of the videos can be sorted."""
+    available = set(available)
     ordered = sorted((i for i in available if math.isfinite(gains.get(i, math.nan))), key=lambda i: (-gains[i], i))
     if not ordered:
         return dict.fromkeys(sorted(available)[:count], "")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import yaml
 
@@ -30,7 +28,9 @@ from sage_fast.report.comparison import (
     scores_of,
     shown_pairs,
 )
-from sage_fast.report.videos import numbered, poster
+from sage_fast.report.hacking import changes, verdict
+from sage_fast.report.html import cell_of, render
+from sage_fast.report.videos import numbered
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
@@ -125,11 +125,16 @@ class Check:
     warning: bool
 
 
-def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
+def checks(rows: Sequence[Row], table: Sequence[PairedRow], since: str | None = None) -> list[Check]:
     """Signs to look at before a rising reward is believed; those without data are skipped.
 
     Shares are means over the last quarter of the run. A part counts as risen or fallen beyond 2 standard errors, and is
     not judged without them.
+
+    Args:
+        rows: iterations.
+        table: the first evaluation against the last.
+        since: `hacking.verdict` on all evaluations.
     """
     found: list[Check] = []
 
@@ -167,9 +172,9 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow]) -> list[Check]:
         look("One part bought with another (held-out)", text, bool(risen and fallen))
     judged = [f"{name.removeprefix(JUDGE_PART)} {by:+.1f}" for name, by in known.items() if name not in parts]
     if judged:
-        verdict = hacking(table)
-        text = verdict or f"judge by {', '.join(judged)} standard errors"
-        look("Held-out reward against the judge", text, verdict is not None)
+        found_hacking = hacking(table) or since
+        text = found_hacking or f"judge by {', '.join(judged)} standard errors"
+        look("Held-out reward against the judge", text, found_hacking is not None)
     composite = table[0].standard_errors if table else None
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and composite is not None and start is not None and end is not None:
@@ -210,17 +215,15 @@ def write_report(run: Path) -> Path:
     data = read_run(Path(run))
     before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
     table = paired_table(before, last) if before and last else []
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["number"] = _number
-    page = environment.get_template("template.html.j2").render(
+    page = render(
+        "template.html.j2",
         name=data.folder.resolve().name,
         status=_status(data),
         settings=_settings(data),
         table=table,
         only=_only(before) if before and not table else [],
         last=_label(data, data.last),
-        checks=checks(data.rows, table),
+        checks=checks(data.rows, table, verdict(data.evaluations)),
         charts=_charts(data),
         videos=_videos(data),
         environment=_environment(data.facts),
@@ -231,13 +234,6 @@ def write_report(run: Path) -> Path:
     path = data.folder / "report.html"
     write_atomic(path, page)
     return path
-
-
-def _number(value: float | None, digits: int = 3, sign: bool = False) -> str:
-    """A number for a table cell; a dash for none."""
-    if value is None or not math.isfinite(value):
-        return "\N{EN DASH}"
-    return format_number(value, digits, sign=sign).replace("-", "\N{MINUS SIGN}")
 
 
 def _setting(data: Run, key: str) -> Any:
@@ -306,11 +302,15 @@ def _charts(data: Run) -> list[str]:
     """SVG elements in reading order; all of them escape what they are given."""
     rows = data.rows
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
-    drawn = [charts.held_out(_points(data, "reward"))]
+    against = changes(data.evaluations)
+    drawn = [
+        charts.held_out({"reward": points_of(data, "reward")}),
+        charts.held_out(against, "Reward against the judge", "change, in standard deviations", least=2),
+    ]
     for part in sorted({part for scores in data.evaluations.values() for part in scores["parts"]}):
         if part.startswith(JUDGE_PART):
             title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
-            drawn.append(charts.held_out(_points(data, part), title, "mean score"))
+            drawn.append(charts.held_out({part: points_of(data, part)}, title, "mean score"))
     if rows:
 
         def lines(name: str, key: str, title: str, ylabel: str, **options: bool) -> str | None:
@@ -336,37 +336,42 @@ def _charts(data: Run) -> list[str]:
     return [chart for chart in drawn if chart is not None]
 
 
-def _points(data: Run, name: str) -> dict[int, tuple[float, float]]:
+def points_of(data: Run, name: str) -> dict[int, tuple[float, float]]:
     """Mean of a score, and its standard error or NaN, at each evaluated iteration."""
     points = {}
     for scores in data.evaluations.values():
-        mean, error = mean_and_error(scores["prompts"], {"reward": scores["reward"], **scores["parts"]}.get(name, []))
+        values = scores["reward"] if name == "reward" else scores["parts"].get(name, [])
+        mean, error = mean_and_error(scores["prompts"], values)
         if math.isfinite(mean):
             points[int(scores["iteration"])] = (mean, math.nan if error is None else error)
     return points
 
 
 def _videos(data: Run) -> list[dict[str, Any]]:
-    """For each video that stands for the run: its prompt, why it is shown, and, for each side, label, scores, the file
-    and its first frame (JPEG) as base64."""
-    sides = {"before": "before"} | ({data.last: _label(data, data.last)} if data.last else {})
+    """For each video that stands for the run: its prompt, why it is shown, and for each side label, scores and file.
+
+    Only sides that are evaluated, since the files of an evaluation that is going on may not be whole.
+    """
+    sides = {"before": "before"} if "before" in data.evaluations else {}
+    sides |= {data.last: _label(data, data.last)} if data.last else {}
+    if not sides:
+        return []
     files = {side: numbered(data.folder / "videos" / side) for side in sides}
-    scores = {side: data.evaluations.get(side, {}) for side in sides}
+    scores = {side: data.evaluations[side] for side in sides}
     numbers = [set(found) for found in files.values()]
     available = set.intersection(*numbers) or set.union(*numbers)
     last = scores[data.last] if data.last else {}
     count = _setting(data, "eval.num_videos")
     shown = []
-    chosen = shown_pairs(scores["before"], last, available, count if isinstance(count, int) and count > 0 else 6)
+    chosen = shown_pairs(
+        scores.get("before", {}), last, available, count if isinstance(count, int) and count > 0 else 6
+    )
     for index, why in sorted(chosen.items()):
         cells = []
         for side, label in sides.items():
             cells.append({"label": label, "scores": scores_of(scores[side], index)})
             if index in files[side]:
-                file = files[side][index]
-                contents = {"video": file.read_bytes(), "poster": poster(file)}
-                cells[-1] |= {key: base64.b64encode(content).decode() for key, content in contents.items()}
-                cells[-1]["format"] = file.suffix.removeprefix(".")
+                cells[-1] |= cell_of(files[side][index])
         known = next((list(side["prompts"]) for side in scores.values() if side), [])
         name = next(found[index].stem for found in files.values() if index in found)
         shown.append({"prompt": known[index] if index < len(known) else name, "why": why, "cells": cells})

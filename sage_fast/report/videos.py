@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageSequence, features
 from torch import Tensor
 
 from sage_fast.distributed import rank
+from sage_fast.errors import UserError
 from sage_fast.files import aside, read_json
 from sage_fast.report.comparison import scores_of, shown_pairs
 
@@ -126,25 +128,73 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
             raise OSError(errno.EIO, f"ffmpeg cannot write it: {why[0]}", str(path))
 
 
-def _frames(path: Path) -> Iterator[np.ndarray]:
-    """uint8 `[H, W, 3]`, one by one."""
-    if path.suffix != ".mp4":
-        with Image.open(path) as animation:
-            yield from (np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation))
-        return
-    import imageio_ffmpeg
+ANIMATIONS = (".webp", ".gif", ".png")
+_PLAYED = ("h264", "vp8", "vp9", "av1")
+"""Codecs that browsers play, in 4:2:0."""
 
-    reader = imageio_ffmpeg.read_frames(str(path))
-    width, height = next(reader)["size"]
-    for frame in reader:
-        yield np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
+
+def _frames(path: Path) -> Iterator[np.ndarray]:
+    """uint8 `[H, W, 3]`, one by one.
+
+    Raises:
+        UserError: it cannot be read, or ends before its header says.
+    """
+    try:
+        if path.suffix.lower() in ANIMATIONS:
+            with Image.open(path) as animation:
+                yield from (np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation))
+            return
+        import imageio_ffmpeg
+
+        reader = imageio_ffmpeg.read_frames(str(path))
+        about = next(reader)
+        width, height = about["size"]
+        count = 0
+        for frame in reader:
+            yield np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
+            count += 1
+    # SyntaxError: Pillow, of a broken PNG; IndexError and AttributeError: imageio-ffmpeg, of a file without a video.
+    except (OSError, RuntimeError, SyntaxError, ValueError, IndexError, AttributeError) as error:
+        if not path.is_file():
+            raise
+        raise UserError(f"{path}: cannot be read as a video: {str(error).strip().splitlines()[-1]}") from error
+    expected = about["duration"] * about["fps"]
+    if count == 0 or count < 0.8 * expected - 1:
+        raise UserError(f"{path}: cannot be read as a video: it ends after {count} of about {expected:.0f} frames")
 
 
 def read_video(path: Path, num_frames: int | None = None) -> Tensor:
-    """float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from the first to the last."""
+    """float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from the first to the last.
+
+    Raises:
+        UserError: it cannot be read, or is cut off.
+    """
     frames = list(_frames(path))
     frames = [frames[i] for i in _evenly_spaced(len(frames), num_frames or len(frames))]
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 255
+
+
+def for_browser(path: Path) -> tuple[str, bytes]:
+    """MIME type and content of a video that every browser plays: the file itself, unless its codec is another.
+
+    Raises:
+        UserError: it cannot be read, or is cut off.
+    """
+    frames = sum(1 for _ in _frames(path))
+    suffix = path.suffix.lower()
+    if suffix in ANIMATIONS:
+        return f"image/{suffix[1:]}", path.read_bytes()
+    import imageio_ffmpeg
+
+    reader = imageio_ffmpeg.read_frames(str(path))
+    about = next(reader)
+    reader.close()
+    if suffix in (".mp4", ".webm") and about["codec"] in _PLAYED and about["pix_fmt"].split("(")[0] == "yuv420p":
+        return f"video/{suffix[1:]}", path.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "video.mp4"
+        save_mp4(file, read_video(path, frames), about["fps"])
+        return "video/mp4", file.read_bytes()
 
 
 def poster(path: Path) -> bytes:

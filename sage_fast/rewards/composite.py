@@ -321,16 +321,17 @@ class Judge(CompositeReward):
     A video that it fails on has NaN for `Scores.rewards`, and 0 else.
 
     Args:
-        name: as in `reward.name`, given as `eval.judge`.
+        name: as in `reward.name`.
         policy: what to do with a failure, and the longest wait.
+        key: of the setting or option that holds the name, for messages.
 
     Raises:
         UserError: as `load_reward`.
     """
 
-    def __init__(self, name: str, policy: RewardConfig, device: str = "cpu") -> None:
+    def __init__(self, name: str, policy: RewardConfig, device: str = "cpu", key: str = "eval.judge") -> None:
         entry = RewardEntry(name=name, weights={})
-        source = make_source(entry, "eval.judge", device, policy.timeout_seconds, all_needed=True)
+        source = make_source(entry, key, device, policy.timeout_seconds, all_needed=True)
         super().__init__([source], policy)
         self.weights = {}
 

@@ -29,7 +29,7 @@ from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding, pass_lengths
 from sage_fast.report.comparison import read_scores
-from sage_fast.rewards import join_scores
+from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
@@ -175,6 +175,10 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     return [chosen[prompt] for prompt, _ in pairs], torch.cat([seed_of(prompt, k) for prompt, k in pairs])
 
 
+Chunks = Iterator[tuple[list[int], Tensor]]
+"""Indices of videos, and these videos `[B, F, 3, H, W]` in [0, 1]."""
+
+
 def evaluate(
     setup: Setup,
     *,
@@ -182,6 +186,8 @@ def evaluate(
     quiet: bool = True,
     save: Callable[[int, str, Tensor], object] | None = None,
     pause: Callable[[], object] = lambda: None,
+    scorers: Mapping[str, CompositeReward] | None = None,
+    videos_of: Callable[[range], Chunks] | None = None,
 ) -> Evaluation:
     """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
 
@@ -191,25 +197,33 @@ def evaluate(
     Args:
         save: told the number, the prompt and the video (on the CPU) of each of this rank's videos as it is made.
         pause: called after each step; what it raises on one rank ends the evaluation on all.
+        scorers: further ones, whose parts are among `parts` as `<name>/<part>`.
+        videos_of: gives the videos of these numbers, counted from 0 on each rank, in place of the policy.
     """
     config = setup.config
     texts, seeds = prompts_and_seeds(setup)
     # Rounded up: the first rank, which writes the files, is never without a video.
     first, last = (-(-number * len(texts) // data_size()) for number in (data_rank(), data_rank() + 1))
     texts, seeds = texts[first:last], seeds[first:last]
-    pending: list[tuple[Pending, Pending | None]] = []
+    scored: dict[str, CompositeReward] = {"": setup.reward}
+    scored |= {JUDGE_PART: setup.judge} if setup.judge is not None else {}
+    scored |= {f"{name}/": scorer for name, scorer in (scorers or {}).items()}
+    pending: dict[str, list[Pending]] = {prefix: [] for prefix in scored}
     order: list[int] = []
     videos: dict[int, Tensor] = {}
     failure: RewardError | None = None
     with together():
-        made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
+        if videos_of is None:
+            made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
+        else:
+            made = videos_of(range(first, last))
         for chosen_texts, chunk in made:
             if failure is not None:
                 continue
             chunk_texts = [texts[i] for i in chosen_texts]
             try:
-                judged = setup.judge.submit(chunk, chunk_texts) if setup.judge is not None else None
-                pending.append((setup.reward.submit(chunk, chunk_texts), judged))
+                for prefix, reward in reversed(scored.items()):
+                    pending[prefix].append(reward.submit(chunk, chunk_texts))
             except RewardError as error:
                 if not setup.model.policy.states.gathers:
                     raise
@@ -225,23 +239,21 @@ def evaluate(
         if failure is not None:
             raise failure
         back = torch.tensor(order, dtype=torch.int64).argsort()
-        scores = join_scores([reward.result() for reward, _ in pending]).in_order(back)
-        judgements = [judge.result() for _, judge in pending if judge is not None]
-        judged_scores = join_scores(judgements).in_order(back) if judgements else join_scores([])
-    mine = texts, seeds.tolist(), scores, judged_scores
-    rows = all_gather_object(mine)[:: sequence_size()]  # ranks that share samples have the same
-    scores, judged_scores = (join_scores([row[i] for row in rows]) for i in (2, 3))
-    for reward, of_all in ((setup.reward, scores), (setup.judge, judged_scores)):
-        if reward is not None:
-            tell_failures(of_all, speaker(quiet))
-            reward.check_share(of_all)
-    parts = scores.parts | {JUDGE_PART + part: values for part, values in judged_scores.parts.items()}
+        own = {
+            prefix: join_scores([scores.result() for scores in chunks]).in_order(back)
+            for prefix, chunks in pending.items()
+        }
+    rows = all_gather_object((texts, seeds.tolist(), own))[:: sequence_size()]  # ranks that share samples have the same
+    of_all = {prefix: join_scores([row[2][prefix] for row in rows]) for prefix in scored}
+    for prefix, scores in of_all.items():
+        tell_failures(scores, speaker(quiet))
+        scored[prefix].check_share(scores)
     return Evaluation(
         iteration=iteration,
         prompts=[text for row in rows for text in row[0]],
         seeds=[seed for row in rows for seed in row[1]],
-        reward=scores.rewards.tolist(),
-        parts={part: values.tolist() for part, values in parts.items()},
+        reward=of_all[""].rewards.tolist(),
+        parts={prefix + part: values.tolist() for prefix in of_all for part, values in of_all[prefix].parts.items()},
         weights=config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
     )

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -106,11 +107,8 @@ def load_setup(
             embed(text)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
-        reward = CompositeReward.of(config.reward, str(device))
-        reward.check(config.sampling, [prompt.text for prompt in train_prompts], str(device))
-        if config.eval.judge is not None:
-            judge = Judge(config.eval.judge, config.reward, str(device))
-            judge.check(config.sampling, [prompt.text for prompt in eval_prompts], str(device))
+        texts, eval_texts = ([prompt.text for prompt in of] for of in (train_prompts, eval_prompts))
+        reward, judge = load_rewards(config, texts, eval_texts)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     model = load_model(settings, config.sampling, device, config.seed)
@@ -140,6 +138,33 @@ def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         read_prompts(source, config.sampling) for source in (data.prompts, data.eval_prompts)
     )
     return train_prompts, eval_prompts
+
+
+def load_scoring(config: Config, prompts: Sequence[str]) -> Setup:
+    """What scores videos of these prompts that there are already, without a model.
+
+    Raises:
+        UserError: a reward is missing or does not fit.
+    """
+    reward, judge = load_rewards(config, prompts, prompts)
+    return Setup(config=config, model=cast(Model, None), reward=reward, judge=judge, prompts=[], eval_prompts=[])
+
+
+def load_rewards(
+    config: Config, prompts: Sequence[str], eval_prompts: Sequence[str]
+) -> tuple[CompositeReward, Judge | None]:
+    """The reward, and `eval.judge` if there is one; each has scored a made-up video or two of these prompts.
+
+    Raises:
+        UserError: one is missing or does not fit.
+    """
+    device = str(initialize(config.timeout_minutes))
+    reward, judge = CompositeReward.of(config.reward, device), None
+    reward.check(config.sampling, prompts, device)
+    if config.eval.judge is not None:
+        judge = Judge(config.eval.judge, config.reward, device)
+        judge.check(config.sampling, eval_prompts, device)
+    return reward, judge
 
 
 MEMORY_SHARE = 0.9

@@ -18,11 +18,13 @@ from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.engine import check_engine
 from sage_fast.environment import command_line, environment
+from sage_fast.errors import UserError
 from sage_fast.files import aside, read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
 from sage_fast.policy.hunyuan import State, numel
-from sage_fast.report.comparison import format_number, format_paired_table, paired_table
+from sage_fast.report.comparison import format_number, format_paired_table, paired_table, read_scores
+from sage_fast.report.hacking import verdict
 from sage_fast.report.page import write_report
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
@@ -257,6 +259,17 @@ def _evaluate(
         (run / "eval").mkdir(exist_ok=True)
         write_atomic(run / "eval" / f"{name}.json", json.dumps(scores))
         writer.write_evaluation(scores, videos, sheet)
+        if found := verdict(_evaluations(run, iteration)):
+            say_wrapped(f"warning: {found}", tell)
+
+
+def _evaluations(run: Path, iteration: int) -> dict[str, dict[str, Any]]:
+    """Those of the run up to an iteration, without any that is damaged."""
+    found = {}
+    for file in sorted((run / "eval").glob("*.json")):
+        with contextlib.suppress(UserError):  # cut off by a kill: the page says so
+            found[file.stem] = read_scores(file)
+    return {name: scores for name, scores in found.items() if scores["iteration"] <= iteration}
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""`sage-fast compare`: runs laid over each other, finished or not, on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sage_fast.files import VIDEOS
+from sage_fast.metrics import REWARD_PART
+from sage_fast.report import charts
+from sage_fast.report.gallery import write_gallery
+from sage_fast.report.hacking import verdict
+from sage_fast.report.page import Run, points_of, read_run
+from sage_fast.report.videoset import Row, VideoSet, check_prompts, of_run, read_folder, shown_name, table
+
+METRICS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
+    ("reward/mean", "Training reward", "mean over the batch", {}),
+    ("reward/std", "Reward spread within a group", "standard deviation", {}),
+    ("kl/anchor", "KL to the anchor", "nats per element", {}),
+    ("kl/velocity", "KL to the rollout policy", "nats per element", {}),
+    ("kl/gradient_share", "The KL's share of the gradient", "share on the velocity", {"log": True}),
+    ("kl/lambda", "KL weight", "lambda", {"log": True, "smoothed": False}),
+    ("ratio/clip_fraction", "Clipped ratios", "share of transitions", {}),
+    ("log_prob/max_delta", "Largest log-prob change", "|log ratio|", {"log": True}),
+    ("grad_norm", "Gradient norm (before clipping)", "norm", {"log": True}),
+    ("update/relative", "Relative size of an update", "|dW| / |W|", {"log": True}),
+    ("time/total", "Time of an iteration", "seconds", {}),
+)
+"""Key, title, label of the axis and options of `charts.overlay`."""
+
+
+def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSet], list[str]]:
+    """Run folders and folders of videos.
+
+    Args:
+        sources: label -> folder.
+
+    Returns:
+        The runs by label, the newest evaluation of each source that has one, and notes.
+
+    Raises:
+        UserError: a folder is neither, or two sources were evaluated on prompts that have nothing in common.
+    """
+    runs, sets, notes = {}, [], []
+    for label, path in sources.items():
+        if (path / VIDEOS).is_file():
+            sets.append(read_folder(label, path))
+            continue
+        runs[label] = run = read_run(path)
+        newest = run.last or ("before" if "before" in run.evaluations else None)
+        if newest is None:
+            notes.append(f"{label} has no evaluation yet.")
+            continue
+        sets.append(of_run(label, path, newest, run.evaluations[newest]))
+        if newest != "after":
+            notes.append(f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}.")
+    for videos in sets[1:]:
+        notes += check_prompts(sets[0], videos)
+    return runs, sets, notes
+
+
+PAGE = "comparison.html"
+
+
+def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path:
+    """Write a page that lays runs over each other, finished or not.
+
+    Args:
+        sources: label -> run folder or folder of videos.
+        folder: made if it does not exist.
+        count: rows of videos on it.
+
+    Returns:
+        Its path.
+
+    Raises:
+        UserError: as `read_sets`, or a video cannot be read.
+    """
+    runs, sets, notes = read_sets(sources)
+    rows = table(sets) if sets else []
+    own: dict[tuple[str, str], Row] = {}
+    for videos in sets:
+        run = runs.get(videos.label)
+        if run is not None and run.last is not None and "before" in run.evaluations:
+            before = of_run(videos.label, run.folder, "before", run.evaluations["before"])
+            own |= {(row.label, row.score): row for row in table([before, videos]) if row.gain is not None}
+    found = {label: verdict(run.evaluations) for label, run in runs.items()}
+    path = folder / PAGE
+    folder.mkdir(parents=True, exist_ok=True)
+    write_gallery(
+        path,
+        title=" · ".join(sources),
+        sets=sets,
+        rows=rows,
+        count=count,
+        notes=notes,
+        warnings=[f"{label}: {text}" for label, text in found.items() if text],
+        own=own,
+        drawn=_charts(runs),
+        settings=_differing(runs),
+        labels=list(runs),
+    )
+    return path
+
+
+def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
+    """Settings that are not the same in all runs; a dash where a run does not know one."""
+    flat = [dict(_leaves(yaml.safe_load(run.config))) for run in runs.values()]
+    names = sorted({name for settings in flat for name in settings} - {"output"})
+    values = {name: [settings.get(name, "\N{EN DASH}") for settings in flat] for name in names}
+    return [(name, of) for name, of in values.items() if len(set(of)) > 1]
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if isinstance(tree, dict):
+        return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}{key}.")]
+    return [(prefix.removesuffix("."), str(tree))]
+
+
+def _charts(runs: Mapping[str, Run]) -> list[str]:
+    drawn = []
+    scores = {name for run in runs.values() for of in run.evaluations.values() for name in ("reward", *of["parts"])}
+    for score in sorted(scores, key=lambda name: (name != "reward", name)):
+        points = {label: points_of(run, score) for label, run in runs.items()}
+        drawn.append(charts.held_out(points, f"Held-out {shown_name(score)}", "mean score", least=1))
+    rows = {label: run.rows for label, run in runs.items() if run.rows}
+    parts = sorted({key for of in rows.values() for row in of for key in row if key.startswith(REWARD_PART)})
+    metrics = [*METRICS[:1], *((key, key.removeprefix(REWARD_PART), "mean over the batch", {}) for key in parts)]
+    for number, (key, title, ylabel, options) in enumerate([*metrics, *METRICS[1:]]):
+        drawn.append(charts.overlay(rows, key, name=f"overlay-{number}", title=title, ylabel=ylabel, **options))
+    return [chart for chart in drawn if chart is not None]

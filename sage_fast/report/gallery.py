@@ -1,0 +1,94 @@
+"""One page of several sources: table, curves, what differs in their settings, and their videos side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sage_fast.files import write_atomic
+from sage_fast.report.comparison import extremes
+from sage_fast.report.html import cell_of, render
+from sage_fast.report.videoset import (
+    Key,
+    Row,
+    VideoSet,
+    format_interval,
+    gains_of,
+    shown_name,
+    summary,
+)
+
+
+def write_gallery(
+    path: Path,
+    *,
+    title: str,
+    sets: Sequence[VideoSet],
+    rows: Sequence[Row],
+    count: int,
+    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+    own: Mapping[tuple[str, str], Row] | None = None,
+    drawn: Sequence[str] = (),
+    settings: Sequence[tuple[str, Sequence[str]]] = (),
+    labels: Sequence[str] = (),
+) -> None:
+    """Write the page, which loads nothing from elsewhere.
+
+    Args:
+        path: of the page.
+        title: of the page.
+        sets: videos of each source; gains are those over the first.
+        rows: their table.
+        count: pairs of videos that are shown.
+        notes, warnings: sentences.
+        own: (label, score) -> the row of a run against its own evaluation before training.
+        drawn: charts, SVG.
+        settings: name -> its value in each of `labels`.
+        labels: of the runs.
+    """
+    scores = list(dict.fromkeys(row.score for row in rows))
+    page = render(
+        "gallery.html.j2",
+        title=title,
+        groups=[(shown_name(score), [row for row in rows if row.score == score]) for score in scores],
+        gains=any(row.gain is not None for row in rows),
+        own=own or {},
+        summary=summary(rows) if rows else "",
+        interval=format_interval,
+        notes=notes,
+        warnings=warnings,
+        charts=drawn,
+        settings=settings,
+        labels=labels,
+        **_videos(sets, scores, count),
+    )
+    write_atomic(path, page)
+
+
+def _videos(sets: Sequence[VideoSet], scores: Sequence[str], count: int) -> dict[str, Any]:
+    """The cards, from the largest gain to the largest loss, and by what else they can be sorted."""
+    if not sets:
+        return {"cards": [], "orders": []}
+    orders: dict[str, dict[Key, float]] = {}
+    for score in scores:
+        if len(sets) == 1:
+            orders[shown_name(score)] = sets[0].by_key(score)
+        for videos in reversed(sets[1:]):  # the last source stands for the page: it is the first choice
+            orders[f"{shown_name(score)}: gain of {videos.label}"] = gains_of(score, sets[0], videos)
+    orders = {name: values for name, values in orders.items() if values}
+    leading = next(iter(orders.values()), {})
+    kept = [set(videos.shown) for videos in sets]
+    why = extremes(leading, set.intersection(*kept) or set.union(*kept), count)
+    cards = []
+    for key in sorted(why, key=lambda key: (-leading.get(key, -math.inf), key)):
+        cells = []
+        for videos in sets:
+            values = [(shown_name(score), videos.by_key(score).get(key)) for score in scores]
+            known = [(name, value) for name, value in values if value is not None]
+            cells.append({"label": videos.label, "scores": known} | cell_of(videos.shown.get(key)))
+        order = ",".join(repr(values[key]) if key in values else "" for values in orders.values())
+        cards.append({"prompt": key[0], "why": why[key] if len(sets) > 1 else "", "cells": cells, "order": order})
+    return {"cards": cards, "orders": list(orders)}

@@ -1,0 +1,49 @@
+"""Pages that load nothing from elsewhere: templates, numbers in cells, videos within the page."""
+
+from __future__ import annotations
+
+import base64
+import math
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from sage_fast.report.comparison import format_number
+from sage_fast.report.videos import for_browser, poster
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template of this folder; whatever it is given is escaped."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["number"] = shown_number
+    environment.filters["dash"] = lambda text: text.replace("-", "\N{MINUS SIGN}") or "\N{EN DASH}"
+    return environment.get_template(template).render(**values)
+
+
+def shown_number(value: float | None, digits: int = 3, sign: bool = False) -> str:
+    """A number for a table cell; a dash for none."""
+    if value is None or not math.isfinite(value):
+        return "\N{EN DASH}"
+    return format_number(value, digits, sign=sign).replace("-", "\N{MINUS SIGN}")
+
+
+def data_address(file: Path) -> str:
+    """A video as a `data:` address.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    kind, content = for_browser(file)
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def cell_of(file: Path | None) -> dict[str, str]:
+    """What the macro of videos.html.j2 shows: a video's address, and if it is no animated picture its first frame."""
+    if file is None:
+        return {}
+    cell = {"address": data_address(file)}
+    if cell["address"].startswith("data:video/"):
+        cell["poster"] = f"data:image/jpeg;base64,{base64.b64encode(poster(file)).decode()}"
+    return cell

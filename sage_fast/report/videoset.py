@@ -1,0 +1,355 @@
+"""Scored videos of one source: of a run folder, or of a folder with a `videos.csv`, which any program can write.
+
+`videos.csv` has a header with `file` and `prompt`, then a line for each video; `file` is relative to the folder.
+`sage-fast eval` adds `seed` and the scores; other columns that hold numbers alone are scores too.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import io
+import math
+import os
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sage_fast.errors import UserError, nearest
+from sage_fast.files import VIDEOS, write_atomic
+from sage_fast.report.comparison import TOO_FEW, format_number
+from sage_fast.report.statistics import Interval, bootstrap_interval, means_by_prompt
+from sage_fast.report.videos import numbered
+
+SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".webp", ".gif", ".png")
+
+Key = tuple[str, int]
+"""A prompt, and which of its videos: the same key of two sets is a pair."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VideoSet:
+    """N videos of one source.
+
+    Attributes:
+        label: of the source, in tables and pages.
+        prompts: one for each video.
+        seeds: likewise; None if they are unknown.
+        scores: name -> N numbers, NaN where there is none; `reward`, the composite, first.
+        files: one for each video, None where it was not kept.
+    """
+
+    label: str
+    prompts: list[str]
+    files: list[Path | None]
+    seeds: list[int] | None = None
+    scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def keys(self) -> list[Key]:
+        seen: dict[str, int] = {}
+        keys = []
+        for prompt in self.prompts:
+            keys.append((prompt, seen.setdefault(prompt, 0)))
+            seen[prompt] += 1
+        return keys
+
+    @functools.cached_property
+    def shown(self) -> dict[Key, Path]:
+        """The videos that there are."""
+        return {key: file for key, file in zip(self.keys, self.files) if file is not None}
+
+    def by_key(self, name: str) -> dict[Key, float]:
+        """The finite values of a score."""
+        return {k: value for k, value in zip(self.keys, self.scores.get(name, ())) if math.isfinite(value)}
+
+
+def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) -> VideoSet:
+    """From an evaluation (`eval/*.json`) and its files by number."""
+    named = {"reward": scores["reward"], **scores["parts"]}
+    return VideoSet(
+        label=label,
+        prompts=list(scores["prompts"]),
+        seeds=list(scores["seeds"]),
+        scores={name: [math.nan if v is None else float(v) for v in values] for name, values in named.items()},
+        files=[files.get(number) for number in range(len(scores["prompts"]))],
+    )
+
+
+def of_run(label: str, run: Path, evaluation: str, scores: Mapping[str, Any]) -> VideoSet:
+    """An evaluation of a run folder, with the videos that the run kept."""
+    return of_scores(label, scores, numbered(run / "videos" / evaluation))
+
+
+# -- a folder with videos.csv -----------------------------------------------------------------------------------------
+
+
+def read_folder(label: str, folder: Path) -> VideoSet:
+    """
+    Raises:
+        UserError: `videos.csv` is not UTF-8, has no row or another header, or names a file that is not there.
+    """
+    index = folder / VIDEOS
+    try:
+        rows = list(csv.DictReader(io.StringIO(index.read_text(encoding="utf-8-sig"), newline=""), strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{index}: not a CSV file in UTF-8: {error}") from error
+    columns = [name for name in (rows[0] if rows else {}) if name is not None]
+    if not rows:
+        raise UserError(f"{index}: holds no video; expected a header with file and prompt, then a line for each video")
+    for wanted in ("file", "prompt"):
+        if wanted not in columns:
+            raise UserError(f"{index}: column {wanted!r} is missing; found {nearest(wanted, columns)}")
+    files: list[Path | None] = []
+    for line, row in enumerate(rows, start=1):
+        if None in row or any(value is None for value in row.values()):
+            raise UserError(f"{index}, video {line}: expected {len(columns)} values; text with commas needs quotes")
+        path = folder / row["file"]
+        if not path.is_file():
+            raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
+        if path.suffix.lower() not in SUFFIXES:
+            raise UserError(f"{index}, video {line}: {row['file']!r}: expected a video, one of {', '.join(SUFFIXES)}")
+        if not row["prompt"].strip():
+            raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
+        files.append(path)
+    scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in ("file", "prompt", "seed")}
+    seeds = [row.get("seed", "") for row in rows]
+    return VideoSet(
+        label=label,
+        prompts=[row["prompt"].strip() for row in rows],
+        files=files,
+        seeds=[int(seed) for seed in seeds] if all(seed.isdecimal() for seed in seeds) else None,
+        scores={name: values for name, values in scores.items() if values is not None},
+    )
+
+
+def _numbers(texts: Sequence[str]) -> list[float] | None:
+    """None if one of them is neither a number nor empty, or if all are empty."""
+    try:
+        values = [float(text) if text.strip() else math.nan for text in texts]
+    except ValueError:
+        return None
+    return values if any(text.strip() for text in texts) else None
+
+
+def write_folder(videos: VideoSet, folder: Path) -> None:
+    """Write `videos.csv` for videos that all have a file."""
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["file", "prompt", *(["seed"] if videos.seeds else []), *videos.scores])
+    for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
+        assert file is not None
+        numbers = [_number(values[i]) for values in videos.scores.values()]
+        seed = [videos.seeds[i]] if videos.seeds else []
+        writer.writerow([os.path.relpath(file, folder), prompt, *seed, *numbers])
+    write_atomic(folder / VIDEOS, table.getvalue())
+
+
+def _number(value: float | None) -> str:
+    return repr(value) if value is not None and math.isfinite(value) else ""
+
+
+def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
+    """Notes on what the two have in common.
+
+    Raises:
+        UserError: they have no prompt in common.
+    """
+    ours, theirs = set(first.keys), set(other.keys)
+    if not ours & theirs:
+        raise UserError(
+            f"{first.label} and {other.label} hold different prompts, such as {first.prompts[0]!r} and "
+            f"{other.prompts[0]!r}: there is no pair of videos to compare"
+        )
+    notes = []
+    if ours != theirs:
+        both = len(ours & theirs)
+        notes.append(f"{first.label} and {other.label} have {both} videos of the same prompts: gains are of these.")
+    if first.seeds and other.seeds:
+        seeds = dict(zip(first.keys, first.seeds))
+        if any(seeds.get(key, seed) != seed for key, seed in zip(other.keys, other.seeds)):
+            notes.append(f"{first.label} and {other.label} have different seeds: pairs share only the prompt.")
+    return notes
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One score of one source.
+
+    Attributes:
+        score: its name, `reward` for the composite.
+        label: of the source.
+        mean: over prompts, of the means of a prompt's videos.
+        interval: of the mean, 95 %; None with fewer than `MIN_PROMPTS` prompts.
+        gain, gain_interval: of the difference to the same videos of the first source; None for the first source.
+        videos, prompts: that have this score.
+        pairs, pair_prompts: that have it in both.
+    """
+
+    score: str
+    label: str
+    mean: float
+    interval: Interval | None
+    videos: int
+    prompts: int
+    gain: float | None = None
+    gain_interval: Interval | None = None
+    pairs: int = 0
+    pair_prompts: int = 0
+
+    @property
+    def direction(self) -> str:
+        """`up` or `down` if the interval of the gain holds only such values."""
+        if self.gain_interval is None:
+            return ""
+        return "up" if self.gain_interval[0] > 0 else ("down" if self.gain_interval[1] < 0 else "")
+
+
+def table(sets: Sequence[VideoSet]) -> list[Row]:
+    """Every score of every set, and its paired differences to the first set: score by score, in the order given."""
+    names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
+    names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
+    return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
+
+
+def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
+    values = videos.by_key(name)
+    means = means_by_prompt([prompt for prompt, _ in values], list(values.values()))
+    row = Row(
+        score=name,
+        label=videos.label,
+        mean=_mean(means.values()),
+        interval=bootstrap_interval(list(means.values())),
+        videos=len(values),
+        prompts=len(means),
+    )
+    if videos is first or name not in first.scores:
+        return row
+    gains = gains_of(name, first, videos)
+    by_prompt = means_by_prompt([prompt for prompt, _ in gains], list(gains.values()))
+    return dataclasses.replace(
+        row,
+        gain=_mean(by_prompt.values()),
+        gain_interval=bootstrap_interval(list(by_prompt.values())),
+        pairs=len(gains),
+        pair_prompts=len(by_prompt),
+    )
+
+
+def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
+    """What each video has more of a score than its pair in the first set."""
+    base, values = first.by_key(name), videos.by_key(name)
+    return {key: value - base[key] for key, value in values.items() if key in base}
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def hacked(rows: Sequence[Row], judges: Sequence[str]) -> list[str]:
+    """A line for each source whose composite rose while one of `judges`, scores that nothing was trained on, fell."""
+    lines = []
+    for label in dict.fromkeys(row.label for row in rows):
+        own = {row.score: row.direction for row in rows if row.label == label}
+        fallen = [name for name in judges if own.get(name) == "down"]
+        if own.get("reward") == "up" and fallen:
+            lines.append(f"{label}: reward rose while {', '.join(fallen)} fell: look at the videos (reward hacking)")
+    return lines
+
+
+def shown_name(score: str) -> str:
+    """A score's name in a table: the composite is the paper's Overall."""
+    return "overall" if score == "reward" else score
+
+
+def format_interval(interval: Interval | None, *, sign: bool = False) -> str:
+    if interval is None:
+        return ""
+    return " to ".join(format_number(value, 3, sign=sign) for value in interval)
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """For the terminal: a block for each score, a line for each source."""
+    width = max([12, *(len(_cut(row.label)) + 2 for row in rows), *(len(shown_name(row.score)) for row in rows)])
+    lines = []
+    for score in dict.fromkeys(row.score for row in rows):
+        lines.append(f"{shown_name(score):<{width}}{'mean':>9}  {'95 % interval':<18}{'gain':>9}  95 % interval")
+        for row in (row for row in rows if row.score == score):
+            line = (
+                f"  {_cut(row.label):<{width - 2}}{format_number(row.mean, 3):>9}  {format_interval(row.interval):<18}"
+            )
+            if row.gain is not None:
+                line += f"{format_number(row.gain, 3, sign=True):>9}  {format_interval(row.gain_interval, sign=True)}"
+            lines.append(line.rstrip())
+    return "\n".join([*lines, textwrap.fill(summary(rows), 80, break_on_hyphens=False)])
+
+
+def _cut(label: str) -> str:
+    return label if len(label) <= 28 else "..." + label[-25:]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What the numbers are, in one line."""
+    counts = {(row.videos, row.prompts) for row in rows}
+    videos, prompts = max(counts, default=(0, 0))
+    fewer = "" if len(counts) < 2 else "up to "
+    first = rows[0].label if rows else ""
+    gains = f"gains: paired differences to {first}; " if any(row.gain is not None for row in rows) else ""
+    few = all(row.interval is None for row in rows)
+    intervals = TOO_FEW.replace("standard error", "interval") if few else "bootstrap intervals over prompts"
+    counted = f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each"
+    return f"{counted}; {gains}{intervals}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The paper's table: a row for each source, a column for each score; then one of the gains."""
+    scores = list(dict.fromkeys(row.score for row in rows))
+    labels = list(dict.fromkeys(row.label for row in rows))
+    found = {(row.label, row.score): row for row in rows}
+
+    def lines(cell: Any) -> list[str]:
+        header = ["", *(_cell(shown_name(score)) for score in scores)]
+        body = [[_cell(label), *(cell(found.get((label, score))) for score in scores)] for label in labels]
+        return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
+
+    def mean(row: Row | None) -> str:
+        if row is None or math.isnan(row.mean):
+            return "-"
+        return format_number(row.mean, 4) + (f" ({format_interval(row.interval)})" if row.interval else "")
+
+    def gain(row: Row | None) -> str:
+        if row is None or row.gain is None or math.isnan(row.gain):
+            return "-"
+        interval = f" ({format_interval(row.gain_interval, sign=True)})" if row.gain_interval else ""
+        return format_number(row.gain, 4, sign=True) + interval
+
+    text = [*lines(mean), "", summary(rows), ""]
+    if any(row.gain is not None for row in rows):
+        text += [f"Gain over {_cell(labels[0])}, pair by pair:", "", *lines(gain), ""]
+    return "\n".join(text)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<")
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line for each score of each source, every number in full."""
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(
+        ["source", "score", "mean", "low", "high", "videos", "prompts", "gain", "gain_low", "gain_high", "pairs"]
+    )
+    for row in rows:
+        low, high = row.interval or (None, None)
+        gain_low, gain_high = row.gain_interval or (None, None)
+        numbers = [_number(value) for value in (row.mean, low, high)]
+        gains = [_number(value) for value in (row.gain, gain_low, gain_high)]
+        writer.writerow([row.label, row.score, *numbers, row.videos, row.prompts, *gains, row.pairs or ""])
+    return table.getvalue()

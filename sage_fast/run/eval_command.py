@@ -1,0 +1,261 @@
+"""`sage-fast eval`: one or several sources on the same prompts and seeds, by the ODE, scored alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sage_fast.config import AttentionBackend, Config
+from sage_fast.distributed import initialize, rank
+from sage_fast.errors import UserError
+from sage_fast.files import VIDEOS, write_atomic, write_json, writing
+from sage_fast.metrics import JUDGE_PART
+from sage_fast.policy.load import load_model
+from sage_fast.report.comparison import format_scores
+from sage_fast.report.gallery import write_gallery
+from sage_fast.report.videos import numbered, read_video
+from sage_fast.report.videoset import (
+    VideoSet,
+    as_csv,
+    check_prompts,
+    format_table,
+    hacked,
+    markdown,
+    of_scores,
+    read_folder,
+    table,
+    write_folder,
+)
+from sage_fast.rewards import Judge
+from sage_fast.run.evaluation import Chunks, evaluate, prompts_and_seeds
+from sage_fast.run.folder import save_video
+from sage_fast.run.setup import configured_prompts, load_scoring, load_setup
+from sage_fast.run.sources import Source
+
+Tell = Callable[..., object]
+
+
+def run_eval(
+    sources: Sequence[Source],
+    config: Config,
+    *,
+    scorers: Sequence[str] = (),
+    folder: Path | None = None,
+    json: Path | None = None,
+    quiet: bool = False,
+    tell: Tell = lambda *lines: None,
+) -> None:
+    """Evaluate the sources, print their table, and write what was asked for.
+
+    Args:
+        sources: the gains are those over the first.
+        config: all are sampled and scored by it; of their own settings only `model` counts.
+        scorers: further rewards, named as in `reward.name`, none of whose parts counts in the composite.
+        folder: takes the videos, `evaluation.md`, `evaluation.csv` and `evaluation.html`; new or empty.
+        json: takes every score.
+        quiet: no progress.
+        tell: prints lines.
+
+    Raises:
+        UserError: a scorer, the folder or a video is wrong, or the sources have no prompt in common.
+    """
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--folder {str(folder)!r}: expected a new or an empty folder; nothing was changed")
+    videos = {s.label: read_folder(s.label, Path(s.path)) for s in sources if s.config is None}
+    known = [prompt for found in videos.values() for prompt in found.prompts]
+    if len(videos) < len(sources):
+        known = [prompt.text for prompt in configured_prompts(config)[1]]
+    further = _scorers(scorers, config, known)
+    evaluator = _Evaluator(sources, config, further, videos, quiet, tell)
+    evaluations: dict[str, dict[str, Any]] = {}
+    sets: list[VideoSet] = []
+    for source, home in zip(sources, _folders(sources, folder)):
+        if home is not None:
+            home.mkdir(parents=True, exist_ok=True)
+        with writing(home or "."):
+            evaluations[source.label], found = evaluator(source, home)
+            sets.append(found)
+            if home is not None and rank() == 0:
+                write_folder(found, home)
+    if rank() == 0:
+        notes = [note for other in sets[1:] for note in check_prompts(sets[0], other)]
+        judges = [name for name in dict.fromkeys(n for s in sets for n in s.scores) if _watches(name, further)]
+        _finish(sets, evaluations, notes, judges, config.eval.num_videos, folder, json)
+
+
+def _scorers(names: Sequence[str], config: Config, prompts: Sequence[str]) -> dict[str, Judge]:
+    """By the name of their parts in tables: `clipscore`, or the class of `module:Class`."""
+    scorers: dict[str, Judge] = {}
+    device = str(initialize(config.timeout_minutes))
+    for name in names:
+        short = name.rpartition(":")[2]
+        if short in scorers:
+            raise UserError(f"--scorer = {name!r}: {short!r} is there already")
+        scorers[short] = Judge(name, config.reward, device, "--scorer")
+        scorers[short].check(config.sampling, prompts, device)
+    return scorers
+
+
+def _watches(score: str, scorers: Mapping[str, Judge]) -> bool:
+    """Whether nothing is trained on a score."""
+    return score.startswith((JUDGE_PART, *(f"{name}/" for name in scorers)))
+
+
+def _folders(sources: Sequence[Source], folder: Path | None) -> list[Path | None]:
+    """One for the videos of each source, named after it."""
+    if folder is None:
+        return [None] * len(sources)
+    names: list[str] = []
+    for source in sources:
+        name = re.sub(r"[^\w.-]+", "-", source.label).strip(".-")[:80] or "source"
+        names.append(name if name not in names else f"{name}-{len(names)}")
+    return [folder / "videos" / name for name in names]
+
+
+class _Evaluator:
+    """Loads rewards once, and one model after the other."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        config: Config,
+        scorers: Mapping[str, Judge],
+        videos: Mapping[str, VideoSet],
+        quiet: bool,
+        tell: Tell,
+    ) -> None:
+        self.config, self.scorers, self.videos = config, scorers, videos
+        self.quiet, self.tell, self.several = quiet, tell, len(sources) > 1
+        self.prompts: list[str] | None = None
+        first = next((source for source in sources if source.config is not None), None)
+        self.loaded: Source | None = first
+        if first is None:
+            self.setup = load_scoring(config, [prompt for found in videos.values() for prompt in found.prompts])
+            return
+        assert first.config is not None
+        self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
+        tell(*(f"note: {note}" for note in self.setup.model.notes))
+        self.prompts = prompts_and_seeds(self.setup)[0]
+        for label, found in videos.items():
+            missing = [prompt for prompt in dict.fromkeys(self.prompts) if prompt not in found.prompts]
+            if len(missing) == len(set(self.prompts)):
+                raise UserError(
+                    f"{label}: none of its prompts, such as {found.prompts[0]!r}, is among those evaluated, such as "
+                    f"{missing[0]!r}; data.eval_prompts = FILE with the prompts of {VIDEOS} makes them pairs"
+                )
+            if missing:
+                tell(f"note: {label} has no video of {len(missing)} of the prompts, such as {missing[0]!r}")
+        self.setup.encode(quiet=quiet)
+
+    def __call__(self, source: Source, home: Path | None) -> tuple[dict[str, Any], VideoSet]:
+        """Scores as in `eval/*.json`, and the videos with them."""
+        if source.config is None:
+            return self._of_videos(source)
+        if self.loaded is not source:
+            self._load(source)
+        if self.several:
+            self.tell(f"evaluate {source.label}")
+
+        def save(number: int, prompt: str, video: Tensor) -> None:
+            if home is not None:
+                save_video(video, prompt, home, number, self.setup.model.fps)
+
+        result = evaluate(
+            self.setup, iteration=source.iteration, quiet=self.quiet, save=save, scorers=self.scorers
+        ).to_json()
+        return result, of_scores(source.label, result, numbered(home) if home is not None else {})
+
+    def _load(self, source: Source) -> None:
+        """Its model in place of the one before, which is released first."""
+        assert source.config is not None
+        before = self.setup.model.path, self.setup.model.policy.dtype
+        settings = dataclasses.replace(
+            source.config.model,
+            attention=cast(AttentionBackend, self.setup.model.attention),  # measured once
+            sequence_parallel=self.config.model.sequence_parallel,
+        )
+        del self.setup.model
+        gc.collect()
+        torch.cuda.empty_cache()
+        device = initialize(self.config.timeout_minutes)
+        self.setup.model = load_model(settings, self.config.sampling, device, self.config.seed)
+        self.setup.config = dataclasses.replace(self.config, model=settings)
+        self.tell(*(f"note: {note}" for note in self.setup.model.notes))
+        self.loaded = source
+        if (self.setup.model.path, self.setup.model.policy.dtype) != before:
+            self.setup.encode(quiet=self.quiet)
+
+    def _of_videos(self, source: Source) -> tuple[dict[str, Any], VideoSet]:
+        """Scores of the videos whose prompts are evaluated; of all if there is nothing but videos."""
+        found = self.videos[source.label]
+        wanted = None if self.prompts is None else set(self.prompts)
+        chosen = [i for i, prompt in enumerate(found.prompts) if wanted is None or prompt in wanted]
+        if len(chosen) < len(found.prompts):
+            self.tell(f"note: {source.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
+        files = [found.files[i] for i in chosen]
+        device = initialize(self.config.timeout_minutes)
+        size = self.config.sampling.batch_size
+
+        def read(numbers: range) -> Chunks:
+            """Videos of one shape together."""
+            batch: list[Tensor] = []
+            for i in numbers:
+                file = files[i]
+                assert file is not None
+                video = read_video(file)
+                if batch and (len(batch) == size or video.shape != batch[0].shape):
+                    yield list(range(i - numbers.start - len(batch), i - numbers.start)), torch.stack(batch).to(device)
+                    batch = []
+                batch.append(video)
+            if batch:
+                yield list(range(len(numbers) - len(batch), len(numbers))), torch.stack(batch).to(device)
+
+        config = dataclasses.replace(
+            self.setup.config,
+            eval=dataclasses.replace(self.config.eval, num_prompts=len(chosen), seeds_per_prompt=1, num_videos=1),
+        )
+        setup = dataclasses.replace(self.setup, config=config, eval_prompts=[found.prompts[i] for i in chosen])
+        self.tell(f"score {source.label}")
+        result = evaluate(setup, iteration=0, quiet=self.quiet, scorers=self.scorers, videos_of=read).to_json()
+        result["seeds"] = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
+        scored = of_scores(source.label, result, {})
+        seeds = result["seeds"] if found.seeds else None
+        return result, dataclasses.replace(scored, files=files, seeds=seeds)
+
+
+def _finish(
+    sets: Sequence[VideoSet],
+    evaluations: Mapping[str, Mapping[str, Any]],
+    notes: Sequence[str],
+    judges: Sequence[str],
+    count: int,
+    folder: Path | None,
+    json: Path | None,
+) -> None:
+    rows = table(sets)
+    warnings = hacked(rows, judges)
+    if len(sets) == 1:
+        print(format_scores(next(iter(evaluations.values()))))
+    else:
+        wrapped = [textwrap.fill(line, 80, break_on_hyphens=False) for line in (*notes, *warnings)]
+        print(format_table(rows), *wrapped, sep="\n")
+    if json is not None:
+        one = next(iter(evaluations.values()))
+        several = {"sources": evaluations, "table": [dataclasses.asdict(row) for row in rows]}
+        write_json(one if len(sets) == 1 else several, json)
+    if folder is None:
+        return
+    write_atomic(folder / "evaluation.md", markdown(rows))
+    write_atomic(folder / "evaluation.csv", as_csv(rows))
+    page = folder / "evaluation.html"
+    title = " · ".join(videos.label for videos in sets)
+    write_gallery(page, title=title, sets=sets, rows=rows, count=count, notes=notes, warnings=warnings)
+    print(page)

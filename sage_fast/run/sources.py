@@ -1,0 +1,149 @@
+"""What `sage-fast eval` and `compare` are given: settings, runs, checkpoints, and folders of videos.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sage_fast.config import Config
+from sage_fast.errors import UserError
+from sage_fast.files import VIDEOS
+from sage_fast.run.weights import load_run, number
+from sage_fast.settings import from_overrides
+
+BASE = "base"
+"""The source that is the model of the others without trained weights."""
+
+SAMPLED = ("shift", "guidance_scale", "num_frames", "height", "width")
+"""Of `sampling`, what the videos of the ODE depend on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is evaluated: a model, by the settings that it has, or a folder of videos if it has none.
+
+    Attributes:
+        label: in tables and pages.
+        path: as given.
+        config: settings, with the weights.
+        iteration: that the weights were trained for; 0 for those of settings, and of `base`.
+    """
+
+    label: str
+    path: str
+    config: Config | None = None
+    iteration: int = 0
+
+
+def labelled(arguments: Sequence[str]) -> dict[str, str]:
+    """Label -> source, of `SOURCE` or `LABEL=SOURCE`; the label of a path is the shortest end of it that is unique.
+
+    Raises:
+        UserError: two sources have one label, or one stands there twice.
+    """
+    given: list[tuple[str | None, str]] = []
+    for argument in arguments:
+        label, separator, source = argument.partition("=")
+        named = separator and label and source and "/" not in label and not Path(argument).exists()
+        given.append((label, source) if named else (None, argument))
+    unnamed = [source for label, source in given if label is None]
+    labels: dict[str, str] = {}
+    for name, source in given:
+        label = name or _short(source, unnamed)
+        if label in labels:
+            raise UserError(f"two sources are called {label!r}; name them, as in before={source}")
+        labels[label] = source
+    return labels
+
+
+def _short(source: str, others: Sequence[str]) -> str:
+    """The shortest end of a path that no other path ends with."""
+    parts = Path(source).parts or (source,)
+    ends = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+    ours = [f"/{Path(other)}" for other in others if Path(other) != Path(source)]
+    return next((end for end in ends if not any(other.endswith(f"/{end}") for other in ours)), ends[-1])
+
+
+def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source:
+    """
+    Raises:
+        UserError: it is neither settings nor a run, a checkpoint or a folder of videos.
+    """
+    path = Path(source)
+    if (path / VIDEOS).is_file():
+        return Source(label=label, path=source)
+    if path.parent.name == "checkpoints" and re.fullmatch(r"iteration-\d+", path.name):
+        if not (path / "manifest.json").is_file():
+            raise UserError(f"{source!r}: no such checkpoint, or not a whole one; manifest.json is missing")
+        config, _ = load_run(str(path.parent.parent), {"model.weights": str(path), **overrides})
+        return Source(label=label, path=source, config=config, iteration=number(path))
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        raise UserError(
+            f"{source!r} is no run folder: config.yaml is missing; nor a folder of videos: {VIDEOS}, with the columns "
+            "file and prompt, is missing"
+        )
+    config, iteration = load_run(source, overrides)
+    return Source(label=label, path=source, config=config, iteration=iteration or 0)
+
+
+def read_sources(arguments: Sequence[str], overrides: Mapping[str, str]) -> list[Source]:
+    """All of them, in the order given.
+
+    All are sampled by the settings of the first that has some; of the others only the section `model` counts.
+
+    Raises:
+        UserError: one of them is wrong.
+    """
+    if len(arguments) > 1 and "model.weights" in overrides:
+        raise UserError("--model.weights goes with one source; give the runs or checkpoints of the weights as sources")
+    names = labelled(arguments)
+    found = {
+        label: read_source(label, source, overrides)
+        for label, source in names.items()
+        if source != BASE or Path(source).exists()
+    }
+    lead = next((source.config for source in found.values() if source.config is not None), None)
+    for label, source in names.items():
+        if label in found:
+            continue
+        if lead is None:
+            raise UserError(f"{source!r} is the model of a run or of settings without trained weights: name those too")
+        base = dataclasses.replace(lead, model=dataclasses.replace(lead.model, weights=None))
+        found[label] = Source(label=label, path=source, config=base)
+    return [found[label] for label in names]
+
+
+def settings_for(sources: Sequence[Source], overrides: Mapping[str, str]) -> Config:
+    """Those that all are sampled and scored by.
+
+    Raises:
+        UserError: there are only videos, and nothing says what scores them.
+    """
+    for source in sources:
+        if source.config is not None:
+            return source.config
+    if "reward.name" not in overrides and not any(key.startswith("reward.several") for key in overrides):
+        raise UserError("only videos are given: --reward.name NAME, and --reward.weights, say what scores them")
+    return from_overrides(overrides)
+
+
+def told(sources: Sequence[Source], config: Config) -> list[str]:
+    """Which weights are evaluated, and which settings of a source do not count."""
+    lines = []
+    for source in sources:
+        if source.config is None:
+            continue
+        if source.iteration:
+            lines.append(f"weights of iteration {source.iteration}: {source.config.model.weights}")
+        for name in SAMPLED:
+            own, used = getattr(source.config.sampling, name), getattr(config.sampling, name)
+            if own != used:
+                lines.append(
+                    f"note: {source.label} has sampling.{name} = {own}, and is sampled with {used} as the first"
+                )
+    return lines

@@ -1,0 +1,557 @@
+"""`eval` of several sources, `compare` and `votes`, as a user types them; test_statistics.py tests the intervals."""
+
+import csv
+import functools
+import json
+import math
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from sage_fast.cli import main
+from sage_fast.errors import UserError
+from sage_fast.report.blind import CRITERIA, count_votes
+from sage_fast.report.comparison import paired_table
+from sage_fast.report.hacking import changes, verdict
+from sage_fast.report.videos import for_browser, read_video, save_mp4
+from sage_fast.report.videoset import (
+    VideoSet,
+    format_table,
+    hacked,
+    markdown,
+    of_scores,
+    read_folder,
+    table,
+    write_folder,
+)
+from sage_fast.run.sources import labelled
+from tests.test_comparison import evaluation, scores
+from tests.test_distributed import torchrun
+from tests.test_report import row, write_rows
+
+DEMO = str(Path(__file__).parent.parent / "configs" / "demo.yaml")
+SMALL = [
+    *("--eval.steps", "2", "--eval.num_prompts", "5", "--eval.seeds_per_prompt", "1", "--eval.num_videos", "3"),
+]
+NASTY = [
+    "a \"red\" <b>circle</b> & 'square'",
+    "two\nlines, and a comma",
+    "an emoji \N{SNOWMAN} = |pipe|",
+    "=1+1",
+    "plain",
+]
+
+
+@functools.cache
+def film(number: int) -> bytes:
+    """One of several MP4 files of 17 frames of 32 x 32, enlarged to 128 x 128."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "film.mp4"
+        save_mp4(file, torch.rand(17, 3, 32, 32, generator=torch.Generator().manual_seed(number)), 8)
+        return file.read_bytes()
+
+
+def folder_of_videos(folder: Path, prompts: Sequence[str], columns: dict[str, list[object]] | None = None) -> Path:
+    """What another program leaves."""
+    folder.mkdir(parents=True)
+    with (folder / "videos.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["prompt", "file", *(columns or {})])
+        for i, prompt in enumerate(prompts):
+            (folder / f"{i}.mp4").write_bytes(film(i))
+            writer.writerow([prompt, f"{i}.mp4", *(values[i] for values in (columns or {}).values())])
+    return folder
+
+
+def run_folder(folder: Path, gain: float = 0.0, **changes: object) -> Path:
+    """A finished run of 12 iterations on the nasty prompts."""
+    folder.mkdir(parents=True)
+    settings = {"train": {"iterations": 12}, "model": {"path": "testbed"}, "sampling": {"eta": changes.get("eta", 1.0)}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    write_rows(folder, [row(i) for i in range(12)])
+    (folder / "eval").mkdir()
+    for name, more, iteration in (("before", 0.0, 0), ("after", gain, 12)):
+        reward = [1.0 + 0.1 * i + more * (1 + 0.1 * i) for i in range(5)]
+        found = {"iteration": iteration, "prompts": NASTY, "seeds": list(range(5)), "reward": reward}
+        (folder / "eval" / f"{name}.json").write_text(json.dumps(found | {"parts": {"vq": reward}}))
+        (folder / "videos" / name).mkdir(parents=True)
+        for i in range(5):
+            (folder / "videos" / name / f"{i:02d}-x.mp4").write_bytes(film(i))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Base weights, the same with trained ones in two forms, and videos of another program; and what was printed."""
+    import contextlib
+    import io
+
+    folder = tmp_path_factory.mktemp("eval")
+    run = folder / "run"
+    train = ["--train.iterations", "1", "--train.prompts_per_iteration", "2", "--train.group_size", "2"]
+    train += ["--sampling.steps", "4", "--train.batch_size", "16", "--train.learning_rate", "0.02", "--quiet"]
+    assert main(["train", DEMO, "--output", str(run), *train, *SMALL]) == 0
+    prompts = json.loads((run / "eval" / "before.json").read_text())["prompts"]
+    theirs = folder_of_videos(folder / "theirs", [prompts[1], "a prompt that is not asked for", *prompts[2:]])
+    checkpoint = run / "checkpoints" / "iteration-000001"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        sources = ["base", f"trained={run}", str(checkpoint), str(theirs)]
+        options = ["--scorer", "testbed", "--folder", str(folder / "out"), "--json", str(folder / "all.json")]
+        assert main(["eval", *sources, *options]) == 0
+    return folder, printed.getvalue()
+
+
+def test_sources_are_evaluated_alike(evaluated: tuple[Path, str]) -> None:
+    folder, printed = evaluated
+    result = json.loads((folder / "all.json").read_text())["sources"]
+    assert list(result) == ["base", "trained", "iteration-000001", "theirs"]
+    before, after = (json.loads((folder / "run" / "eval" / f"{n}.json").read_text()) for n in ("before", "after"))
+    assert result["base"]["reward"] == pytest.approx(before["reward"], rel=1e-4)
+    assert result["trained"]["reward"] == pytest.approx(after["reward"], rel=1e-4)
+    assert result["base"]["reward"] != pytest.approx(after["reward"], rel=1e-3)
+    assert result["trained"]["seeds"] == before["seeds"] == result["base"]["seeds"]
+    assert result["trained"]["iteration"] == 1
+    # The checkpoint holds the average that is evaluated.
+    assert result["iteration-000001"]["reward"] == pytest.approx(after["reward"], rel=1e-4)
+    for scores_of in result.values():
+        assert scores_of["parts"]["testbed/vq"] == scores_of["parts"]["vq"], "the scorer is the reward"
+    assert len(result["theirs"]["reward"]) == 4
+    assert "theirs: 1 videos of other prompts do not count" in printed
+    assert "theirs has no video of 1 of the prompts" in printed
+
+
+def test_videos_of_another_program_are_scored_as_they_are(evaluated: tuple[Path, str]) -> None:
+    from sage_fast.rewards.testbed import TestbedReward
+
+    folder, _ = evaluated
+    result = json.loads((folder / "all.json").read_text())["sources"]["theirs"]
+    files = [folder / "theirs" / f"{i}.mp4" for i in (0, 2, 3, 4)]
+    videos = torch.stack([read_video(file) for file in files])
+    assert result["parts"]["vq"] == pytest.approx(TestbedReward()(videos, result["prompts"])["vq"].tolist(), rel=1e-4)
+
+
+def test_the_table_is_printed_and_written_in_three_forms(evaluated: tuple[Path, str]) -> None:
+    folder, printed = evaluated
+    out = folder / "out"
+    lines = printed.splitlines()
+    assert max(map(len, lines[lines.index(next(line for line in lines if line.startswith("overall"))) :])) <= 90
+    with (out / "evaluation.csv").open(newline="") as file:
+        rows = {(line["source"], line["score"]): line for line in csv.DictReader(file)}
+    result = json.loads((folder / "all.json").read_text())["sources"]
+    mean = sum(result["trained"]["reward"]) / 5
+    assert float(rows["trained", "reward"]["mean"]) == pytest.approx(mean)
+    gain = [y - x for x, y in zip(result["base"]["reward"], result["trained"]["reward"])]
+    assert float(rows["trained", "reward"]["gain"]) == pytest.approx(sum(gain) / 5)
+    low, high = (float(rows["trained", "reward"][key]) for key in ("gain_low", "gain_high"))
+    assert low < sum(gain) / 5 < high
+    assert rows["base", "reward"]["gain"] == ""
+    assert rows["theirs", "reward"]["pairs"] == "4"
+    assert rows["theirs", "reward"]["gain_low"] == "", "of four prompts"
+    assert f"| trained | {mean:.4f} (" in (out / "evaluation.md").read_text()
+    page = (out / "evaluation.html").read_text()
+    assert page.count("<video ") == 4 * 3  # those that all four have
+    assert not [a for a in page.split('src="')[1:] if not a.startswith("data:")]
+
+
+def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = evaluated
+    again = read_folder("x", folder / "out" / "videos" / "trained")
+    result = json.loads((folder / "all.json").read_text())["sources"]["trained"]
+    assert again.scores["reward"] == result["reward"]
+    assert again.seeds == result["seeds"]
+    base = str(folder / "out" / "videos" / "base")
+    assert main(["compare", base, str(folder / "out" / "videos" / "trained"), "--folder", str(tmp_path / "c")]) == 0
+    assert (tmp_path / "c" / "comparison.html").read_text().count("<video ") == 10
+
+
+def test_on_two_ranks_eval_prints_and_writes_the_same(evaluated: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = evaluated
+    sources = ["base", f"trained={folder / 'run'}", str(folder / "theirs")]
+    files = ["--folder", str(tmp_path / "out"), "--json", str(tmp_path / "all.json"), "--quiet"]
+    done = torchrun("-m", "sage_fast", "eval", *sources, *files)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("overall") == 1
+    ours, theirs = (json.loads((f / "all.json").read_text())["sources"] for f in (folder, tmp_path))
+    for label in ("base", "trained", "theirs"):
+        assert theirs[label]["prompts"] == ours[label]["prompts"]
+        assert theirs[label]["reward"] == pytest.approx(ours[label]["reward"], rel=1e-3)
+    rows = read_folder("x", tmp_path / "out" / "videos" / "trained")
+    assert len(rows.shown) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: no such file"),
+        (["EMPTY"], "nor a folder of videos: videos.csv"),
+        (["base"], "'base' is the model of a run or of settings"),
+        ([DEMO, DEMO], "two sources are called"),
+        (["RUN/checkpoints/iteration-000009"], "no such checkpoint"),
+        (["RUN", DEMO, "--model.weights", "x"], "--model.weights goes with one source"),
+        (["THEIRS"], "--reward.name NAME"),
+        (["RUN", "THEIRS"], "none of its prompts"),
+        (["RUN", "--scorer", "no:such"], "--scorer = 'no:such'"),
+        (["RUN", "--folder", "THEIRS"], "expected a new or an empty folder"),
+    ],
+)
+def test_wrong_sources_are_named(
+    arguments: list[str], message: str, evaluated: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    theirs = folder_of_videos(tmp_path / "theirs", ["a prompt of another set"])
+    places = {"EMPTY": tmp_path / "empty", "RUN": evaluated[0] / "run", "THEIRS": theirs}
+    for name, place in places.items():
+        arguments = [argument.replace(name, str(place)) for argument in arguments]
+    assert main(["eval", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def damage(name: str) -> Callable[[Path], object]:
+    def csv_is(text: str) -> Callable[[Path], object]:
+        return lambda folder: (folder / "videos.csv").write_text(text)
+
+    def cut(folder: Path) -> None:
+        content = (folder / "0.mp4").read_bytes()
+        (folder / "0.mp4").write_bytes(content[: len(content) // 2])
+
+    return {
+        "no row": csv_is("file,prompt\n"),
+        "empty": csv_is(""),
+        "no prompt column": csv_is("file,promt\n0.mp4,a\n"),
+        "no such file": csv_is("file,prompt\n7.mp4,a\n"),
+        "too many": csv_is("file,prompt\n0.mp4,a, b\n"),
+        "no prompt": csv_is('file,prompt\n0.mp4,""\n'),
+        "no video": csv_is("file,prompt\nvideos.csv,a\n"),
+        "binary": lambda folder: (folder / "videos.csv").write_bytes(b"\xff\xfe\x00"),
+        "cut off": cut,
+        "text": lambda folder: (folder / "0.mp4").write_text("this is no video"),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no row", "holds no video"),
+        ("empty", "holds no video"),
+        ("no prompt column", "did you mean 'promt'?"),
+        ("no such file", "'7.mp4': no such file"),
+        ("too many", "video 1: expected 2 values"),
+        ("no prompt", "'0.mp4' has no prompt"),
+        ("no video", "expected a video"),
+        ("binary", "not a CSV file in UTF-8"),
+        ("cut off", "0.mp4: cannot be read as a video: it ends after"),
+        ("text", "0.mp4: cannot be read as a video"),
+    ],
+)
+def test_damaged_folders_of_videos_are_named(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of_videos(tmp_path / "theirs", ["a red circle moves left slowly", "a blue square moves up slowly"])
+    damage(name)(folder)
+    assert main(["eval", str(folder), "--reward.name", "testbed"]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["compare", str(folder), "--folder", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_labels_are_the_shortest_that_differ() -> None:
+    assert list(labelled(["runs/a", "runs/b"])) == ["a", "b"]
+    assert list(labelled(["one/demo", "two/demo", "ours=two/demo/"])) == ["one/demo", "two/demo", "ours"]
+    assert list(labelled(["runs/a/checkpoints/iteration-000010", "base"])) == ["iteration-000010", "base"]
+    with pytest.raises(UserError, match="two sources are called 'a'"):
+        labelled(["a=x", "runs/a"])
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def video_set(label: str, reward: list[float], prompts: list[str] | None = None, **parts: list[float]) -> VideoSet:
+    prompts = prompts or [str(i) for i in range(len(reward))]
+    return VideoSet(label=label, prompts=prompts, files=[None] * len(prompts), scores={"reward": reward, **parts})
+
+
+def test_table_by_hand() -> None:
+    """Two videos of each of five prompts, one without a score: its pair does not count, and each prompt counts once."""
+    prompts = [prompt for prompt in "abcde" for _ in range(2)]
+    first = video_set("x", [0.0, 2.0, *[1.0] * 8], prompts)
+    second = video_set("y", [3.0, math.nan, *[2.0] * 8], prompts, vq=[1.0] * 10)
+    one, two, part = table([first, second])
+    assert (one.mean, one.videos, one.prompts, one.gain) == (1.0, 10, 5, None)
+    assert two.mean == pytest.approx((3 + 4 * 2) / 5)
+    assert two.gain == pytest.approx((3 + 4 * 1) / 5)
+    assert (two.videos, two.pairs, two.pair_prompts) == (9, 9, 5)
+    assert two.direction == "up"
+    assert (part.label, part.score, part.mean, part.gain) == ("y", "vq", 1.0, None)
+    assert "up to" in format_table([one, two])
+
+
+def test_videos_are_paired_by_prompt_and_not_by_place() -> None:
+    first = video_set("x", [1.0, 2.0, 3.0], ["a", "b", "a"])
+    second = video_set("y", [30.0, 20.0, 10.0], ["a", "b", "a"][::-1])
+    assert table([first, second])[1].gain == pytest.approx(((29 + 7) / 2 + 18) / 2)
+
+
+def test_a_source_without_any_score_has_dashes() -> None:
+    rows = table([video_set("x", [1.0] * 5), video_set("y", [math.nan] * 5)])
+    assert math.isnan(rows[1].mean)
+    assert "| y | - |" in markdown(rows)
+    assert "nan" in format_table(rows)
+
+
+def test_one_prompt_has_no_interval() -> None:
+    rows = table([video_set("x", [1.0, 2.0], ["a", "a"]), video_set("y", [2.0, 3.0], ["a", "a"])])
+    assert [row.interval for row in rows] == [None, None]
+    assert "2 videos of 1 prompt each; gains" in format_table(rows)
+    assert "no interval from fewer than 5 prompts" in " ".join(format_table(rows).split())
+
+
+def test_labels_do_not_break_the_markdown() -> None:
+    text = markdown(table([video_set("a|b\n<i>", [1.0] * 5)]))
+    assert "| a\\|b \\<i> | 1.0000" in text
+
+
+def test_prompts_of_any_kind_survive_the_csv(tmp_path: Path) -> None:
+    folder = folder_of_videos(tmp_path / "x", NASTY, {"seed": [2**62 + i for i in range(5)], "s": [1.5, "", 3, 4, 5]})
+    found = read_folder("x", folder)
+    assert found.prompts == NASTY
+    assert found.seeds == [2**62 + i for i in range(5)]
+    assert math.isnan(found.scores["s"][1])
+    (tmp_path / "y").mkdir()
+    write_folder(found, tmp_path / "y")
+    again = read_folder("x", tmp_path / "y")
+    assert (again.prompts, again.seeds, again.scores["s"][2:]) == (NASTY, found.seeds, found.scores["s"][2:])
+    assert [file.resolve() for file in again.shown.values()] == [file.resolve() for file in found.shown.values()]
+
+
+def test_codecs_that_browsers_do_not_play_are_encoded_again(tmp_path: Path) -> None:
+    import imageio_ffmpeg
+
+    save_mp4(tmp_path / "h264.mp4", torch.rand(5, 3, 32, 32), 8)
+    ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
+    for name, codec in (
+        ("mpeg4.mp4", ["mpeg4"]),
+        ("full.mp4", ["libx264", "-pix_fmt", "yuv444p"]),
+        ("x.avi", ["mjpeg"]),
+    ):
+        done = subprocess.run(
+            [ffmpeg, "-i", tmp_path / "h264.mp4", "-c:v", *codec, tmp_path / name], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-1000:]
+        kind, content = for_browser(tmp_path / name)
+        assert kind == "video/mp4"
+        assert content != (tmp_path / name).read_bytes()
+        (tmp_path / "again.mp4").write_bytes(content)
+        assert for_browser(tmp_path / "again.mp4") == (kind, content)
+        assert read_video(tmp_path / "again.mp4").shape == (5, 3, 128, 128)
+    assert for_browser(tmp_path / "h264.mp4")[1] == (tmp_path / "h264.mp4").read_bytes()
+
+
+# -- reward hacking ---------------------------------------------------------------------------------------------------
+
+
+def judged(iteration: int, reward: float, judge: float) -> dict[str, object]:
+    """An evaluation whose differences to another one vary a little from prompt to prompt."""
+    wobble = [0.01 * (i * (iteration // 10 + 1) % 5) for i in range(6)]
+    found = evaluation([str(i) for i in range(6)], [reward + i + w for i, w in enumerate(wobble)])
+    return found | {"iteration": iteration, "parts": {"judge/x": [judge + i / 10 + w for i, w in enumerate(wobble)]}}
+
+
+def test_a_judge_that_falls_from_its_best_is_reported_though_it_is_above_its_start() -> None:
+    run = {"before": judged(0, 1.0, 0.5), "iteration-000010": judged(10, 1.5, 0.9), "after": judged(20, 2.0, 0.7)}
+    assert paired_table(run["before"], run["after"])[1].difference > 0.1
+    found = verdict(run)
+    assert found is not None
+    assert found.startswith("since iteration 10: reward rose while the judge fell (judge/x)")
+    assert verdict({name: run[name] for name in ("before", "iteration-000010")}) is None
+    assert verdict(run | {"after": judged(20, 1.0, 0.7)}) is None, "the reward fell too"
+    assert verdict(run | {"after": judged(20, 2.0, 0.895)}) is None, "within its interval"
+    assert verdict({"before": run["before"]}) is None
+    assert verdict({name: scores((1, 2), i) for i, name in enumerate(("before", "after"))}) is None, "no judge"
+
+
+def test_a_judge_that_falls_from_the_start() -> None:
+    run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
+    assert verdict(run) == "reward rose while the judge fell (judge/x): look at the videos (reward hacking)"
+
+
+def test_reward_and_judge_are_drawn_on_one_axis() -> None:
+    run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
+    found = changes(run)
+    assert list(found) == ["reward", "judge: x"]
+    assert found["reward"][0][0] == 0
+    assert found["reward"][20][0] > 0 > found["judge: x"][20][0]
+    assert changes({"before": scores((1, 2))}) == {}
+
+
+def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:
+    spread = [0.01 * i for i in range(8)]
+    first = video_set("x", [1 + 3 * s for s in spread], **{"clip/cosine": [0.5 + s for s in spread]})
+    second = video_set("y", [2 + s for s in spread], **{"clip/cosine": [0.3 - s for s in spread]})
+    rows = table([first, second])
+    assert hacked(rows, ["clip/cosine"]) == [
+        "y: reward rose while clip/cosine fell: look at the videos (reward hacking)"
+    ]
+    assert hacked(rows, []) == []
+    assert hacked(table([second, first]), ["clip/cosine"]) == []
+
+
+# -- compare and votes ------------------------------------------------------------------------------------------------
+
+
+def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "<two>", 0.5, eta=0.5)
+    running = run_folder(tmp_path / "running")
+    (running / "eval" / "after.json").unlink()
+    with (running / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 12, "rew')  # a row that is being written
+    out = tmp_path / "out"
+    assert main(["compare", str(one), str(two), str(running), "--folder", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(out / "comparison.html")
+    page = (out / "comparison.html").read_text()
+    assert "running is shown before training." in page
+    assert "<two>" not in page
+    assert "<td>sampling.eta</td><td>1.0</td><td>0.5</td><td>1.0</td>" in page
+    assert "train.iterations" not in page, "the same in all"
+    assert "+0.600" in page, "0.5 (1 + 0.1 i), mean of five"
+    assert page.count("<video ") == 5 * 3
+    assert page.count("<svg") == 2 + 13
+    assert "&lt;b&gt;circle&lt;/b&gt;" in page
+
+
+def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two")
+    for file in (two / "eval").iterdir():
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps(content | {"prompts": [f"other {i}" for i in range(5)]}))
+    assert main(["compare", str(one), str(two), "--folder", str(tmp_path / "out")]) == 2
+    assert "hold different prompts" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "none"), "--folder", str(tmp_path / "out")]) == 2
+    assert "none': no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four pairs of `ours` against each of two others."""
+    folder = tmp_path_factory.mktemp("study")
+    for name in ("ours", "flow", "dance"):
+        run_folder(folder / name)
+    sources = [str(folder / name) for name in ("ours", "flow", "dance")]
+    assert main(["compare", *sources, "--blind", "4", "--seed", "3", "--folder", str(folder / "blind")]) == 0
+    return folder
+
+
+def vote(study: Path, voter: str, choose: Callable[[dict[str, str]], str], numbers: Sequence[int] = range(8)) -> Path:
+    """A file as the page saves it."""
+    key = json.loads((study / "blind" / "blind-key.json").read_text())
+    votes = {str(n): dict.fromkeys(CRITERIA, choose(key["questions"][n])) for n in numbers}
+    file = study / f"votes-{voter}.json"
+    file.write_text(json.dumps({"study": key["study"], "voter": voter, "votes": votes}))
+    return file
+
+
+def test_the_page_does_not_say_who_is_on_which_side(study: Path) -> None:
+    page = (study / "blind" / "blind.html").read_text()
+    key = json.loads((study / "blind" / "blind-key.json").read_text())
+    assert not [name for name in ("ours", "flow", "dance") if f'"{name}"' in page or str(study) in page]
+    questions = key["questions"]
+    assert len(questions) == 8
+    for other in ("flow", "dance"):
+        pairs = [q for q in questions if other in (q["left"], q["right"])]
+        assert len({q["prompt"] for q in pairs}) == 4
+        assert [q["left"] for q in pairs].count("ours") == 2, "each side equally often"
+        assert all("ours" in (q["left"], q["right"]) for q in pairs)
+
+
+def test_the_same_seed_makes_the_same_study(study: Path, tmp_path: Path) -> None:
+    sources = [str(study / name) for name in ("ours", "flow", "dance")]
+    for seed, same in (("3", True), ("4", False)):
+        assert main(["compare", *sources, "--blind", "4", "--seed", seed, "--folder", str(tmp_path / seed)]) == 0
+        for name in ("blind-key.json", "blind.html"):
+            assert ((tmp_path / seed / name).read_bytes() == (study / "blind" / name).read_bytes()) == same
+
+
+def test_votes_are_counted_for_the_first_source(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def prefers_ours(question: dict[str, str]) -> str:
+        return "left" if question["left"] == "ours" else "right"
+
+    def against_flow(question: dict[str, str]) -> str:
+        if "flow" not in question.values():
+            return "same"
+        return "right" if question["left"] == "ours" else "left"
+
+    files = [vote(study, "ann", prefers_ours), vote(study, "bob", against_flow, range(7))]
+    key = study / "blind" / "blind-key.json"
+    rates, voters = count_votes(key, files)
+    assert voters == 2
+    assert [(rate.other, rate.criterion) for rate in rates] == [(o, c) for o in ("flow", "dance") for c in CRITERIA]
+    sides = [
+        next(side for side in (q["left"], q["right"]) if side != "ours")
+        for q in json.loads(key.read_text())["questions"]
+    ]
+    of_bob = sides[:7].count("flow")
+    assert (rates[0].wins, rates[0].same, rates[0].losses) == (4, 0, of_bob)
+    assert rates[0].share == pytest.approx(4 / (4 + of_bob))
+    ties = sides[:7].count("dance")
+    assert (rates[3].wins, rates[3].same, rates[3].losses) == (4, ties, 0)
+    assert rates[3].share == pytest.approx((4 + ties / 2) / (4 + ties))
+    assert main(["votes", str(key), *map(str, files)]) == 0
+    out = capsys.readouterr().out
+    assert "ours vs. flow" in out
+    assert "2 voters" in out
+    rates, _ = count_votes(key, files[:1])
+    assert rates[0].interval == pytest.approx((0.5101, 1.0), abs=1e-4), "Wilson, 4 of 4"
+
+
+def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, good = study / "blind" / "blind-key.json", vote(study, "eve", lambda question: "left")
+    content = json.loads(good.read_text())
+
+    def refused(message: str, *files: Path, key: Path = key) -> None:
+        assert main(["votes", str(key), *map(str, files)]) == 2
+        assert message in capsys.readouterr().err
+
+    def changed(**values: object) -> Path:
+        file = tmp_path / "votes.json"
+        file.write_text(json.dumps(content | values))
+        return file
+
+    refused("voter 'eve' has voted in", good, changed())
+    refused("votes of study 'x'", changed(study="x"))
+    refused("is no vote of this page", changed(votes={"8": {CRITERIA[0]: "left"}}))
+    refused("is no vote of this page", changed(votes={"0": {CRITERIA[0]: "best"}}))
+    refused("is no vote of this page", changed(votes={"0": {"Beauty": "left"}}))
+    refused("holds no vote", changed(votes={}))
+    refused("expected a file that the blind page saved", changed(votes=[]))
+    refused("no such file", tmp_path / "none.json")
+    refused("no key of a blind page", good, key=good)
+
+
+def test_studies_that_cannot_be_made_are_named(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, flow, out = str(study / "ours"), str(study / "flow"), str(tmp_path / "out")
+
+    def refused(message: str, *arguments: str) -> None:
+        assert main(["compare", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+    refused("have 5 videos of the same prompts", ours, flow, "--blind", "6", "--folder", out)
+    refused("expected at least 1", ours, flow, "--blind", "0", "--folder", out)
+    refused("expected at least two sources", ours, "--blind", "2", "--folder", out)
+    refused("is the key of a study", ours, flow, "--blind", "2", "--folder", str(study / "blind"))
+    without = tmp_path / "without"
+    shutil.copytree(study / "flow", without, ignore=shutil.ignore_patterns("*.mp4"))
+    refused("without has no videos", ours, str(without), "--blind", "2", "--folder", out)
+
+
+def test_of_scores_keeps_what_is_known() -> None:
+    found = of_scores("x", scores((1.0, 2.0)) | {"reward": [1.0, None, 2.0, 1.0, 1.0, 1.0]}, {})
+    assert math.isnan(found.scores["reward"][1])
+    assert list(found.scores) == ["reward", "vq", "mq"]
+    assert found.shown == {}

@@ -1,0 +1,136 @@
+"""The pages in Debian's Chromium: no console error, no violation of axe, every video plays, at 390 and 1400 pixels.
+
+Skipped where there is no browser.
+"""
+
+import functools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sage_fast.cli import main
+from sage_fast.report.blind import CRITERIA, count_votes
+from sage_fast.report.page import write_report
+from tests.test_judging import run_folder
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("no chromium: the pages are not opened", allow_module_level=True)
+sync_api: Any = pytest.importorskip("playwright.sync_api", reason="no playwright: the pages are not opened")
+axe: Any = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: the pages are not opened")
+
+WIDTHS = (390, 1400)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # of root
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report, a comparison of three runs and a blind page of two, with prompts of every kind."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = [
+        str(run_folder(folder / name, gain, eta=gain)) for name, gain in (("one", 0.0), ("two", -0.2), ("<3>", 0.3))
+    ]
+    assert main(["compare", *runs, "--folder", str(folder)]) == 0
+    assert main(["compare", *runs[:2], "--blind", "3", "--folder", str(folder)]) == 0
+    shutil.copy(write_report(Path(runs[0])), folder)
+    return folder
+
+
+def opened(browser: Any, file: Path, width: int) -> tuple[Any, list[str]]:
+    """The page, and what it complains of from now on."""
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or complaints.append(request.url)
+    )
+    page.goto(file.as_uri())
+    return page, complaints
+
+
+PLAYED = """() => Promise.all([...document.querySelectorAll("video")].map((video) => new Promise((done) => {
+  const played = () => video.currentTime > 0 && video.videoWidth > 0 && done(true);
+  video.addEventListener("timeupdate", played);
+  video.addEventListener("error", () => done(video.error.message));
+  setTimeout(() => done(`still at ${video.currentTime} of ${video.duration}`), 15000);
+  played();
+})))"""
+
+
+def sound(page: Any, complaints: list[str], videos: int) -> None:
+    assert page.evaluate(PLAYED) == [True] * videos
+    width = page.viewport_size["width"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page itself does not scroll sideways"
+    violations = axe.Axe().run(page).response["violations"]
+    assert {v["id"]: [node["html"][:200] for node in v["nodes"]] for v in violations} == {}
+    assert complaints == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("name", "videos"), [("comparison", 15), ("report", 10)])
+def test_pages_open_and_play(name: str, videos: int, width: int, browser: Any, folder: Path) -> None:
+    page, complaints = opened(browser, folder / f"{name}.html", width)
+    sound(page, complaints, videos)
+    page.close()
+
+
+def test_videos_are_sorted_by_what_is_chosen(browser: Any, folder: Path) -> None:
+    page, complaints = opened(browser, folder / "comparison.html", 1400)
+    prompts = functools.partial(page.evaluate, "[...document.querySelectorAll('.prompt')].map((p) => p.textContent)")
+    options = page.evaluate("[...document.querySelectorAll('option')].map((option) => option.textContent)")
+    assert options[:2] == ["overall: gain of <3>", "overall: gain of two"]
+    by_third = prompts()
+    assert "plain" in by_third[0], "its gain is the largest"
+    page.select_option("#order", label="overall: gain of two")
+    assert prompts() == by_third[::-1]
+    assert complaints == []
+    page.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_voter_votes(width: int, browser: Any, folder: Path, tmp_path: Path) -> None:
+    """All pairs, with the answers kept over a reload; the file that is saved is counted."""
+    page, complaints = opened(browser, folder / "blind.html", width)
+    key = json.loads((folder / "blind-key.json").read_text())
+    assert page.is_disabled("#save")
+    for number, question in enumerate(key["questions"]):
+        assert page.text_content("#prompt") == question["prompt"]
+        if number == 0:
+            sound(page, complaints, 2)
+        else:
+            assert page.evaluate(PLAYED) == [True, True]
+        for criterion in CRITERIA:
+            side = "Left" if question["left"] == "one" else "Right"
+            page.get_by_role("group", name=criterion).get_by_label(
+                side if criterion != CRITERIA[2] else "No pref"
+            ).check()
+        assert f"{number + 1} answered" in page.text_content("#progress")
+        if number == 1:
+            page.reload()
+            assert page.get_by_role("group", name=CRITERIA[0]).get_by_label(side).is_checked()
+        if number < 2:
+            page.click("#next")
+    assert page.is_disabled("#next")
+    page.fill("#voter", "Ann <b> 1/2")
+    with page.expect_download() as download:
+        page.click("#save")
+    assert download.value.suggested_filename == "votes-Ann-b-1-2.json"
+    votes = tmp_path / "votes.json"
+    download.value.save_as(votes)
+    assert json.loads(votes.read_text())["voter"] == "Ann <b> 1/2"
+    rates, _ = count_votes(folder / "blind-key.json", [votes])
+    assert [(rate.wins, rate.same, rate.losses) for rate in rates] == [(3, 0, 0), (3, 0, 0), (0, 3, 0)]
+    assert complaints == []
+    page.context.close()
