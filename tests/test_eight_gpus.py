@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.files import read_json, read_metrics
+from sage_fast.files import read_metrics
 from sage_fast.policy.hunyuan import LORA_FILE
 from tests.test_distributed import torchrun
 from tests.test_docs import REPOSITORY, Block, blocks
@@ -93,7 +93,9 @@ def test_every_command_of_the_page(
     assert not (run / "embeddings").exists()
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert "goes on after 2 iterations" in told["ranks"]
-    assert {"color", "steady"} <= read_json(Path("scores.json"))["parts"].keys()
+    table = Path("evaluation/evaluation.md").read_text()
+    assert "| color | steady |" in table
+    assert Path("evaluation/evaluation.html").is_file()
     assert (run / "report.html").is_file()
     assert Path("samples/00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 300
 
