@@ -62,7 +62,7 @@ def _own_settings(text: str) -> str:
     for key, value in OWN.items():
         text, count = re.subn(rf"^( *{key}:) .*$", rf"\1 {value}", text, flags=re.MULTILINE)
         assert count == 1, f"{key}: {count} times in a shipped configuration"
-    return text
+    return re.sub(r"^  args: .*\n", "", text, flags=re.MULTILINE)  # of the shipped reward
 
 
 def _next_commands(folder: Path, *, testbed: bool) -> str:
