@@ -8,6 +8,7 @@ from the tree and the docstrings of its fields.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,10 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from sage_fast.config import Config
 from sage_fast.errors import UserError
+from sage_fast.reward_config import RewardEntry
 from sage_fast.section import is_unicode, kind, meanings, own_settings, sections, settings_of
+
+_OF_ONE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 
 def load(
@@ -28,7 +32,8 @@ def load(
     """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and validate.
 
     The file may begin with `base: FILE`, another one whose settings it changes; FILE is relative to it. A mapping such
-    as `reward.weights`, or one of its entries, replaces that of the base, and in the overrides that of the file.
+    as `reward.weights`, or one of its entries, replaces that of the base, and in the overrides that of the file; an
+    entry of `reward.args` replaces that argument alone.
 
     Args:
         overlays: settings as a file has them, between those of the file and the overrides.
@@ -73,7 +78,20 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _laid_over(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for layer in layers for key, value in _entries_joined(layer).items()}
+    """The last layer that has a setting counts. Several rewards stand in the place of one, and one in theirs."""
+    joined: dict[str, Any] = {}
+    for layer in layers:
+        own = _entries_joined(layer)
+        if not {"reward.args", "reward.name"} & layer.keys() and "reward.args" in own:  # an argument leaves the others
+            below = joined.get("reward.args", {})
+            settings_of(Config)["reward.args"].check(below)
+            own["reward.args"] = below | own["reward.args"]
+        if own.get("reward.several"):
+            joined = {key: value for key, value in joined.items() if key not in _OF_ONE_REWARD}
+        elif "reward.name" in own:
+            joined.pop("reward.several", None)
+        joined |= own
+    return joined
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:

@@ -289,3 +289,35 @@ def test_every_prompt_once_an_epoch() -> None:
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10))
     assert drawn[:10] != drawn[10:20]
     assert prompts_of_iteration(10, 4, 2, seed=3) == drawn[8:12]
+
+
+def test_one_argument_of_a_reward_on_the_command_line(tmp_path: Path) -> None:
+    """docs/rewards.md: a scorer that needs `path` can be given another `fps` alone."""
+    file = tmp_path / "c.yaml"
+    file.write_text("reward: {args: {path: x, fps: 2}}\n")
+    assert load(file, {"reward.args.fps": "3"}).reward.args == {"path": "x", "fps": 3}
+    assert load(file, {"reward.args": "{path: y}", "reward.args.fps": "3"}).reward.args == {"path": "y", "fps": 3}
+    assert load(file, {"reward.args": "{}"}).reward.args == {}
+    assert load(file, {}, [{"reward": {"args": {"fps": 3}}}]).reward.args == {"fps": 3}, "a file's mapping replaces"
+
+
+def test_several_rewards_replace_the_one_of_the_layer_below_and_it_them(tmp_path: Path) -> None:
+    one, several = tmp_path / "one.yaml", tmp_path / "several.yaml"
+    one.write_text("reward: {name: videoalign, args: {path: x}, weights: {vq: 1}, workers: 2, retries: 3}\n")
+    several.write_text("base: one.yaml\nreward: {several: [{name: testbed, weights: {vq: 1}}]}\n")
+    entries = [{"name": "testbed", "weights": {"vq": 1}}]
+    text = "[{name: testbed, weights: {vq: 1}}]"
+    for config in (
+        load(several),
+        load(one, {"reward.several": text}),
+        load(one, {}, [{"reward": {"several": entries}}]),
+    ):
+        assert (config.reward.several, config.reward.retries) == (entries, 3)
+        (tmp_path / "dumped.yaml").write_text(dump(config))
+        assert load(tmp_path / "dumped.yaml") == config
+    reward = load(several, {"reward.name": "testbed-judge", "reward.weights": "{alignment: 1}"}).reward
+    assert (reward.name, reward.several, reward.args) == ("testbed-judge", [], {})
+    with pytest.raises(UserError, match=r"^reward.weights = .*reward.several stands in its place"):
+        load(several, {"reward.weights": "{mq: 1}"})
+    with pytest.raises(UserError, match=r"^reward.name = .*reward.several stands in its place"):
+        load(one, {"reward.name": "testbed-judge", "reward.several": text})
