@@ -14,10 +14,10 @@ from sage_fast.errors import UserError
 from sage_fast.files import read_metrics
 from sage_fast.policy.hunyuan import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.run.resume import KEPT, resumed_settings, value_of
+from sage_fast.run.resume import KEPT, check_kept, resumed_settings, value_of
 from sage_fast.run.train import train as train_run
 from sage_fast.section import settings_of
-from sage_fast.settings import Config, build, load
+from sage_fast.settings import Config, build, dump, load
 from tests.test_cli import DEMO, SMALL
 from tests.test_trainer import resume
 from tests.tiny import settings, tiny_trainer
@@ -99,6 +99,10 @@ OTHERS: dict[str, Any] = {
     "sampling.shift": 4.0,
     "sampling.guidance_scale": 2.0,
     "reward.name": "testbed-judge",
+    "reward.args": {"folder": 1},
+    "reward.normalisation": {"vq": [1.0, 2.0]},
+    "reward.prefix": "x_",
+    "reward.several": [{"name": "testbed-judge", "weights": {"alignment": 1}}],
     "eval.steps": 3,
     "eval.num_prompts": 1,
     "eval.seeds_per_prompt": 2,
@@ -114,8 +118,33 @@ def test_what_a_run_keeps_is_refused_before_anything_is_touched(
     before = files(begun)
     assert main(["train", str(begun), "--resume", f"--{name}", str(OTHERS[name])]) == 2
     error = capsys.readouterr().err
-    assert re.search(rf"{name} = '?{OTHERS[name]}'?: the run in '.*' began with .* and keeps it; go on without", error)
+    expected = (
+        rf"{name} = '?{re.escape(str(OTHERS[name]))}'?: the run in '.*' began with .* and keeps it; go on without"
+    )
+    assert re.search(expected, error)
     assert files(begun) == before
+
+
+def test_where_a_reward_runs_and_what_its_parts_weigh_may_change(tmp_path: Path) -> None:
+    """A server that was started again has another address; it gives the same scores."""
+    entry = {"name": "http://one:8000", "weights": {"vq": 1.0}, "args": {"dtype": "uint8"}}
+    begun = [entry, {"name": "testbed", "weights": {}, "prefix": "x_"}]
+    changes: list[tuple[int, dict[str, Any], bool]] = [
+        (0, {"name": "http://two:9000", "args": {}, "workers": 3}, True),
+        (1, {"device": "cpu", "weights": {"mq": 2.0}, "normalisation": {}}, True),
+        (1, {"name": "http://two:9000"}, False),
+        (1, {"prefix": "y_"}, False),
+        (1, {"args": {"fps": 3}}, False),
+    ]
+    (tmp_path / "config.yaml").write_text(dump(build({"output": str(tmp_path), "reward.several": begun})))
+    for place, change, allowed in changes:
+        several = [values | change if i == place else values for i, values in enumerate(begun)]
+        config = build({"output": str(tmp_path), "reward.several": several})
+        if allowed:
+            check_kept(config)
+        else:
+            with pytest.raises(UserError, match=r"^reward.several = .* began with .* and keeps it"):
+                check_kept(config)
 
 
 def test_fewer_iterations_than_are_done_are_refused(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sage_fast.config import Config
 from sage_fast.errors import UserError
+from sage_fast.reward_config import RewardEntry
 from sage_fast.section import settings_of
 from sage_fast.settings import keys_of, load
 
@@ -22,7 +23,7 @@ KEPT = (
     *(f"model.{name}" for name in ("path", "dtype", "tuning", "weights", "lora_rank", "lora_alpha", "lora_targets")),
     "data.eval_prompts",
     *(f"sampling.{name}" for name in ("num_frames", "height", "width", "shift", "guidance_scale")),
-    "reward.name",
+    *(f"reward.{name}" for name in ("several", "name", "args", "normalisation", "prefix")),
     *(f"eval.{name}" for name in ("steps", "num_prompts", "seeds_per_prompt", "judge")),
 )
 """Settings without which a checkpoint is that of another policy, or the evaluation before training is not a pair of the
@@ -80,11 +81,28 @@ def check_kept(config: Config) -> None:
     begun = load(Path(config.output) / "config.yaml")
     for name in KEPT:
         old, new = value_of(begun, name), value_of(config, name)
-        if old != new:
+        if _kept(begun, name) != _kept(config, name):
             raise UserError(
                 f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; go on without "
                 f"--{name}, or begin another run with another --output and no --resume; nothing was changed"
             )
+
+
+def _kept(config: Config, name: str) -> Any:
+    """What must stay of a setting: of rewards all that their parts depend on, and not their weights."""
+    if name == "reward.several":
+        return [_scored_by(entry) for entry in config.reward.entries] if config.reward.several else []
+    if name == "eval.judge":
+        return None if config.eval.judge is None else _scored_by(RewardEntry(name=config.eval.judge))
+    if name.startswith("reward."):
+        return _scored_by(config.reward)[name.removeprefix("reward.")]
+    return value_of(config, name)
+
+
+def _scored_by(entry: RewardEntry) -> dict[str, Any]:
+    """All that the parts of a reward depend on: not where it runs, be it a server at another address."""
+    name, args = ("a server", {}) if entry.is_address else (entry.name, entry.args)
+    return {"name": name, "args": args, "normalisation": entry.normalisation, "prefix": entry.prefix}
 
 
 def differences(begun: Config, config: Config) -> list[str]:
