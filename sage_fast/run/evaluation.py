@@ -225,7 +225,7 @@ def evaluate(
                 for prefix, reward in reversed(scored.items()):
                     pending[prefix].append(reward.submit(chunk, chunk_texts))
             except RewardError as error:
-                if not setup.model.policy.states.gathers:
+                if videos_of is not None or not setup.model.policy.states.gathers:
                     raise
                 failure = error  # once the forwards are made that gather weights with those of other ranks
                 continue
