@@ -256,6 +256,22 @@ def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
         CompositeReward.of(config(name="http://127.0.0.1:9", args={"dtype": "flaot16"}))
 
 
+def test_a_server_scores_on_its_own_device() -> None:
+    """As in a run, where the videos are on it already; they came over the network."""
+    seen: list[str] = []
+
+    def where(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        seen.append(videos.device.type)
+        return {"print": torch.zeros(len(prompts))}
+
+    reward = CompositeReward(where, config())
+    with RewardServer(reward, "127.0.0.1", 0, say_nothing, "meta") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2])["print"].tolist() == [0, 0]
+        server.shutdown()
+    assert seen == ["meta"]
+
+
 @pytest.mark.parametrize(("body", "headers", "status", "why"), [
     (b"{}", {}, 400, "expected an object with schema"), (b"\x80\x04N.", {}, 400, "not JSON"),
     (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +18,7 @@ from sage_fast.rewards.caller import Beside, Caller, Inline
 from sage_fast.rewards.failure import failure, first_line
 from sage_fast.rewards.load import Reward, device_of, load_reward
 from sage_fast.rewards.process import RewardProcess
-from sage_fast.rewards.score import Outcome, score
+from sage_fast.rewards.score import Call, Outcome, score
 
 RAW = "_raw"
 """Suffix of a part as its reward gave it, beside the normalised one."""
@@ -215,7 +215,7 @@ class CompositeReward:
     def _once(source: Source, videos: Tensor, prompts: list[str], where: str) -> dict[str, Tensor]:
         try:
             given = videos.cpu() if _beside(source) else videos
-            return source.caller.submit(lambda call: call(given, prompts)).result()
+            return source.caller.submit(_call(given, prompts)).result()
         except RewardError:
             raise
         except Exception as error:
@@ -243,13 +243,15 @@ class CompositeReward:
         """`submit`, and wait."""
         return self.submit(videos, prompts).result()
 
-    def raw(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """The parts as the rewards give them, called once, each float32 `[B]`.
+    def raw(self, videos: Tensor, prompts: Sequence[str], device: str) -> dict[str, Tensor]:
+        """The parts as the rewards give them, called once, each float32 `[B]`; `device` is that of this process.
 
         Raises:
             RewardFailure, or what else the reward raises.
         """
-        work = [source.caller.submit(lambda call: call(videos, list(prompts))) for source in self.sources]
+        texts, here = list(prompts), videos.to(device)
+        given = [videos.cpu() if _beside(source) else here for source in self.sources]
+        work = [source.caller.submit(_call(own, texts)) for source, own in zip(self.sources, given)]
         results = [future.result() for future in work]
         return {
             source.entry.named(part): values
@@ -351,6 +353,10 @@ def made_up_videos(sampling: SamplingConfig) -> Tensor:
 
 def _beside(source: Source) -> bool:
     return isinstance(source.caller, Beside)
+
+
+def _call(videos: Tensor, prompts: list[str]) -> Callable[[Call], dict[str, Tensor]]:
+    return lambda call: call(videos, prompts)
 
 
 def _work(videos: Tensor, prompts: list[str], needed: set[str] | None, retries: int) -> Any:

@@ -34,6 +34,7 @@ class RewardServer(ThreadingHTTPServer):
         reward: has been checked.
         host, port: to listen at; port 0 is a free one.
         tell: told a line for each request.
+        device: that the rewards of this process get the videos on.
 
     Raises:
         OSError: the address is taken, or none of this machine.
@@ -41,8 +42,8 @@ class RewardServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, reward: CompositeReward, host: str, port: int, tell: Say) -> None:
-        self.reward, self.tell = reward, tell
+    def __init__(self, reward: CompositeReward, host: str, port: int, tell: Say, device: str = "cpu") -> None:
+        self.reward, self.tell, self.device = reward, tell, device
         self.turns = threading.BoundedSemaphore(reward.at_a_time)
         super().__init__((host, port), _Handler)
 
@@ -80,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(400, str(error))
         start = time.monotonic()
         try:
-            parts = self.server.reward.raw(videos, prompts)
+            parts = self.server.reward.raw(videos, prompts, self.server.device)
         except RewardError as error:  # it hangs; nothing here can end it
             return self._refuse(503, str(error))
         except Exception as error:

@@ -35,7 +35,7 @@ def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int) 
     reward = CompositeReward.of(config.reward, device)
     reward.check(config.sampling, prompts, device)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    server = RewardServer(reward, host, port, say)
+    server = RewardServer(reward, host, port, say, device)
     try:
         say(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
         if server.server_address[0] not in ("127.0.0.1", "::1"):
