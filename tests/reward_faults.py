@@ -102,3 +102,13 @@ class Returns:
             "complex": {"a": torch.ones(count, dtype=torch.complex64)},
             "key": {3: torch.ones(count)},
         }.get(self.what, {"a": torch.ones(count)})
+
+
+class Named:
+    """One part of any name."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {self.part: fingerprints(videos)}

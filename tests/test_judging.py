@@ -1,6 +1,7 @@
 """`eval` of several sources, `compare` and `votes`, as a user types them; test_statistics.py tests the intervals."""
 
 import csv
+import dataclasses
 import functools
 import json
 import math
@@ -15,13 +16,14 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.errors import UserError
+from sage_fast.errors import RewardError, UserError
 from sage_fast.report.blind import CRITERIA, count_votes
 from sage_fast.report.comparison import paired_table
 from sage_fast.report.hacking import changes, verdict
 from sage_fast.report.videos import for_browser, read_video, save_mp4
 from sage_fast.report.videoset import (
     VideoSet,
+    as_json,
     format_table,
     hacked,
     markdown,
@@ -30,10 +32,14 @@ from sage_fast.report.videoset import (
     table,
     write_folder,
 )
+from sage_fast.run.eval_command import short_names
+from sage_fast.run.evaluation import evaluate
+from sage_fast.run.setup import load_scoring
 from sage_fast.run.sources import labelled
 from tests.test_comparison import evaluation, scores
 from tests.test_distributed import torchrun
 from tests.test_report import row, write_rows
+from tests.tiny import settings
 
 DEMO = str(Path(__file__).parent.parent / "configs" / "demo.yaml")
 SMALL = [
@@ -213,6 +219,24 @@ def test_wrong_sources_are_named(
     assert message in capsys.readouterr().err
 
 
+def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
+    """There is no model then, whose gathered weights other ranks could wait for."""
+    reward = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
+    config = settings(**reward, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
+    setup = dataclasses.replace(load_scoring(config, ["a", "b"]), eval_prompts=["a", "b"])
+    with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
+        evaluate(setup, iteration=0, videos_of=lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))]))
+
+
+def test_what_further_rewards_are_called() -> None:
+    """Their names begin those of their parts: one that another has, or `eval.judge`, would hide the other's."""
+    assert short_names(["clipscore", "mine:Sharp", "http://one:8000/"]) == ["clipscore", "Sharp", "one:8000"]
+    assert short_names(["mine:judge", "mine:red", "theirs:red"]) == ["mine:judge", "mine:red", "theirs:red"]
+    assert short_names(["http://one:8000", "http://two:8000"]) == ["one:8000", "two:8000"]
+    with pytest.raises(UserError, match="--scorer = 'testbed': it is there already"):
+        short_names(["testbed", "testbed"])
+
+
 def damage(name: str) -> Callable[[Path], object]:
     def csv_is(text: str) -> Callable[[Path], object]:
         return lambda folder: (folder / "videos.csv").write_text(text)
@@ -303,6 +327,8 @@ def test_a_source_without_any_score_has_dashes() -> None:
     assert math.isnan(rows[1].mean)
     assert "| y | - |" in markdown(rows)
     assert "nan" in format_table(rows)
+    plain = json.dumps([as_json(row) for row in rows], allow_nan=False)
+    assert [(row["mean"], row["gain"]) for row in json.loads(plain)] == [(1.0, None), (None, None)]
 
 
 def test_one_prompt_has_no_interval() -> None:

@@ -133,6 +133,10 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(mo
         load_setup(settings(reward__weights={"red": 1}))
     with pytest.raises(UserError, match=r"eval.judge = 'tests.reward_faults:nothing': .* has no 'nothing'"):
         load_setup(settings(eval__judge="tests.reward_faults:nothing"))
+    for part in ("reward", "overall", "judge/x"):
+        own = {"reward__name": "tests.reward_faults:Named", "reward__args": {"part": part}}
+        with pytest.raises(UserError, match=rf"^reward 'tests.reward_faults:Named': .*part {part!r}.*prefix"):
+            load_setup(settings(**own, reward__weights={part: 1}))
     assert not loaded
     with pytest.raises(pytest.fail.Exception, match="the model"):
         load_setup(settings(reward__name="no_such:Reward"), ["a red circle moves left quickly"], rewards=False)

@@ -353,3 +353,9 @@ def as_csv(rows: Sequence[Row]) -> str:
         gains = [_number(value) for value in (row.gain, gain_low, gain_high)]
         writer.writerow([row.label, row.score, *numbers, row.videos, row.prompts, *gains, row.pairs or ""])
     return table.getvalue()
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """With null for what is not known."""
+    fields = dataclasses.asdict(row)
+    return {name: None if isinstance(of, float) and math.isnan(of) else of for name, of in fields.items()}

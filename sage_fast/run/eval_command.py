@@ -25,6 +25,7 @@ from sage_fast.report.videos import numbered, read_video
 from sage_fast.report.videoset import (
     VideoSet,
     as_csv,
+    as_json,
     check_prompts,
     format_table,
     hacked,
@@ -92,16 +93,28 @@ def run_eval(
 
 
 def _scorers(names: Sequence[str], config: Config, prompts: Sequence[str]) -> dict[str, Judge]:
-    """By the name of their parts in tables: `clipscore`, or the class of `module:Class`."""
+    """By `short_names`."""
     scorers: dict[str, Judge] = {}
     device = str(initialize(config.timeout_minutes))
-    for name in names:
-        short = name.rpartition(":")[2]
-        if short in scorers:
-            raise UserError(f"--scorer = {name!r}: {short!r} is there already")
+    for name, short in zip(names, short_names(names)):
         scorers[short] = Judge(name, config.reward, device, "--scorer")
         scorers[short].check(config.sampling, prompts, device)
     return scorers
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """What stands before the parts of each in tables: `clipscore`, the class of `module:Class`, or all of a name whose
+    end another one has too.
+
+    Raises:
+        UserError: a name is there twice.
+    """
+    ends = [name.rstrip("/").rpartition("//" if "//" in name else ":")[2] for name in names]
+    taken = [JUDGE_PART.rstrip("/"), *ends]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--scorer = {name!r}: it is there already")
+    return [name if taken.count(end) > 1 else end for name, end in zip(names, ends)]
 
 
 def _watches(score: str, scorers: Mapping[str, Judge]) -> bool:
@@ -249,7 +262,7 @@ def _finish(
         print(format_table(rows), *wrapped, sep="\n")
     if json is not None:
         one = next(iter(evaluations.values()))
-        several = {"sources": evaluations, "table": [dataclasses.asdict(row) for row in rows]}
+        several = {"sources": evaluations, "table": [as_json(row) for row in rows]}
         write_json(one if len(sets) == 1 else several, json)
     if folder is None:
         return

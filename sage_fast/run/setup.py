@@ -25,6 +25,7 @@ from sage_fast.distributed import (
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
+from sage_fast.metrics import JUDGE_PART
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.load import Model, check_path, load_model
 from sage_fast.policy.sequence import check_sequence_parallel
@@ -161,6 +162,12 @@ def load_rewards(
     device = str(initialize(config.timeout_minutes))
     reward, judge = CompositeReward.of(config.reward, device), None
     reward.check(config.sampling, prompts, device)
+    for part in reward.parts:
+        if part in ("reward", "overall") or part.startswith(JUDGE_PART):
+            raise UserError(
+                f"reward {' and '.join(map(repr, reward.names))}: returns a part {part!r}, as the tables call the "
+                "composite or what eval.judge gives; give it another name, or reward.prefix, such as my_"
+            )
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device)
         judge.check(config.sampling, eval_prompts, device)
