@@ -173,15 +173,24 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They would be found only after all training, where the two evaluations are compared."""
-    prompts, run = tmp_path / "heldout.txt", tmp_path / "run"
-    prompts.write_text("a red circle moves left quickly\na blue square moves up slowly\n")
-    options = ["--data.eval_prompts", str(prompts), "--train.iterations", "1", "--quiet"]
+    prompts, run = tmp_path / "heldout.csv", tmp_path / "run"
+    prompts.write_text("prompt,negative_prompt\na red circle moves left quickly,\na blue square moves up slowly,red\n")
+    options = [
+        "--data.prompts",
+        str(prompts),
+        "--data.eval_prompts",
+        str(prompts),
+        "--train.iterations",
+        "1",
+        "--quiet",
+    ]
     assert main(["train", str(DEMO), "--output", str(run), *SMALL, *options]) == 0
-    prompts.write_text("a red circle moves left quickly\na blue circle moves up slowly\n")
     before = files(run)
-    assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
-    assert "holds other prompts than those that the run" in capsys.readouterr().err
-    assert files(run) == before
+    for other in ("a blue circle moves up slowly,red", "a blue square moves up slowly,green"):
+        prompts.write_text(f"prompt,negative_prompt\na red circle moves left quickly,\n{other}\n")
+        assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
+        assert "holds other prompts than those that the run" in capsys.readouterr().err
+        assert files(run) == before
 
 
 @pytest.mark.fault("a resume with another learning rate or weight decay", "applied from the next update on", 2)

@@ -43,11 +43,13 @@ from sage_fast.transitions import sigma_schedule, transition_table
 class Evaluation:
     """Scores of N videos, the same on every rank, and the first videos of this rank, float32 `[F, 3, H, W]`.
 
-    The parts of `eval.judge` are among `parts` as `judge/<part>`.
+    The parts of `eval.judge` are among `parts` as `judge/<part>`. `negatives` are the negative prompts of those prompts
+    that have one.
     """
 
     iteration: int
     prompts: list[str]
+    negatives: dict[str, str]
     seeds: list[int]
     reward: list[float]
     parts: dict[str, list[float]]
@@ -56,7 +58,7 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """With null for the scores of a video whose reward failed."""
-        fields = ("iteration", "prompts", "seeds", "weights")
+        fields = ("iteration", "prompts", "negatives", "seeds", "weights")
         scores = {"reward": _finite(self.reward), "parts": {part: _finite(of) for part, of in self.parts.items()}}
         return {field: getattr(self, field) for field in fields} | scores
 
@@ -83,7 +85,8 @@ def check_pairs(setup: Setup, run: Path) -> bool:
     """
     before = read_evaluation(run, "before")
     texts, seeds = prompts_and_seeds(setup)
-    if before is not None and (before["prompts"], before["seeds"]) != (texts, seeds.tolist()):
+    held = before and (before["prompts"], before.get("negatives", {}), before["seeds"])
+    if held is not None and held != (texts, negatives_for(setup, texts), seeds.tolist()):
         raise UserError(
             f"data.eval_prompts = {setup.config.data.eval_prompts!r} holds other prompts than those that the run in "
             f"{str(run)!r} was evaluated on before training; restore the file, or begin another run; nothing was "
@@ -175,6 +178,11 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
     return [chosen[prompt] for prompt, _ in pairs], torch.cat([seed_of(prompt, k) for prompt, k in pairs])
 
 
+def negatives_for(setup: Setup, texts: Sequence[str]) -> dict[str, str]:
+    """Prompt -> its negative prompt, of those of `texts` that have one."""
+    return {text: setup.negatives[text] for text in texts if text in setup.negatives}
+
+
 Chunks = Iterator[tuple[list[int], Tensor]]
 """Indices of videos, and these videos `[B, F, 3, H, W]` in [0, 1]."""
 
@@ -248,9 +256,11 @@ def evaluate(
     for prefix, scores in of_all.items():
         tell_failures(scores, speaker(quiet))
         scored[prefix].check_share(scores)
+    all_texts = [text for row in rows for text in row[0]]
     return Evaluation(
         iteration=iteration,
-        prompts=[text for row in rows for text in row[0]],
+        prompts=all_texts,
+        negatives=negatives_for(setup, all_texts) if videos_of is None else {},
         seeds=[seed for row in rows for seed in row[1]],
         reward=of_all[""].rewards.tolist(),
         parts={prefix + part: values.tolist() for prefix in of_all for part, values in of_all[prefix].parts.items()},
