@@ -112,7 +112,8 @@ def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer,
 def test_the_best_checkpoint_is_told_by_the_videos_that_have_scores(tmp_path: Path) -> None:
     for iteration, rewards in ((1, [1.0, 2.0]), (2, [None, 4.0]), (3, [None, None])):
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
-        write_json({"reward": rewards}, tmp_path / "eval" / f"iteration-{iteration:06d}.json")
+        scores = {"iteration": iteration, "prompts": ["a", "b"], "seeds": [0, 1], "reward": rewards, "parts": {}}
+        write_json(scores, tmp_path / "eval" / f"iteration-{iteration:06d}.json")
     best = best_checkpoint(tmp_path)
     assert best is not None
     assert best.name == "iteration-000002"
