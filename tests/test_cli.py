@@ -317,10 +317,10 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
         (["--data.prompts", "missing.txt"], "missing.txt': no such file"),
         (["--reward.name", "json:nothing"], "json has no 'nothing' that can be called"),
         (["--reward.name", "no_such_module:Reward"], "no module 'no_such_module' is installed or in"),
-        (["--reward.name", "videoalignment"], "expected 'testbed' or 'package.module:name'"),
+        (["--reward.name", "videoalignment"], "did you mean 'videoalign'?; or 'package.module:name'"),
         (
             ["--eval.judge", "testbed_judge"],
-            "eval.judge = 'testbed_judge': expected 'testbed-judge' or 'package.module:",
+            "eval.judge = 'testbed_judge': expected one of clipscore, pickscore, testbed, testbed-judge, videoalign; ",
         ),
         (["--sampling.sampler", "ode"], "no stochastic step"),
     ],

@@ -153,6 +153,13 @@ def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_p
 PUBLISHED = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832}
 
 
+def test_the_page_shows_what_the_plan_says() -> None:
+    page = (REPOSITORY / "docs" / "engines.md").read_text()
+    for given, ranks in (({}, 1), ({"model.tuning": "full", "train.engine": "zero3"}, 8)):
+        text = format_plan(plan(load(REPOSITORY / "configs" / "hunyuanvideo15-480p.yaml", given), ranks=ranks))
+        assert text[text.index("memory on each") : text.index("  Not counted: text encoders")].rstrip() in page
+
+
 def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
     """By docs/engines.md's arithmetic, and with room for the text encoders."""
     lora = plan(build(PUBLISHED | {"train.ema_decay": 0.99}))

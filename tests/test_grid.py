@@ -286,7 +286,7 @@ def test_an_element_of_the_array_is_a_run(
         (folder / "bin" / name).write_text(program_text)
         (folder / "bin" / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NTASKS": "2",
-             "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder",
+             "SLURM_NTASKS_PER_NODE": "2", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "1", "PYTHON": "recorder",
              "SCONTROL_LOG": str(folder / "scontrol.log"), "PATH": f"{folder}/bin:{os.environ['PATH']}"}  # fmt: skip
     process = subprocess.Popen(["bash", "array.sbatch"], env=os.environ | slurm | {"WAITS": "600"})
     deadline = time.monotonic() + 60
@@ -298,7 +298,7 @@ def test_an_element_of_the_array_is_a_run(
     assert process.wait(60) == 0
     assert Path("scontrol.log").read_text() == "requeue 70123\n"
     started = Path("started.0").read_text().splitlines()
-    assert started[0].startswith("0/2 0 127.0.0.1:")
+    assert started[0].startswith("0/2 0/2 127.0.0.1:")
     assert started[1:3] == ["-m", "sage_fast"]
     assert started[3:-1] == ["grid", *given, "--cell", "exact-good"]
     assert started[-1] == "TERM"

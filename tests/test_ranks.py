@@ -202,7 +202,7 @@ class SecondRankFails(BrightnessReward):
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         self.calls += 1
-        if self.calls == 3 and rank() == 1:
+        if self.calls > 3 and rank() == 1:  # the first is the check
             raise OSError("scoring server went away")
         return super().__call__(videos, prompts)
 
@@ -214,8 +214,9 @@ def logged_run(number: int, count: int, port: int, folder: Path) -> None:
         for stream in (1, 2):
             os.dup2(screen.fileno(), stream)
     given = arguments(
-        reward__name=f"{__name__}:SecondRankFails", train__prompts_per_iteration=1, train__group_size=2,
-        eval__num_prompts=2, eval__seeds_per_prompt=1, train__iterations=2, timeout_minutes=1, tracking__trackers="[]",
+        reward__name=f"{__name__}:SecondRankFails", reward__on_failure="stop", train__prompts_per_iteration=1,
+        train__group_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, train__iterations=2,
+        timeout_minutes=1, tracking__trackers="[]",
     )  # fmt: skip
     config = Path(__file__).parent.parent / "configs" / "demo.yaml"
     sys.exit(main(["train", str(config), "--output", str(folder / "run"), *FEW_STEPS, *given]))

@@ -23,6 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder, which is not on the path, as for a console script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    sys.modules.pop("my_rewards", None)  # of another test
     yield tmp_path
     sys.modules.pop("my_rewards", None)
 

@@ -251,13 +251,13 @@ class SlowReward(TestbedReward):
 
 
 class HangingReward(TestbedReward):
-    """Hangs in the third batch: after the first evaluation and one iteration."""
+    """Hangs in the fourth batch: after the check, the first evaluation and one iteration."""
 
     batches = 0
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         HangingReward.batches += 1
-        if HangingReward.batches == 3:
+        if HangingReward.batches == 4:
             print("hangs", flush=True)
             time.sleep(60)
         return super().__call__(videos, prompts)

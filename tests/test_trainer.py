@@ -18,6 +18,7 @@ from torch import Tensor
 from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
 from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
+from sage_fast.rewards import Scores, join_scores
 from sage_fast.rollout.schedule import check_trainable, draw_samples, iteration_table, trained_steps, update_schedule
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate, generate
@@ -492,17 +493,20 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
     assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
 
 
-def test_a_part_that_one_rank_lacks_is_no_part_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the scores of the other ranks would stand beside the wrong prompts. A rank without videos has no parts."""
     setup = setup_of_one_video()
+    theirs = Scores(rewards=torch.ones(1), parts={"vq": torch.full((1,), 0.5)})
 
     def gathered(own: Any) -> list[Any]:
-        return [own, (["another"], [7], [1.0], {"vq": [0.5]}), ([], [], [], {})]
+        return [own, (["another"], [7], {"": theirs}), ([], [], {"": join_scores([])})]
 
     monkeypatch.setattr("sage_fast.run.evaluation.all_gather_object", gathered)
     result = evaluate(setup, iteration=0)
-    assert result.parts.keys() == {"vq"}
-    assert [len(values) for values in (result.prompts, result.seeds, result.reward, result.parts["vq"])] == [2] * 4
+    assert result.parts["vq"][1] == 0.5
+    assert math.isnan(result.parts["mq"][1])
+    for values in (result.prompts, result.seeds, result.reward, *result.parts.values()):
+        assert len(values) == 2
 
 
 def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,9 @@ class Engine:
                 f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
                 "with 0, or start another run with --model.weights"
             )
-        saved = torch.load(folder / "optimizer.pt", map_location=self._state_device, weights_only=True)
+        # Mapped, ranks of a machine share the pages of what each keeps a part of.
+        mapped, device = self._state_device.type == "cpu", self._state_device
+        saved = torch.load(folder / "optimizer.pt", map_location=device, mmap=mapped, weights_only=True)
         if saved["optimizer"] != self.config.optimizer:
             raise UserError(
                 f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {saved['optimizer']!r}; resume "

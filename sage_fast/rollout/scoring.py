@@ -95,8 +95,9 @@ class VideoScorer:
             RewardError: the reward failed on it, and `on_failure = stop`; with `in_step`, on any chunk.
         """
         self._score_pending()
-        with self.watch("reward"):
-            self._collect(wait=True)
+        if any(isinstance(scores, Pending) for scores in self._scores):
+            with self.watch("reward"):
+                self._collect(wait=True)
         own = [scores for scores in self._scores if isinstance(scores, Scores)]
         ranks = gather_objects_of_sequence((own, self._failure and str(self._failure)))
         if self._failure is not None:
