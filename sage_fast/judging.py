@@ -53,7 +53,7 @@ def _eval(tell: Tell, options: argparse.Namespace, overrides: dict[str, str]) ->
     from sage_fast.run.sources import read_sources, settings_for, told
 
     make_folder_of(options.json)
-    sources = read_sources(options.source, overrides)
+    sources = read_sources(options.source, overrides, lambda line: tell(options, line))
     config = settings_for(sources, overrides)
     tell(options, *told(sources, config), "sage-fast eval: loading PyTorch and diffusers")
     from sage_fast.run.eval_command import run_eval

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config import Config
+from sage_fast.console import Say, say_nothing
 from sage_fast.errors import UserError
 from sage_fast.files import VIDEOS
-from sage_fast.run.weights import load_run, number
+from sage_fast.run.weights import fault_of_weights, load_run, number
 from sage_fast.settings import from_overrides
 
 BASE = "base"
@@ -69,7 +70,7 @@ def _short(source: str, others: Sequence[str]) -> str:
     return next((end for end in ends if not any(other.endswith(f"/{end}") for other in ours)), ends[-1])
 
 
-def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source:
+def read_source(label: str, source: str, overrides: Mapping[str, str], tell: Say = say_nothing) -> Source:
     """
     Raises:
         UserError: it is neither settings nor a run, a checkpoint or a folder of videos.
@@ -78,8 +79,8 @@ def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source
     if (path / VIDEOS).is_file():
         return Source(label=label, path=source)
     if path.parent.name == "checkpoints" and re.fullmatch(r"iteration-\d+", path.name):
-        if not (path / "manifest.json").is_file():
-            raise UserError(f"{source!r}: no such checkpoint, or not a whole one; manifest.json is missing")
+        if fault := fault_of_weights(path):
+            raise UserError(f"{source!r}: no such checkpoint, or a damaged one: {fault}")
         config, _ = load_run(str(path.parent.parent), {"model.weights": str(path), **overrides})
         return Source(label=label, path=source, config=config, iteration=number(path))
     if path.is_dir() and not (path / "config.yaml").is_file():
@@ -87,14 +88,17 @@ def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source
             f"{source!r} is no run folder: config.yaml is missing; nor a folder of videos: {VIDEOS}, with the columns "
             "file and prompt, is missing"
         )
-    config, iteration = load_run(source, overrides)
+    config, iteration = load_run(source, overrides, tell)
     return Source(label=label, path=source, config=config, iteration=iteration or 0)
 
 
-def read_sources(arguments: Sequence[str], overrides: Mapping[str, str]) -> list[Source]:
+def read_sources(arguments: Sequence[str], overrides: Mapping[str, str], tell: Say = say_nothing) -> list[Source]:
     """All of them, in the order given.
 
     All are sampled by the settings of the first that has some; of the others only the section `model` counts.
+
+    Args:
+        tell: told which checkpoints of a run are damaged.
 
     Raises:
         UserError: one of them is wrong.
@@ -103,7 +107,7 @@ def read_sources(arguments: Sequence[str], overrides: Mapping[str, str]) -> list
         raise UserError("--model.weights goes with one source; give the runs or checkpoints of the weights as sources")
     names = labelled(arguments)
     found = {
-        label: read_source(label, source, overrides)
+        label: read_source(label, source, overrides, tell)
         for label, source in names.items()
         if source != BASE or Path(source).exists()
     }

@@ -71,7 +71,7 @@ def newest_weights(run: Path, tell: Callable[[str], object] = lambda line: None)
         raise UserError(f"run {str(run)!r} has neither a checkpoint nor weights with their eval/after.json yet")
     faults = []
     for iteration, folder in sorted(found.items(), reverse=True):
-        fault = None if folder == final else fault_of(folder, lambda names: [n for n in names if n not in FOR_TRAINING])
+        fault = None if folder == final else fault_of_weights(folder)
         if fault is None:
             return folder, iteration
         faults.append(f"{folder.name}: {fault}")
@@ -94,6 +94,11 @@ def digest(file: Path) -> dict[str, Any]:
     """Size and SHA-256, as the manifest has them."""
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def fault_of_weights(checkpoint: Path) -> str | None:
+    """`fault_of` those files that are read to sample and evaluate."""
+    return fault_of(checkpoint, lambda names: [name for name in names if name not in FOR_TRAINING])
 
 
 def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]]) -> str | None:
