@@ -40,7 +40,7 @@ test: check
 
 soak: install
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m fault
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_gpu_script.py
+	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_gpu_script.py tests/test_ranks.py
 
 bench: install
 	$(BIN)/python -m pytest benchmarks
