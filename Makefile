@@ -2,7 +2,7 @@
 # make demo   install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
 # make test   install, then lint, type check and the whole test suite
 # make check  only lint and types, in seconds
-# make soak   every fault that a run must survive, 100 of them at random moments; writes their table in docs/stopping.md
+# make soak   every fault that a run must survive, 100 of them at random moments (writes docs/stopping.md's table), and long tests
 # make bench  operator benchmarks
 # make gpu    prove and measure everything on a GPU without network: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
 
@@ -40,6 +40,7 @@ test: check
 
 soak: install
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m fault
+	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m soak
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_gpu_script.py tests/test_ranks.py
 
 bench: install

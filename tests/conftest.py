@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`gpu` skips a test where there is none, `gpu(2)` where there are fewer than two."""
+    if item.get_closest_marker("soak") and "SAGE_FAST_SOAK" not in os.environ:
+        pytest.skip("make soak runs it")
     marker = item.get_closest_marker("gpu")
     count = 1 if marker is None or not marker.args else marker.args[0]
     if marker is not None and torch.cuda.device_count() < count:

@@ -86,6 +86,7 @@ def last_checkpoint(run: Path) -> Path:
     return max((run / "checkpoints").iterdir())
 
 
+@pytest.mark.soak
 @needs_deepspeed
 @pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
 def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
@@ -97,6 +98,7 @@ def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dic
             assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-10), (key, number)
 
 
+@pytest.mark.soak
 @needs_deepspeed
 @pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
 def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
@@ -123,6 +125,7 @@ def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs:
     assert (ours / "transformer" / "config.json").is_file() or (ours / "pytorch_lora_weights.safetensors").is_file()
 
 
+@pytest.mark.soak
 @needs_deepspeed
 def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str, Any]) -> None:
     """Of every tensor that is alive on the first rank in a backward."""

@@ -116,6 +116,7 @@ def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -
         __import__("rehearsed")
 
 
+@pytest.mark.soak
 def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: Path, machine: Path) -> None:
     """One with a broken configuration, one that outlasts its call, and one for which no time is left."""
     config = machine / "checkout" / "configs" / "demo.yaml"

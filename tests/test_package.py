@@ -72,6 +72,7 @@ def test_the_reference_can_be_forced(setting: str, tmp_path: Path) -> None:
     assert done.stdout.strip() == ("PyTorch reference" if setting else "C++")
 
 
+@pytest.mark.soak
 def test_the_demo_trains_the_same_with_fused_operators(tmp_path: Path) -> None:
     """Three iterations of the tiny trainer through the C++ operators and through the reference."""
     code = (

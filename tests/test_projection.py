@@ -67,6 +67,7 @@ def test_values_and_gradients(dtype: torch.dtype, up: float, shape: tuple[int, .
             torch.testing.assert_close(p.grad, q.grad, rtol=4 * unit, atol=4 * unit * size + 1e-30, msg=name)
 
 
+@pytest.mark.soak
 def test_a_small_adapter_is_heard_in_bfloat16() -> None:
     """The share of the float32 response of the velocity; an adapter added to a rounded value gave 0.3 at 1e-4."""
     share, error = responses(1e-4, "ours", seeds=6)

@@ -250,7 +250,9 @@ def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixt
 # -- evaluations ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut off", "of another size"])
+@pytest.mark.parametrize(
+    "damage", ["missing", *(pytest.param(it, marks=pytest.mark.soak) for it in ("cut off", "of another size"))]
+)
 @pytest.mark.fault(
     "the evaluation before training is missing, cut off, or of another size", "made again from the start weights"
 )

@@ -22,8 +22,10 @@ from sage_fast.rewards.timeout import call_within
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder, which is not on the path, as for a console script."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    sys.modules.pop("my_rewards", None)  # of another test
+    # Commands of other tests ran in folders with a my_rewards.py of their own.
+    known = [entry for entry in sys.path if entry and not (Path(entry) / "my_rewards.py").exists()]
+    monkeypatch.setattr(sys, "path", known)
+    sys.modules.pop("my_rewards", None)
     yield tmp_path
     sys.modules.pop("my_rewards", None)
 

@@ -112,6 +112,7 @@ def test_transformer_round_trip(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(transformer.state_dict().values(), loaded.state_dict().values()))
 
 
+@pytest.mark.soak
 def test_pretraining_is_deterministic(tmp_path: Path) -> None:
     for name in ("a", "b"):
         pretrain(tmp_path / name, seed=3, vae_steps=2, decoder_steps=1, steps=2, vae_batch=2, batch=4,
