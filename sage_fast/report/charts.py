@@ -27,10 +27,10 @@ Row = Mapping[str, Any]
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
 TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
-# Stand-ins that `_svg` replaces by what the page's style sheet says.
+# Stand-ins that `themed_svg` replaces by what the page's style sheet says.
 _TEXT, _LINE = "#010203", "#040506"
 
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -81,7 +81,7 @@ def _figure(width: float = 4.3, height: float = 2.8) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, name: str, description: str) -> str:
+def themed_svg(figure: Figure, name: str, description: str) -> str:
     """The figure as an `<svg>` element without ids or addresses of its own; `name` keeps clip paths apart."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
@@ -179,7 +179,7 @@ def _lines(
     if not data:
         return None
     log = log and spans_decades(np.concatenate([values for _, values in data.values()]))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
         for color, (label, (rows, values)) in zip(COLORS * 3, data.items()):
             if log:
@@ -197,7 +197,7 @@ def _lines(
         if len(data) > 1:
             _legend(axes, len(data))
         _finish_axes(axes, "iteration", ylabel)
-        return _svg(figure, name, html.escape(title))
+        return themed_svg(figure, name, html.escape(title))
 
 
 def _plain(text: str) -> str:
@@ -221,7 +221,7 @@ def ratio(rows: Sequence[Row]) -> str | None:
     if np.isnan(mean).all() and np.isnan(low).all():
         return None
     x = _iterations(rows)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
         marker = _marker(rows)
         axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
@@ -231,7 +231,7 @@ def ratio(rows: Sequence[Row]) -> str | None:
         axes.set_title("Importance ratio")
         _legend(axes, 3)
         _finish_axes(axes, "iteration", "ratio - 1")
-        return _svg(figure, "ratio", "Importance ratio")
+        return themed_svg(figure, "ratio", "Importance ratio")
 
 
 def phases(rows: Sequence[Row]) -> str | None:
@@ -247,7 +247,7 @@ def phases(rows: Sequence[Row]) -> str | None:
     x = _iterations(rows)
     center = np.array([x[i].mean() for i in bins])
     width = np.array([x[i[-1]] - x[i[0]] + 1 for i in bins])
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
         bottom = np.zeros(len(bins))
         for color, (key, values) in zip((BLUE, TEAL, GREEN, PURPLE, ORANGE, RED, GREY, YELLOW), known.items()):
@@ -258,7 +258,7 @@ def phases(rows: Sequence[Row]) -> str | None:
         axes.grid(axis="x", visible=False)
         _legend(axes, len(known))
         _finish_axes(axes, "iteration", "seconds per iteration")
-        return _svg(figure, "phases", "Time by phase")
+        return themed_svg(figure, "phases", "Time by phase")
 
 
 def step_gradients(rows: Sequence[Row]) -> np.ndarray | None:
@@ -281,7 +281,7 @@ def gradient_map(rows: Sequence[Row]) -> str | None:
         return None
     x = _iterations(rows)
     image = np.ma.masked_invalid(np.log10(np.where(grid > 0, grid, np.nan)).T)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
         extent = (x[0] - 0.5, x[-1] + 0.5, grid.shape[1] - 0.5, -0.5)
         low, high = float(image.min()), float(image.max())
@@ -295,7 +295,7 @@ def gradient_map(rows: Sequence[Row]) -> str | None:
         _finish_axes(axes, "iteration", "timestep (0 = pure noise)")
         axes.yaxis.set_major_formatter("{x:.0f}")
         axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        return _svg(figure, "gradient-map", "Gradient at the velocity by timestep and iteration")
+        return themed_svg(figure, "gradient-map", "Gradient at the velocity by timestep and iteration")
 
 
 def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> str | None:
@@ -315,7 +315,7 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
     x = np.asarray(sigmas if by_sigma else range(count), dtype=np.float64)[:count][used]
     mean = 10 ** np.nanmean(logs[:, used], axis=0)
     low, high = 10 ** np.nanpercentile(logs[:, used], (10, 90), axis=0)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
         axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
         axes.plot(x, mean, color=BLUE, marker="o", markersize=3.5)
@@ -328,7 +328,7 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
         if by_sigma:
             axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
             axes.set_xlim(max(x) + 0.02, 0)  # sampling runs from noise to video
-        return _svg(figure, "gradient-sigma", "Mean gradient at the velocity by noise level")
+        return themed_svg(figure, "gradient-sigma", "Mean gradient at the velocity by noise level")
 
 
 Points = Mapping[int, tuple[float, float]]
@@ -345,7 +345,7 @@ def held_out(
     if max(map(len, points.values()), default=0) < least:
         return None
     lines = {label: of for label, of in points.items() if of}
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
         for color, (label, of) in zip(COLORS * 3, lines.items()):
             x = sorted(of)
@@ -357,4 +357,4 @@ def held_out(
         if len(lines) > 1:
             _legend(axes, len(lines))
         _finish_axes(axes, "iteration", ylabel)
-        return _svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")
+        return themed_svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")

@@ -1,0 +1,177 @@
+"""The training runs of the protocol: what they are, and making those that are not there yet, side by side."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sage_fast.config import Config
+from sage_fast.console import Say
+from sage_fast.errors import RunError
+from sage_fast.files import read_json, write_json
+from sage_fast.settings import dump, load
+
+SEEDS, QUICK_SEEDS = 5, 2
+QUICK: Mapping[str, object] = {
+    "train.iterations": 4,
+    "eval.interval": 2,
+    "eval.seeds_per_prompt": 1,
+}
+"""Of `--quick`, over the protocol: enough to see that everything works, and too little to decide anything."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """What a run leaves.
+
+    Attributes:
+        seed: of the run.
+        evaluations: on held-out prompts, in the order of their iterations; the first is of the base model.
+        rows: metrics of the iterations.
+        commit: of the code that made it; None if it stood in no repository.
+    """
+
+    seed: int
+    evaluations: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]]
+    commit: str | None
+
+    def score(self, part: str = "reward") -> dict[str, float]:
+        """Prompt -> mean score over its videos and over the evaluations of the last third of the run.
+
+        Averaged, because a single evaluation of a policy that still moves says as much about its luck.
+
+        Args:
+            part: `reward` (with weights 1, 1, 1, whatever the run was trained on), `vq`, `judge/alignment`, ...
+        """
+        last = self.evaluations[-1]["iteration"]
+        found: dict[str, list[float]] = {}
+        for evaluation in self.evaluations:
+            if evaluation["iteration"] > 2 * last / 3:
+                for prompt, value in zip(evaluation["prompts"], scores_of(evaluation, part)):
+                    found.setdefault(prompt, []).append(value)
+        return {prompt: statistics.fmean(values) for prompt, values in found.items()}
+
+    def course(self, part: str = "reward") -> dict[int, float]:
+        """Iteration -> mean held-out score."""
+        return {of["iteration"]: statistics.fmean(scores_of(of, part)) for of in self.evaluations}
+
+
+def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
+    """Of each video; the composite has weights 1, 1, 1, so that runs with other weights can be compared."""
+    parts = evaluation["parts"]
+    if part == "reward":
+        return [vq + mq + ta for vq, mq, ta in zip(parts["vq"], parts["mq"], parts["ta"])]
+    return list(parts[part])
+
+
+def protocol() -> dict[str, dict[str, Any]]:
+    """Variant -> its settings over configs/demo.yaml."""
+    tree = yaml.safe_load((files("sage_fast.reproduce") / "protocol.yaml").read_text(encoding="utf-8"))
+    return {name: tree["base"] | settings for name, settings in tree["variants"].items()}
+
+
+def config_of(variant: str, seed: int, quick: bool = False) -> Config:
+    """The settings of a run."""
+    overlays: list[Mapping[str, Any]] = [protocol()[variant], *([QUICK] if quick else []), {"seed": seed}]
+    return load(str(files("sage_fast.configs") / "demo.yaml"), overlays=overlays)
+
+
+def train_runs(
+    variants: Iterable[str], folder: Path, *, quick: bool, workers: int, tell: Say
+) -> dict[str, list[TrainedRun]]:
+    """The runs of these variants: those that are in `folder` already, and the others, made now.
+
+    Each is a file that appears when it is whole: an interruption costs the runs at hand, and the same call goes on. A
+    file of other settings, as after a change of the protocol, is made again.
+
+    Raises:
+        RunError: a run failed; it is named.
+    """
+    variants = list(dict.fromkeys(variants))
+    seeds = range(QUICK_SEEDS if quick else SEEDS)
+    configs = {(v, seed): config_of(v, seed, quick) for v in variants for seed in seeds}
+    file = {job: folder / f"{job[0].replace('/', '-')}-seed{job[1]}.json" for job in configs}
+    missing = [job for job, config in configs.items() if not _is_of(file[job], config)]
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+        tell(
+            f"{len(configs) - len(missing)} of {len(configs)} runs are there; {len(missing)} to make, {workers} at once"
+        )
+        _make({job: (configs[job], file[job]) for job in missing}, workers, tell)
+    return {v: [_read(file[v, seed], seed) for seed in seeds] for v in variants}
+
+
+def _make(jobs: Mapping[tuple[str, int], tuple[Config, Path]], workers: int, tell: Say) -> None:
+    begun = time.monotonic()
+    threads = max((os.cpu_count() or 1) // workers, 1)
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads,)
+    )
+    with pool:
+        running = {pool.submit(train_one, *arguments): job for job, arguments in jobs.items()}
+        try:
+            for done, future in enumerate(concurrent.futures.as_completed(running), start=1):
+                variant, seed = running[future]
+                try:
+                    score = future.result()
+                except Exception as error:
+                    raise RunError(f"{variant}, seed {seed}: {type(error).__name__}: {error}") from error
+                left = (time.monotonic() - begun) / done * (len(jobs) - done)
+                tell(f"{done}/{len(jobs)}  {variant}, seed {seed}: {score:.3f}; about {left / 60:.0f} minutes left")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _begin(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def train_one(config: Config, file: Path) -> float:
+    """Train and evaluate as `sage-fast train` does, without its folder; returns the last held-out score."""
+    import torch
+
+    from sage_fast.environment import environment
+    from sage_fast.run.evaluation import evaluate
+    from sage_fast.run.setup import load_setup
+    from sage_fast.trainer import Trainer
+
+    setup = load_setup(config)
+    setup.encode(None, quiet=True)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    evaluations = [evaluate(setup, iteration=0).to_json()]
+    rows = []
+    for index in range(config.train.iterations):
+        rows.append(trainer.iteration(index))
+        if (index + 1) % config.eval.interval == 0 or index + 1 == config.train.iterations:
+            with trainer.engine.averaged_weights():
+                evaluations.append(evaluate(setup, iteration=index + 1).to_json())
+    facts = environment(torch.device("cpu"))
+    write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
+    return statistics.fmean(scores_of(evaluations[-1], "reward"))
+
+
+def _is_of(file: Path, config: Config) -> bool:
+    return file.is_file() and read_json(file).get("settings") == dump(config)
+
+
+def _read(file: Path, seed: int) -> TrainedRun:
+    tree = read_json(file)
+    commit = tree["environment"].get("commit")
+    return TrainedRun(seed=seed, evaluations=tree["evaluations"], rows=tree["rows"], commit=commit)
+
+
+Train = Callable[[Iterable[str]], Mapping[str, Sequence[TrainedRun]]]
