@@ -116,6 +116,10 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
 
     add_options(add("grid", "train a grid of settings, here or as a Slurm array job; can be stopped and goes on"))
 
+    from sage_fast.reproduce.command import add_options as add_reproduce_options
+
+    add_reproduce_options(add("reproduce", "decide claims of the paper on the testbed, and write what was found"))
+
     profile = add("profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it")
     profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     profile.add_argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)")
@@ -287,6 +291,13 @@ def _grid(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return grid(options, overrides)
 
 
+def _reproduce(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    _tell_loading(options)
+    from sage_fast.reproduce.command import reproduce
+
+    return reproduce(options)
+
+
 def _embed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config, _ = _load(options, overrides)
     from sage_fast.run.embed import embed_prompts
@@ -368,6 +379,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, dict[str, str]], int]] = {
     "report": _report,
     "bench": _bench,
     "profile": _profile,
+    "reproduce": _reproduce,
     "doctor": _doctor,
     "testbed": _testbed,
     **{name: functools.partial(command, _tell) for name, command in judging.COMMANDS.items()},

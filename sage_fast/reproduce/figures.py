@@ -58,25 +58,25 @@ def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str
 
 def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: str) -> None:
     """One row each: difference and 95 % interval; filled if it stands after the correction."""
-    for row, (label, of) in enumerate(reversed(differences.items())):
+    for row, of in enumerate(differences.values()):
         sure = of.corrected < 0.05
         axes.plot([of.low, of.high], [row, row], color=COLORS[0] if sure else GREY, linewidth=2)
         axes.plot(of.value, row, "o", color=COLORS[0] if sure else GREY, markersize=5)
-    axes.set_yticks(range(len(differences)), reversed(list(differences)))
+    axes.set_yticks(range(len(differences)), list(differences))
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_ylim(-0.6, len(differences) - 0.4)
+    axes.set_ylim(len(differences) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(xlabel)
 
 
 def draw_scores(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str, xlabel: str) -> None:
     """One row each: mean over the seeds with its 95 % interval, and the seeds."""
-    for row, (label, of) in enumerate(reversed(runs.items())):
+    for row, of in enumerate(runs.values()):
         mean, half = mean_interval(of, part)
         axes.plot([mean - half, mean + half], [row, row], color=COLORS[0], linewidth=2)
         axes.plot([np.mean(list(run.score(part).values())) for run in of], [row] * len(of), "|", color=GREY)
         axes.plot(mean, row, "o", color=COLORS[0], markersize=5)
-    axes.set_yticks(range(len(runs)), reversed(list(runs)))
-    axes.set_ylim(-0.6, len(runs) - 0.4)
+    axes.set_yticks(range(len(runs)), list(runs))
+    axes.set_ylim(len(runs) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(xlabel)

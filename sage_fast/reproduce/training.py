@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,13 @@ class TrainedRun:
         seed: of the run.
         evaluations: on held-out prompts, in the order of their iterations; the first is of the base model.
         rows: metrics of the iterations.
-        commit: of the code that made it; None if it stood in no repository.
+        environment: commit, date, device and versions that made it.
     """
 
     seed: int
     evaluations: Sequence[Mapping[str, Any]]
     rows: Sequence[Mapping[str, Any]]
-    commit: str | None
+    environment: Mapping[str, Any]
 
     def score(self, part: str = "reward") -> dict[str, float]:
         """Prompt -> mean score over its videos and over the evaluations of the last third of the run.
@@ -75,16 +75,56 @@ def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
     return list(parts[part])
 
 
+def _protocol() -> dict[str, Any]:
+    return yaml.safe_load((files("sage_fast.reproduce") / "protocol.yaml").read_text(encoding="utf-8"))
+
+
 def protocol() -> dict[str, dict[str, Any]]:
     """Variant -> its settings over configs/demo.yaml."""
-    tree = yaml.safe_load((files("sage_fast.reproduce") / "protocol.yaml").read_text(encoding="utf-8"))
+    tree = _protocol()
     return {name: tree["base"] | settings for name, settings in tree["variants"].items()}
+
+
+def protocol_text() -> list[str]:
+    """Paragraphs: what was laid down before the runs."""
+    return list(_protocol()["text"])
+
+
+def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, str]:
+    """What made the findings of these runs."""
+    from sage_fast.environment import PACKAGES
+
+    every = [run for of in runs.values() for run in of]
+    environments = [run.environment for run in every]
+    found = {"Command": command}
+    if every:
+        found |= {
+            "Runs": f"{len(runs)} variants, seeds {sorted({run.seed for run in every})}, "
+            f"{every[0].evaluations[-1]['iteration']} iterations each",
+            "Commits": ", ".join(sorted({str(of.get("commit")) for of in environments})),
+            "Dates": f"{min(of['date'] for of in environments)} to {max(of['date'] for of in environments)}",
+            "Devices": ", ".join(sorted({of["device"] for of in environments})),
+            "Versions": ", ".join(sorted({f"{p} {of[p]}" for of in environments for p in PACKAGES if p in of})),
+        }
+    return found
 
 
 def config_of(variant: str, seed: int, quick: bool = False) -> Config:
     """The settings of a run."""
     overlays: list[Mapping[str, Any]] = [protocol()[variant], *([QUICK] if quick else []), {"seed": seed}]
     return load(str(files("sage_fast.configs") / "demo.yaml"), overlays=overlays)
+
+
+def full_size(config: Config) -> Config:
+    """The same algorithm, with a LoRA of the 8.3 B model on videos of 480 x 832 and 81 frames."""
+    large = load(str(files("sage_fast.configs") / "hunyuanvideo15-480p.yaml"))
+    size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
+    return dataclasses.replace(
+        config,
+        model=large.model,
+        sampling=dataclasses.replace(config.sampling, **size),
+        train=dataclasses.replace(config.train, batch_size=large.train.batch_size),
+    )
 
 
 def train_runs(
@@ -170,8 +210,4 @@ def _is_of(file: Path, config: Config) -> bool:
 
 def _read(file: Path, seed: int) -> TrainedRun:
     tree = read_json(file)
-    commit = tree["environment"].get("commit")
-    return TrainedRun(seed=seed, evaluations=tree["evaluations"], rows=tree["rows"], commit=commit)
-
-
-Train = Callable[[Iterable[str]], Mapping[str, Sequence[TrainedRun]]]
+    return TrainedRun(seed=seed, evaluations=tree["evaluations"], rows=tree["rows"], environment=tree["environment"])

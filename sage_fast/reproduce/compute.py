@@ -1,0 +1,83 @@
+"""Reward for compute: what a variant's run would cost on the 8.3 B model, and what it gains here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from sage_fast.measure.plan import plan
+from sage_fast.report.charts import BLUE, GREY, ORANGE
+from sage_fast.reproduce.finding import Claim, Finding, Material
+from sage_fast.reproduce.statistics import LEVEL, holm, mean_interval, paired
+from sage_fast.reproduce.training import config_of, full_size, protocol
+
+DEFAULT = "dual"
+"""The variant that has the settings of configs/demo.yaml."""
+
+
+def exaflops(variant: str) -> float:
+    """FLOPs of one iteration of the variant with the 8.3 B transformer, a LoRA, at 480 x 832 and 81 frames; 1e18."""
+    config = full_size(config_of(variant, 0))
+    return sum(flops for part, flops in plan(config).flops.items() if part != "forward") / 1e18
+
+
+def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Names of the (cost, gain) that no other has for at most the cost with more gain, by rising cost."""
+    found: list[str] = []
+    for name, (_, gain) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if not found or gain > points[found[-1]][1]:
+            found.append(name)
+    return found
+
+
+def _find(material: Material) -> Finding:
+    cost = {name: exaflops(name) for name in material.runs}
+    base = {name: np.mean([run.course()[0] for run in of]) for name, of in material.runs.items()}
+    # A run that is stopped earlier is a cheaper one: every evaluation is a point.
+    points, rows = {}, []
+    for name, of in material.runs.items():
+        for iteration in list(of[0].course())[1:]:
+            gain = float(np.mean([run.course()[iteration] for run in of]) - base[name])
+            points[f"{name}, {iteration} iterations"] = (iteration * cost[name], gain)
+            rows.append({"variant": name, "iterations": iteration, "exaflops": iteration * cost[name], "gain": gain})
+    on_front = front(points)
+    ends = {name: mean_interval(of) for name, of in material.runs.items()}
+    cheaper = [name for name in material.runs if cost[name] <= cost[DEFAULT] and name != DEFAULT]
+    ahead = holm({name: paired(material.runs[name], material.runs[DEFAULT]) for name in cheaper})
+    better = [name for name, of in ahead.items() if of.value > 0 and of.corrected < LEVEL]
+    best = max(cheaper, key=lambda name: ends[name][0])
+    listed = "; ".join(f"{name} ({points[name][0]:.1f} exaFLOPs, {points[name][1]:+.3f})" for name in on_front)
+    text = (
+        f"On the front of gain for cost are {listed}. Of {len(cheaper)} variants that cost no more than the demo's "
+        f"settings {len(better)} end higher after the correction{': ' * bool(better)}{', '.join(better)}; the highest "
+        f"mean among them is {best}, {ahead[best]} (p {ahead[best].corrected:.2g})."
+    )
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for name in material.runs:
+            own = [points[key] for key in points if key.rsplit(", ", 1)[0] == name]
+            axes.plot(*zip(*own), color=ORANGE if name == DEFAULT else GREY, alpha=1 if name == DEFAULT else 0.35)
+        axes.step(*zip(*(points[name] for name in on_front)), where="post", color=BLUE, linewidth=2)
+        for name in on_front:
+            axes.annotate(name, points[name], fontsize=7.5, xytext=(4, -9), textcoords="offset points")
+        axes.set_xscale("log")
+        axes.set_xlabel("exaFLOPs of the run with the 8.3 B model (sage-fast train --dry-run)")
+        axes.set_ylabel("gain of the held-out composite, mean of the seeds")
+
+    return Finding(verdict="not held" if better else "not decidable", text=text, draw=draw, rows=rows)
+
+
+CLAIMS = (
+    Claim(
+        name="compute",
+        title="Reward for compute",
+        source="beyond the paper",
+        says="No variant that costs as much or less than the demo's settings ends higher.",
+        find=_find,
+        variants=tuple(protocol()),
+        size=(10.0, 5.0),
+    ),
+)

@@ -1,0 +1,78 @@
+"""What was found, as files: figures, data, one self-contained page, and the page of the documentation."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sage_fast.files import write_atomic
+from sage_fast.report.html import render
+from sage_fast.reproduce.figures import inline_svg, picture
+from sage_fast.reproduce.finding import Claim, Finding
+
+PAGE, MARKDOWN = "results.html", "results.md"
+
+
+def write_finding(claim: Claim, finding: Finding, folder: Path) -> None:
+    """`<claim>.csv`, `.svg` and `.png`."""
+    columns = list(dict.fromkeys(column for row in finding.rows for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in finding.rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"{claim.name}.csv", text.getvalue())
+    for kind in ("svg", "png"):
+        write_atomic(folder / f"{claim.name}.{kind}", picture(finding.draw, claim.size, kind, claim.name))
+
+
+def write_pages(
+    findings: Mapping[Claim, Finding], folder: Path, facts: Mapping[str, str], protocol: Sequence[str]
+) -> Path:
+    """The page of all findings, whose path is returned, and the same as Markdown.
+
+    Args:
+        findings: in the order of the page.
+        folder: of the page and of `claims/`, where `write_finding` has left its files.
+        facts: what made it: command, seeds, commits, versions, device.
+        protocol: paragraphs.
+    """
+    drawn = [
+        {
+            "claim": claim,
+            "finding": finding,
+            "figure": inline_svg(finding.draw, claim.size, claim.name, claim.title),
+        }
+        for claim, finding in findings.items()
+    ]
+    write_atomic(folder / PAGE, render("results.html.j2", drawn=drawn, facts=facts, protocol=protocol))
+    write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol))
+    return folder / PAGE
+
+
+def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str]) -> str:
+    """As docs/results.md has it; figures and data are looked for in `claims/` beside it."""
+    lines = ["# Results", "", "Written by the command below; what stands here is what it found.", ""]
+    lines += ["| " + " | ".join(("claim", "source", "verdict")) + " |", "|---|---|---|"]
+    lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source} | {f.verdict} |" for c, f in findings.items()]
+    lines += ["", "## How it was made", ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "## Protocol", "", "\n\n".join(protocol)]
+    for claim, finding in findings.items():
+        lines += [
+            "",
+            f"## {claim.title}",
+            "",
+            f"*{claim.source}.* {claim.says} **{finding.verdict.capitalize()}.**",
+            "",
+        ]
+        lines += [f"![{claim.title}](claims/{claim.name}.svg)", "", finding.text, ""]
+        lines += [f"[Data](claims/{claim.name}.csv), [PNG](claims/{claim.name}.png)."]
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
