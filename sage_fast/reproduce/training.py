@@ -145,9 +145,7 @@ def train_runs(
     missing = [job for job, config in configs.items() if not _is_of(file[job], config)]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        tell(
-            f"{len(configs) - len(missing)} of {len(configs)} runs are there; {len(missing)} to make, {workers} at once"
-        )
+        tell(f"{len(configs)} runs, {len(missing)} of them to be made, {workers} at once")
         _make({job: (configs[job], file[job]) for job in missing}, workers, tell)
     return {v: [_read(file[v, seed], seed) for seed in seeds] for v in variants}
 
