@@ -154,12 +154,11 @@ def curves(
         smoothed: add the running mean.
     """
     data = {label: (rows, column(rows, key)) for key, label in series.items()}
-    return _lines(data, name, title, ylabel, log, smoothed)
+    return lines(data, name=name, title=title, ylabel=ylabel, log=log, smoothed=smoothed)
 
 
-def overlay(
-    runs: Mapping[str, Sequence[Row]],
-    key: str,
+def lines(
+    data: Mapping[str, tuple[Sequence[Row], np.ndarray]],
     *,
     name: str,
     title: str,
@@ -167,14 +166,7 @@ def overlay(
     log: bool = False,
     smoothed: bool = True,
 ) -> str | None:
-    """One metric of several runs, label -> iterations; the rest as for `curves`. Runs without it are skipped."""
-    data = {label: (rows, column(rows, key)) for label, rows in runs.items()}
-    return _lines(data, name, title, ylabel, log, smoothed)
-
-
-def _lines(
-    data: Mapping[str, tuple[Sequence[Row], np.ndarray]], name: str, title: str, ylabel: str, log: bool, smoothed: bool
-) -> str | None:
+    """Label -> iterations and a value for each; the rest as for `curves`. Those without a value are skipped."""
     data = {label: (rows, values) for label, (rows, values) in data.items() if not np.isnan(values).all()}
     if not data:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,6 +14,7 @@ from sage_fast.report.gallery import write_gallery
 from sage_fast.report.hacking import verdict
 from sage_fast.report.page import Run, points_of, read_run
 from sage_fast.report.videoset import Row, VideoSet, check_prompts, of_run, read_folder, shown_name, table
+from sage_fast.settings import leaves
 
 METRICS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
     ("reward/mean", "Training reward", "mean over the batch", {}),
@@ -29,7 +29,7 @@ METRICS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
     ("update/relative", "Relative size of an update", "|dW| / |W|", {"log": True}),
     ("time/total", "Time of an iteration", "seconds", {}),
 )
-"""Key, title, label of the axis and options of `charts.overlay`."""
+"""Key, title, label of the axis and options of `charts.lines`."""
 
 
 def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSet], list[str]]:
@@ -108,16 +108,10 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
 
 def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
     """Settings that are not the same in all runs; a dash where a run does not know one."""
-    flat = [dict(_leaves(yaml.safe_load(run.config))) for run in runs.values()]
+    flat = [{key: str(value) for key, value in leaves(yaml.safe_load(run.config)).items()} for run in runs.values()]
     names = sorted({name for settings in flat for name in settings} - {"output"})
     values = {name: [settings.get(name, "\N{EN DASH}") for settings in flat] for name in names}
     return [(name, of) for name, of in values.items() if len(set(of)) > 1]
-
-
-def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
-    if isinstance(tree, dict):
-        return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}{key}.")]
-    return [(prefix.removesuffix("."), str(tree))]
 
 
 def _charts(runs: Mapping[str, Run]) -> list[str]:
@@ -130,5 +124,6 @@ def _charts(runs: Mapping[str, Run]) -> list[str]:
     parts = sorted({key for of in rows.values() for row in of for key in row if key.startswith(REWARD_PART)})
     metrics = [*METRICS[:1], *((key, key.removeprefix(REWARD_PART), "mean over the batch", {}) for key in parts)]
     for number, (key, title, ylabel, options) in enumerate([*metrics, *METRICS[1:]]):
-        drawn.append(charts.overlay(rows, key, name=f"overlay-{number}", title=title, ylabel=ylabel, **options))
+        data = {label: (of, charts.column(of, key)) for label, of in rows.items()}
+        drawn.append(charts.lines(data, name=f"overlay-{number}", title=title, ylabel=ylabel, **options))
     return [chart for chart in drawn if chart is not None]

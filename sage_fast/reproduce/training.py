@@ -19,7 +19,7 @@ from sage_fast.config import Config
 from sage_fast.console import Say
 from sage_fast.errors import RunError
 from sage_fast.files import read_json, write_json
-from sage_fast.settings import dump, load
+from sage_fast.settings import build, dump, leaves, load
 
 SEEDS, QUICK_SEEDS = 5, 2
 QUICK: Mapping[str, object] = {
@@ -203,7 +203,8 @@ def train_one(config: Config, file: Path) -> float:
 
 
 def _is_of(file: Path, config: Config) -> bool:
-    return file.is_file() and read_json(file).get("settings") == dump(config)
+    """Whether it holds a run with these settings; one that is newer than the run has its default in it."""
+    return file.is_file() and build(leaves(yaml.safe_load(read_json(file)["settings"]))) == config
 
 
 def _read(file: Path, seed: int) -> TrainedRun:

@@ -1,0 +1,189 @@
+"""The results page: its statistics, its protocol, and the command, with a claim at its smallest."""
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from sage_fast.cli import main
+from sage_fast.errors import RunError
+from sage_fast.reproduce import comparisons, training
+from sage_fast.reproduce.claims import CLAIMS
+from sage_fast.reproduce.comparisons import judge_better, judge_equal
+from sage_fast.reproduce.compute import exaflops, front
+from sage_fast.reproduce.finding import Claim, Material
+from sage_fast.reproduce.statistics import Difference, holm, paired
+from sage_fast.reproduce.training import TrainedRun, config_of, protocol, train_runs
+from sage_fast.rollout.schedule import check_trainable
+
+PROMPTS = [f"prompt {i}" for i in range(24)]
+
+
+def made_up(values: np.ndarray) -> list[TrainedRun]:
+    """Runs whose composite is `values` `[seeds, prompts]` in each of the last evaluations, and 0 before them."""
+
+    def evaluation(iteration: int, scores: np.ndarray) -> dict:
+        parts = {"vq": scores.tolist(), "mq": [0.0] * len(scores), "ta": [0.0] * len(scores)}
+        return {"iteration": iteration, "prompts": PROMPTS[: len(scores)], "parts": parts}
+
+    return [
+        TrainedRun(
+            seed=seed,
+            evaluations=[evaluation(i, k * of + h) for i, k, h in ((0, 0, 0), (20, 0, 0), (30, 1, -0.5), (40, 1, 0.5))],
+            rows=[{"reward/mean": 0.0, "reward/std": 1.0}],
+            environment={},
+        )
+        for seed, of in enumerate(values)
+    ]  # fmt: skip
+
+
+def test_the_score_of_a_run_is_the_mean_of_the_evaluations_of_its_last_third() -> None:
+    (run,) = made_up(np.array([[1.0, 2.0]]))
+    assert run.score() == {"prompt 0": 1.0, "prompt 1": 2.0}
+    assert run.course() == {0: 0.0, 20: 0.0, 30: 1.0, 40: 2.0}
+
+
+def test_a_difference_by_hand() -> None:
+    """Two seeds, two prompts: cells 1, 3 and 2, 6, mean 3."""
+    of = paired(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
+    by_seed, by_prompt, by_cell = 2.0 / 2, 4.5 / 2, (4 + 0 + 1 + 9) / 3 / 4  # of means 2, 4 and 1.5, 4.5
+    assert of.value == 3.0
+    error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
+    assert of.high - of.value == pytest.approx(12.706 * error, rel=1e-3)  # Student's t with one degree of freedom
+    assert of.p == pytest.approx(1 - 2 / math.pi * math.atan(3 / error))
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """Seeds and prompts that shift their cells: 95 % intervals hold the true difference in 91 to 99 % of trials."""
+    draw = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        cells = 0.3 + 0.1 * draw.normal(size=(5, 1)) + 0.1 * draw.normal(size=(1, 24)) + 0.2 * draw.normal(size=(5, 24))
+        of = paired(made_up(cells), made_up(np.zeros((5, 24))))
+        held += of.low < 0.3 < of.high
+    assert 0.91 < held / 400 < 0.99
+
+
+def difference(value: float, half: float, p: float) -> Difference:
+    return Difference(value=value, low=value - half, high=value + half, p=p, corrected=p)
+
+
+def test_holm_by_hand() -> None:
+    found = holm({"a": difference(1, 1, 0.04), "b": difference(1, 1, 0.01), "c": difference(1, 1, 0.03)})
+    assert {name: of.corrected for name, of in found.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
+
+
+@pytest.mark.parametrize(
+    ("of", "better", "equal"),
+    [
+        ([difference(0.2, 0.05, 0.001), difference(0.1, 0.05, 0.01)], "held", "not held"),
+        ([difference(0.2, 0.05, 0.001), difference(0.1, 0.2, 0.3)], "not decidable", "not held"),
+        ([difference(0.0, 0.04, 0.9)], "not held", "held"),  # a gain that matters is excluded
+        ([difference(-0.2, 0.1, 0.001)], "not held", "not held"),
+        ([difference(-0.1, 0.2, 0.3)], "not decidable", "not decidable"),
+    ],
+)
+def test_verdicts(of: list[Difference], better: str, equal: str) -> None:
+    named = dict(enumerate(of))
+    assert (judge_better(named), judge_equal(named)) == (better, equal)
+
+
+def test_a_run_that_costs_more_and_gains_less_is_not_on_the_front() -> None:
+    assert front({"a": (1.0, 0.1), "b": (2.0, 0.05), "c": (2.0, 0.3), "d": (3.0, 0.3)}) == ["a", "c"]
+
+
+def test_every_variant_can_be_trained_and_serves_a_claim() -> None:
+    for variant in protocol():
+        check_trainable(config_of(variant, 0))
+    used = {variant for claim in CLAIMS for variant in claim.variants if claim.name != "compute"}
+    assert used == protocol().keys()
+
+
+def test_cost_is_that_of_the_large_model() -> None:
+    """Two of 8 steps trained are a quarter of the backward; the rollout stays."""
+    whole, quarter = exaflops("steps-8"), exaflops("fraction-1/4")
+    assert 0.3 < quarter / whole < 0.45
+    assert exaflops("dual") > exaflops("sage-equalized")  # the anchor's forwards
+
+
+@pytest.mark.parametrize("claim", comparisons.CLAIMS, ids=lambda claim: claim.name)
+def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
+    """All variants alike: nothing is better, no difference is held, and figure and data are whole."""
+    draw = np.random.default_rng(1)
+    shared = 1 + 0.2 * draw.normal(size=(5, 24))
+    runs = {v: made_up(shared + 0.01 * draw.normal(size=shared.shape)) for v in claim.variants}
+    for of in runs.values():
+        for run in of:
+            for evaluation in run.evaluations:
+                evaluation["parts"] |= dict.fromkeys(comparisons.JUDGE, evaluation["parts"]["vq"])
+    found = claim.find(Material(quick=True, runs=runs))
+    assert found.verdict == ("held" if "no difference" in claim.says or "ends where" in claim.says else "not held")
+    assert len(found.rows) == 5 * len(set(claim.variants))
+    found.draw(figure := Figure(figsize=claim.size))
+    assert len(figure.axes) >= 2
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_claim_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "equaliser"]) == 2
+    assert "did you mean 'equalizer'?" in capsys.readouterr().err
+    assert main(["reproduce", "ema", "--workers", "0"]) == 2
+
+
+def test_a_claim_from_the_runs_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = {"train.iterations": 2, "eval.interval": 1, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1}
+    tiny |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "train.optimizer_steps": 1}
+    monkeypatch.setattr(training, "QUICK", tiny)
+    command = ["reproduce", "ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "4 runs, 4 of them to be made" in first
+    assert re.search(r"4/4  no-ema, seed 1: \d\.\d+; about 0 minutes left", first)
+    assert first.splitlines()[-1] == str(tmp_path / "results.html")
+
+    with (tmp_path / "claims" / "ema.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        ("dual", "0"),
+        ("dual", "1"),
+        ("no-ema", "0"),
+        ("no-ema", "1"),
+    ]
+    assert (tmp_path / "claims" / "ema.png").read_bytes().startswith(b"\x89PNG")
+    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
+    for shown in (page, text):
+        assert "sage-fast reproduce ema --quick" in shown
+        assert "An average of the weights scores higher" in shown
+    assert page.count("<svg") == 1
+    assert not re.search(r'(src|href)="https?:', page)
+
+    # Nothing is made again for the same settings, though they were written before one with a default was added.
+    file = tmp_path / "runs" / "dual-seed0.json"
+    tree = json.loads(file.read_text())
+    tree["settings"] = tree["settings"].replace("  position_fraction: 1.0\n", "")
+    file.write_text(json.dumps(tree))
+    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").iterdir()}
+    assert main(command) == 0
+    assert "to be made" not in capsys.readouterr().out
+    assert made == {file: file.stat().st_mtime_ns for file in made}
+    monkeypatch.setitem(tiny, "sampling.eta", 0.9)
+    assert not training._is_of(file, config_of("dual", 0, quick=True))
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "train_one", _broken)
+    with pytest.raises(RunError, match="dual, seed 0: RuntimeError: out of memory"):
+        train_runs(["dual"], tmp_path, quick=True, workers=1, tell=lambda line: None)
+
+
+def _broken(config: object, file: Path) -> float:
+    raise RuntimeError("out of memory")
