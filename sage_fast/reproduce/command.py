@@ -13,7 +13,7 @@ from sage_fast.errors import UserError, nearest
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     parser.add_argument("claims", nargs="+", metavar="CLAIM", help="all, or names of claims; `list` tells them")
-    parser.add_argument("--quick", action="store_true", help="two seeds and four iterations: shows that it works")
+    parser.add_argument("--quick", action="store_true", help="two seeds and three iterations: shows that it works")
     parser.add_argument("--output", metavar="FOLDER", help="default: runs/reproduce, or runs/reproduce-quick")
     parser.add_argument("--workers", type=int, metavar="N", help="runs at once (default: the number of cores)")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")

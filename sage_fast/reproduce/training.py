@@ -23,8 +23,8 @@ from sage_fast.settings import build, dump, leaves, load
 
 SEEDS, QUICK_SEEDS = 5, 2
 QUICK: Mapping[str, object] = {
-    "train.iterations": 4,
-    "eval.interval": 2,
+    "train.iterations": 3,
+    "eval.interval": 3,
     "eval.seeds_per_prompt": 1,
 }
 """Of `--quick`, over the protocol: enough to see that everything works, and too little to decide anything."""
