@@ -294,8 +294,8 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         name="exact", title="The closed-form sampler", source="beyond the paper",
-        says="Training on rollouts of `exact` is better than on those of `sage`: at the same eta with and without a KL, at "
-             "the same injected noise, and each at its best eta.",
+        says="Training on rollouts of `exact` is better than on those of `sage`: at the same eta with and without KL, "
+             "at the same injected noise, and each at its best eta.",
         find=_find_exact, size=(11.0, 3.8),
         variants=EXACT,
     ),
