@@ -2,6 +2,7 @@
 # make demo   install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
 # make test   install, then lint, type check and the whole test suite
 # make check  only lint and types, in seconds
+# make docs   install, build the documentation into site/: open site/index.html
 # make soak   every fault that a run must survive, 100 of them at random moments (writes docs/stopping.md's table), and long tests
 # make bench  operator benchmarks
 # make gpu    prove and measure everything on a GPU without network: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
@@ -15,7 +16,7 @@ SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 WHEELS ?= wheels
 OUT ?= runs/gpu
 
-.PHONY: install demo test check soak bench gpu clean
+.PHONY: install demo test check docs soak bench gpu clean
 
 install: $(VENV)/installed
 
@@ -38,6 +39,10 @@ check: install
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# The notice is of the theme's own end of life, in May 2027.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 soak: install
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m fault
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m soak
@@ -50,4 +55,4 @@ gpu:
 	PYTHON=$(PYTHON) scripts/gpu.sh $(WHEELS) $(OUT) $(PARTS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info sage_fast/*.so
+	rm -rf $(VENV) build site *.egg-info sage_fast/*.so

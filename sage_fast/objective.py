@@ -29,7 +29,7 @@ def group_advantages(
         eps: constant of Eq. 10.
 
     Returns:
-        Advantages `[P, G]`, and bool `[P]`: groups whose valid rewards are all equal (or fewer than two).
+        Advantages `[P, G]`, and bool `[P]`, True for groups whose valid rewards are all equal (or fewer than two).
     """
     count = valid.sum(1, keepdim=True)
     filled = torch.where(valid, rewards, 0.0)
@@ -146,7 +146,9 @@ def sage_loss(
     """The whole loss from the outputs of `transition_score`, all `[B]`.
 
     Args:
-        log_prob, kl_anchor, kl_old: of the policy in training.
+        log_prob: of the policy in training.
+        kl_anchor: its KL to the anchor.
+        kl_old: its KL to the rollout policy.
         log_prob_old: of the rollout.
         advantage: A_i.
         equalizer: S_t of each transition; a normalised ratio uses it even if `objective.equalizer` is off.
@@ -202,10 +204,12 @@ def gradient_norms(
 
     Args:
         loss: of `sage_loss`, before its backward.
-        log_prob, log_prob_old: `[B]`, what it was made from.
+        log_prob: `[B]`, as given to `sage_loss`.
+        log_prob_old: `[B]`, as given to `sage_loss`.
         at: coefficients of the transitions.
         numel: D, elements of a sample.
-        objective, kl: as for `sage_loss`.
+        objective: as given to `sage_loss`.
+        kl: as given to `sage_loss`.
     """
     (slope,) = torch.autograd.grad(loss.policy.sum(), log_prob, retain_graph=True)
 

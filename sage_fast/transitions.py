@@ -108,9 +108,12 @@ class TransitionTable:
     """The T transitions of one sampler on one schedule.
 
     Attributes:
-        sampler, eta: what the rows were made from.
+        sampler: what the rows were made from, one of `SAMPLERS`.
+        eta: its noise level.
         sigmas: float64 `[T+1]`, in [0, 1].
-        a, b, c: float64 `[T]`; mean = a x + b v, standard deviation c. Rows with c = 0 are deterministic.
+        a: float64 `[T]`; the mean is a x + b v.
+        b: float64 `[T]`.
+        c: float64 `[T]`, the standard deviation. Rows with c = 0 are deterministic.
         notes: what was clamped or is unusual about these rows, one sentence each.
     """
 

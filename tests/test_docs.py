@@ -12,7 +12,9 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,75 @@ def test_paths_named_in_the_documentation_exist() -> None:
         missing = [name for name in named if not (REPOSITORY / name).exists()]
         missing += [link for link in linked if not (page.parent / link).exists()]
         assert not missing, f"{page.name}: {missing}"
+
+
+class Page(HTMLParser):
+    """What a page of the site loads and links to, and how many of each element its text has."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.elements: Counter[str] = Counter()
+        self._in_text = False
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {key: value or "" for key, value in attrs}
+        into = self.links if tag == "a" or values.get("rel") in ("prev", "next", "canonical") else self.loads
+        into += [values[key] for key in ("href", "src", "poster", "data", "srcset") if key in values]
+        self._in_text |= tag == "article"
+        self.elements[tag] += self._in_text
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_text &= tag != "article"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, as `make docs` builds it, without a word but of its progress."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=REPOSITORY, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0, lines
+    assert all(line.startswith("INFO") for line in lines), lines
+    assert "documentation built" in lines[-1].lower()
+    return folder
+
+
+def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
+    """Python-Markdown wants an empty line before a list or a table, GitHub does not."""
+    sections = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]
+    values = [value for section in sections for value in section.values()]
+    nav = [page for value in values for page in ([value] if isinstance(value, str) else value)]
+    for page in PAGES:
+        name = "index.md" if page.name == "README.md" else page.name
+        assert nav.count(name) == 1, f"{name} stands {nav.count(name)} times in the nav of mkdocs.yml"
+        text = re.sub(r"^```\w*\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        shown = Page(site / f"{Path(name).stem}.html").elements
+        if "\n::: " not in text:
+            assert shown["li"] == len(re.findall(r"^ *(?:[-*]|\d+\.) ", text, re.M)), name
+            assert shown["table"] == len(re.findall(r"^\|[-|: ]+\|$", text, re.M)), name
+        else:
+            assert shown["h3"] > 10, f"{name}: no docstrings"
+    assert "strictly falling from 1 to 0" in (site / "reference.html").read_text()
+
+
+def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for file in pages:
+        page = Page(file)
+        assert len(page.loads) > 3
+        local = page.loads + [link for link in page.links if "://" not in link and not link.startswith("mailto:")]
+        root = site if file.name == "404.html" else file.parent  # which is served from any address
+        missing = [url for url in local if not (root / url.split("#")[0].split("?")[0].lstrip("/")).exists()]
+        assert not missing, f"{file.name}: {missing}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"@import|url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style.name
 
 
 def test_the_table_of_faults_is_that_of_the_tests() -> None:

@@ -1,4 +1,4 @@
-"""What a new user does from the README alone: the wheel in an environment of its own, an empty folder and no clone."""
+"""What a new user does from README and docs/quickstart.md: the wheel in its own environment, no clone."""
 
 import os
 import re
@@ -7,13 +7,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from sage_fast.cli import main
 from sage_fast.files import read_metrics
+from sage_fast.report.videos import read_video
+from sage_fast.report.videoset import read_folder
 from sage_fast.run.init import init
 from sage_fast.settings import load
+from tests.test_docs import Block, blocks
+from tests.test_eight_gpus import commands
 from tests.tiny import FEW_STEPS, arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -24,16 +30,11 @@ SMALL = FEW_STEPS + arguments(
     train__prompts_per_iteration=2, train__group_size=3, train__batch_size=16, train__timestep_fraction=1.0,
     eval__num_prompts=2, eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0,
 )  # fmt: skip
-OWN_REWARD = """
-class Bright:
-    def __call__(self, videos, prompts):
-        return {"bright": videos.mean(dim=(1, 2, 3, 4))}
-"""
-LOAD_LORA = """
-import sys, torch
-from sage_fast.testbed.model import BASE, TestbedTransformer
-transformer = TestbedTransformer.from_pretrained(BASE / "transformer").eval()
-def velocity():
+README = CONFIGS.parent / "README.md"
+QUICKSTART = CONFIGS.parent / "docs" / "quickstart.md"
+CHECK_LORA = """
+import torch
+def velocity(transformer):
     x = torch.randn(1, 65, 5, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return transformer(
@@ -41,11 +42,9 @@ def velocity():
             encoder_hidden_states_2=torch.zeros(1, 0, 8), encoder_attention_mask_2=torch.zeros(1, 0, dtype=torch.int64),
             image_embeds=torch.zeros(1, 0, 8), return_dict=False,
         )[0]
-before = velocity()
-transformer.load_lora_adapter(sys.argv[1], prefix=None, use_safetensors=True)
-after = velocity()
+base, trained = velocity(TestbedTransformer.from_pretrained(BASE / "transformer")), velocity(transformer)
 transformer.disable_lora()
-print(float((after - before).abs().max()), float((velocity() - before).abs().max()))
+print(float((trained - base).abs().max()), float((velocity(transformer) - base).abs().max()))
 """
 
 
@@ -55,6 +54,7 @@ class User:
     def __init__(self, environment: Path, folder: Path) -> None:
         self.bin, self.folder = environment / "bin", folder
         self.variables = {key: value for key, value in os.environ.items() if key not in HIDDEN}
+        self.variables["PATH"] = f"{self.bin}:{os.environ['PATH']}"
 
     def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -67,6 +67,23 @@ class User:
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, f"{command} {arguments}:\n{out[-2000:]}{err[-4000:]}"
         return out
+
+    def paste(self, block: Block) -> str:
+        """A block of a page into the shell, which stays where it has gone."""
+        done = subprocess.run(
+            ["bash", "-eu", "-c", block.text + "pwd"], cwd=self.folder, env=self.variables, text=True,
+            capture_output=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        *printed, folder = done.stdout.splitlines()
+        self.folder = Path(folder)
+        return "\n".join(printed)
+
+    def set_reward(self, section: str) -> None:
+        config = self.folder / "config.yaml"
+        text, count = re.subn(r"^reward:\n(?:  .*\n)+", section, config.read_text(), flags=re.M)
+        assert count == 1
+        config.write_text(text)
 
 
 @pytest.fixture
@@ -88,22 +105,25 @@ def user(wheel: Path, tmp_path: Path) -> User:
 
 
 def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
+    """docs/quickstart.md block for block, with few steps and iterations, and so README's first hour."""
     where = user.run("python", "-c", "import sage_fast, sage_fast.ops; print(sage_fast.__file__)")
     assert where.startswith(str(user.bin.parent)), "another sage_fast than the wheel's was imported"
+    init_, reward, trial, train, look, load_lora, real, plan, _ = blocks(QUICKSTART)
+    (section,) = re.findall(r"^```yaml\n(.*?)^```$", QUICKSTART.read_text(), re.M | re.S)
 
-    printed = user.run("sage-fast", "init", "mine")
-    user.folder /= "mine"
+    printed = user.paste(init_)
     assert sorted(path.name for path in user.folder.iterdir()) == FILES
     assert "sage-fast train config.yaml" in printed
-
-    (user.folder / "own.py").write_text(OWN_REWARD)
-    (user.folder / "prompts.txt").write_text("a red circle moves left quickly\na blue square moves up slowly\n")
-    config = (user.folder / "config.yaml").read_text()
-    config = config.replace("my_rewards:MyReward", "own:Bright").replace("{color: 1, steady: 1}", "{bright: 1}")
-    (user.folder / "config.yaml").write_text(config)
+    (user.folder / "my_rewards.py").write_text(reward.text)
+    told = re.search(r"about (0\.\d+) and (0\.\d+)", QUICKSTART.read_text())
+    assert told is not None
+    scores = re.findall(r"0\.\d+", user.run("python", "-c", trial.text))
+    assert [f"{float(score):.2f}" for score in scores] == list(told.groups())
+    user.set_reward(section)
 
     run = user.folder / "runs" / "first"
-    process = user.start("sage-fast", "train", "config.yaml", *SMALL, "--train.iterations", "1000")
+    (words,) = commands(train)
+    process = user.start(*words, *SMALL, "--train.iterations", "1000")
     deadline = time.monotonic() + 300
     while len(read_metrics(run / "metrics.jsonl")) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -112,26 +132,38 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
     assert process.returncode == 130, out[-2000:] + err[-4000:]
     assert "continue with --resume" in out + err
     done = len(read_metrics(run / "metrics.jsonl"))
-
-    user.run("sage-fast", "train", "config.yaml", *SMALL, "--train.iterations", str(done + 1), "--resume")
-    readme = (CONFIGS.parent / "README.md").read_text()
-    (further,) = re.findall(r"--resume --train.iterations (\d+)", readme)
-    assert int(further) > load(CONFIGS / "demo.yaml").train.iterations  # of what the command before it has done
+    user.run(*words, *SMALL, "--train.iterations", str(done + 1), "--resume")
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(done + 1))
-    assert all("reward_part/bright" in row for row in rows)
+    parts = [row["reward_part/direction"] + row["reward_part/whole"] for row in rows]
+    assert [row["reward/mean"] for row in rows] == pytest.approx(parts)
 
-    prompt = "a green triangle moves down slowly"
-    user.run("sage-fast", "sample", "runs/first", "--prompt", prompt, "--eval.steps", "2", "--folder", "videos")
-    assert (user.folder / "videos" / "00-a-green-triangle-moves-down-slowly.mp4").stat().st_size > 500
-    assert "bright" in user.run("sage-fast", "eval", "runs/first")
+    user.paste(look)
+    assert (user.folder / "samples" / "00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 500
+    own: dict[str, Any] = {}
+    exec(compile(reward.text, "my_rewards.py", "exec"), own)
+    for source in ("base", "first"):
+        videos = read_folder(source, user.folder / "evaluation" / "videos" / source)
+        frames = torch.stack([read_video(file) for file in videos.files if file])
+        for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
+            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.01)  # what the file's encoding changes
     (run / "report.html").unlink()
     user.run("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000
 
-    changed, unchanged = map(float, user.run("python", "-c", LOAD_LORA, "runs/first/weights").split())
+    changed, unchanged = map(float, user.run("python", "-c", load_lora.text + CHECK_LORA).split())
     assert changed > 0, "the adapter does not change the velocity"
     assert unchanged == 0, "the velocity without the adapter is not the base model's"
+
+    user.paste(real)
+    user.set_reward(section)
+    assert "8 GPUs" in user.paste(plan)
+
+    followed = [words[:2] for block in blocks(QUICKSTART) for words in commands(block)] + [["sage-fast", "report"]]
+    for first_hour in (block for block in blocks(README) if block.value == "tests/test_new_user.py"):
+        assert all(words[:2] in followed for words in commands(first_hour))
+        for further in re.findall(r"--resume --train.iterations (\d+)", first_hour.text):
+            assert int(further) > load(CONFIGS / "demo.yaml").train.iterations  # of what the command before has done
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -177,7 +209,6 @@ def test_init_of_an_unknown_configuration(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_reward_of_init_scores_what_it_says() -> None:
     """A red still, the same in blue, and red that flickers, under a prompt that names red and one without a colour."""
-    import torch
     from sage_fast.configs.my_rewards import MyReward  # type: ignore[import-not-found]
 
     still = torch.full((5, 3, 8, 8), 0.1)

@@ -42,7 +42,8 @@ def transition_score(
     """Log-prob of `x_next` given `x`, and KL to the anchor and to the rollout policy.
 
     Args:
-        x, x_next: `[B, ...]` latents before and after the transition, float32 or bfloat16.
+        x: `[B, ...]` latents before the transition, float32 or bfloat16.
+        x_next: `[B, ...]` latents after it, of the same dtype.
         v: `[B, ...]` velocity of the policy in training, float32, bfloat16 or float16; the only input with a gradient.
         coefs: float32 `[T, 6]` of `TransitionTable.coefficients`.
         step: int64 `[]` or `[B]`; a training batch may mix steps.

@@ -247,7 +247,7 @@ class CompositeReward:
         """The parts as the rewards give them, called once, each float32 `[B]`; `device` is that of this process.
 
         Raises:
-            RewardFailure, or what else the reward raises.
+            RewardFailure: or what else the reward raises.
         """
         texts, here = list(prompts), videos.to(device)
         given = [videos.cpu() if _beside(source) else here for source in self.sources]

@@ -1,0 +1,51 @@
+"""A hook of mkdocs.yml: links work in the site as they stand, which is as GitHub wants them.
+
+README.md is the home page, and CONTRIBUTING.md and CHANGELOG.md are pages too. Other files outside docs/ that a page
+links to (configurations, measurements) are copied into the site. What is not found stays as it is: `--strict` names it.
+"""
+
+import re
+from pathlib import Path
+from posixpath import normpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).parent.parent
+OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+"""Page of the site -> its file, beside those of docs/."""
+LINK = re.compile(r'(?P<before>\]\(|\b(?:src|href)=")(?P<path>[\w./-]+)')
+
+
+def source(page: str) -> str:
+    """The file of a page, from the root of the repository."""
+    return OUTSIDE.get(page, f"docs/{page}")
+
+
+def in_site(file: str) -> str:
+    """Where a file of the repository lies in the site."""
+    return next((page for page in OUTSIDE if OUTSIDE[page] == file), file.removeprefix("docs/"))
+
+
+def target(page: str, path: str) -> str:
+    return normpath(f"{source(page)}/../{path}")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for page, file in OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(REPOSITORY / file)))
+    for page in [file.src_uri for file in files.documentation_pages()]:
+        for link in LINK.finditer((REPOSITORY / source(page)).read_text(encoding="utf-8")):
+            file = target(page, link["path"])
+            if (REPOSITORY / file).is_file() and in_site(file) not in files.src_uris:
+                files.append(File.generated(config, in_site(file), abs_src_path=str(REPOSITORY / file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    def relative(link: re.Match[str]) -> str:
+        file = target(page.file.src_uri, link["path"])
+        return link["before"] + (in_site(file) if (REPOSITORY / file).is_file() else link["path"])
+
+    return LINK.sub(relative, markdown)
