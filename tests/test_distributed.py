@@ -151,7 +151,7 @@ def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(tmp
         assert all(len(values) == 1 for values in scores["parts"].values())
     assert (run / "report.html").is_file()
 
-    again = torchrun("--max-restarts=1", *train, *options)  # another command is not this one restarted
+    again = torchrun("--max-restarts=1", *train, *options, ranks=1)  # another command is not this one restarted
     assert again.returncode != 0
     assert "already holds a run: continue it with --resume" in again.stderr
     assert "restarted by torchrun" not in again.stdout

@@ -135,14 +135,16 @@ def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str,
 
 @needs_deepspeed
 def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
-    """The command, with ZeRO-2 on two ranks, ZeRO-3 on one and on two: every row is that of one plain process."""
+    """The command, with ZeRO-2 and then ZeRO-3 on two ranks (`make soak`: on one between them): every row is that of one
+    plain process."""
     base = ["sage_fast", "train", "configs/demo.yaml", "--quiet", *FEW_STEPS]
     base += arguments(train__prompts_per_iteration=2, train__group_size=2, train__schedule="constant",
                       eval__num_prompts=2, eval__seeds_per_prompt=1, tracking__trackers="[]")  # fmt: skip
     assert cli.main([*base[1:], "--output", str(tmp_path / "plain"), "--train.iterations", "3"]) == 0
     run = ["--output", str(tmp_path / "zero")]
     launch(2, *base, *run, *arguments(train__iterations=1, train__engine="zero2"))
-    launch(1, *base, *run, "--resume", *arguments(train__iterations=2, train__engine="zero3"))
+    if "SAGE_FAST_SOAK" in os.environ:
+        launch(1, *base, *run, "--resume", *arguments(train__iterations=2, train__engine="zero3"))
     launch(2, *base, *run, "--resume", *arguments(train__iterations=3, train__engine="zero3"))
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("zero", "plain"))
     assert len(ours) == len(theirs) == 3

@@ -20,7 +20,7 @@ from sage_fast.settings import load
 REPOSITORY = Path(__file__).parent.parent
 PARTS = ["install", "doctor", "tests", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration"]
 PARTS += ["ncu-step", "ncu-block"]
-LONGER = ["demo", "demo-bf16", "rollout", "rollout-480p", "ncu-block"]
+LONGER = ["tests", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration", "ncu-block"]
 """Commands that other tests run too: rehearsed by `make soak`."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else [part for part in PARTS if part not in LONGER]
 # Hands out the operators that this checkout has built: what a compiler makes of them is not what is rehearsed.
@@ -98,7 +98,8 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     assert "transition_step of" in (rehearsed / "ncu-step.log").read_text()
     if "ncu-block" in REHEARSED:
         assert "two blocks of" in (rehearsed / "ncu-block.log").read_text()
-    assert "passed" in (rehearsed / "tests.log").read_text()
+    if "tests" in REHEARSED:
+        assert "passed" in (rehearsed / "tests.log").read_text()
 
 
 def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -> None:

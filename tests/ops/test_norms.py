@@ -65,7 +65,7 @@ def compare(names: list[str], function: Callable[..., Any], reference: Callable[
 # -- norm_modulate ----------------------------------------------------------------------------------------------------
 
 MODULATE_SHAPES = {
-    "testbed": (2, 87, 64),
+    "testbed": (2, 21, 64),
     "odd": (3, 5, 65),
     "one value": (2, 3, 1),
     "wide": (1, 3, 2048),
