@@ -57,9 +57,9 @@ def _plain_log_prob(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, object
 
 
 def _nft(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """Minus the loss of DiffusionNFT (arXiv 2509.16117), but for a constant, with 2 r - 1 = A / advantage_clamp."""
-    beta = objective.nft_beta
-    return beta * (advantage / objective.advantage_clamp * log_ratio - beta * kl_old)
+    """Minus the loss of DiffusionNFT (arXiv 2509.16117) times advantage_clamp / beta, but for a constant; the log-ratio
+    is that of the noised sample, centred (docs/math.md)."""
+    return advantage * log_ratio - objective.nft_beta * objective.advantage_clamp * kl_old
 
 
 SURROGATES = {"clip": _clipped_ratio, "log_prob": _plain_log_prob, "nft": _nft}

@@ -222,7 +222,7 @@ class Trainer:
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
         keeps_velocities = stores_rollout_velocities(self.config) or (
-            self.anchor is not None and self.anchor_is_current
+            self.anchor is not None and self.anchor_is_current and not self.forward_process
         )
         trajectories = Trajectories(
             len(prompts),

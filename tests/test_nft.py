@@ -23,8 +23,8 @@ NFT = {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy"
 @pytest.mark.parametrize("reduction", ["mean", "unscaled"])
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
-    """r |v+ - v|^2 + (1-r) |v- - v|^2, less its value at v_old; at v_old the gradient is 2 beta (2r-1) (v_old - v) / D.
-    `unscaled` has the weights of the loss in x0, which the equalizer takes back."""
+    """r |v+ - v|^2 + (1-r) |v- - v|^2, less its value at v_old, in units of beta / clamp; at v_old the gradient is then
+    2 clamp (2r-1) (v_old - v) / D. `unscaled` is the loss on x0, which the equalizer takes back."""
     generator = torch.Generator().manual_seed(0)
     x0, z, v_old, moved = (torch.randn(4, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(4))
     steps, advantage, target = torch.arange(4), torch.tensor([-5.0, -0.7, 0.0, 5.0]), z - x0
@@ -40,7 +40,7 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
         v = v.clone().requires_grad_()
         plus, minus = (1 - beta) * v_old + beta * v, (1 + beta) * v_old - beta * v
         squares = [(of - target).square().mean((1, 2, 3)) for of in (plus, minus, v_old)]
-        expected = r * squares[0] + (1 - r) * squares[1] - squares[2]
+        expected = (r * squares[0] + (1 - r) * squares[1] - squares[2]) * 5 / beta
         if reduction == "unscaled":
             expected = expected * s.flatten().square()
         log_prob, kl_anchor, kl_old = scored(v)
@@ -54,7 +54,7 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
         torch.testing.assert_close(gradient, by_hand, rtol=1e-5, atol=1e-6)
         assert not loss.clipped.any()
         if reduction == "mean" and v.equal(v_old):
-            at_old = 2 * beta * (2 * r - 1).view(4, 1, 1, 1) * (v_old - target) / 24
+            at_old = 2 * 5 * (2 * r - 1).view(4, 1, 1, 1) * (v_old - target) / 24
             torch.testing.assert_close(gradient, at_old, rtol=1e-5, atol=1e-6)
 
 
@@ -88,11 +88,11 @@ def test_training_with_the_ode_raises_the_reward(reward: Reward) -> None:
     overrides = {"train__prompts_per_iteration": 1, "train__group_size": 16, "train__optimizer_steps": 3}
     batches = {"train__batch_size": 16, "sampling__batch_size": 16, "sampling__steps": 3}
     trainer = tiny_trainer(settings(**NFT, **overrides, **batches, train__learning_rate=2e-2), reward)
-    first, *_, again = (trainer.iteration(index) for index in (0, 1, 2, 3, 0))
+    first, *_, again = (trainer.iteration(index) for index in (0, 1, 2, 0))
     assert first["ratio/max"] > 1  # the second update sees other weights than the rollout
     gain = again["reward/mean"] - first["reward/mean"]
     print(f"gain {gain:.1e}, of a standard deviation of {first['reward/std']:.1e}")
-    assert gain > 1e-4
+    assert gain > 5e-5
 
 
 @pytest.mark.parametrize("strategy", ["fixed", "dual"])
@@ -115,5 +115,7 @@ def test_what_goes_with_it_and_what_does_not() -> None:
         check_trainable(settings(**NFT | {"objective__surrogate": "clip"}))
     with pytest.raises(UserError, match=r"kl.velocity_term = 'rollout'.*nearest choice is closed_form, or .*moving"):
         check_trainable(settings(**NFT | {"kl__strategy": "dual"}))
+    with pytest.raises(UserError, match=r"shared_initial_noise = True.*adds no noise.*nearest choice is false"):
+        check_trainable(settings(**NFT, sampling__shared_initial_noise=True))
     with pytest.raises(UserError, match=r"objective.nft_beta = 0.*above 0"):
         settings(**NFT, objective__nft_beta=0)

@@ -57,8 +57,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     """What settings and ranks (None: those of this run) make impossible, before a model is loaded.
 
     Raises:
-        UserError: no stochastic step, more optimizer steps than trained transitions, a KL that is always 0 or that
-            needs the rollout's log-probs where there are none, or more ranks than samples.
+        UserError: no stochastic step, equal samples, more optimizer steps than trained transitions, a KL that is always
+            0 or that needs the rollout's log-probs where there are none, or more ranks than samples.
     """
     s, train = config.sampling, config.train
     table = configured_table(config)
@@ -71,6 +71,12 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"{rows} has no stochastic step to train, so there is no policy gradient; expected any sampler but "
             "ode, with eta above 0, or objective.surrogate = nft"
         )
+    require(
+        bool(table.stochastic_steps) or not s.shared_initial_noise,
+        "sampling.shared_initial_noise",
+        s.shared_initial_noise,
+        f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false",
+    )
     if trainable < train.optimizer_steps:
         raise UserError(
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
