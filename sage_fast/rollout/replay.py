@@ -101,7 +101,7 @@ class Replay:
         rows = batch.trajectories
         rows.log_probs = {t: torch.empty(rows.count, device=rows.device) for t in rows.velocities}
         for t, run, micro in self._work(batch, sorted(rows.velocities), quiet):
-            x, at = rows.gather(rows.states, micro), torch.tensor(t, device=rows.device)
+            x, at = rows.gather(rows.states, micro), on_device(t, rows.device)
             v = self.velocity(batch, micro, x)
             rows.log_probs[t][run] = transition_score(x, rows.next_states(micro), v, batch.coefs, at)[0]
             rows.velocities[t][run].copy_(v, non_blocking=True)

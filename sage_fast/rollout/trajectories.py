@@ -72,7 +72,7 @@ class Trajectories:
         """Keep the final latents of samples `rows`, and at each trained step (1-s) latents + s noise with new noise."""
         self.states[max(self.states)][rows].copy_(latents, non_blocking=True)  # to which all steps lead
         for t in self._after:
-            noise = philox_normal(seeds, torch.tensor(t, device=self.device), self.shape, STREAM_FORWARD)
+            noise = philox_normal(seeds, on_device(t, self.device), self.shape, STREAM_FORWARD)
             self.states[t][rows].copy_(latents.lerp(noise, float(sigmas[t])), non_blocking=True)
 
     def next_states(self, transitions: Sequence[tuple[int, int]]) -> Tensor:
@@ -87,7 +87,7 @@ class Trajectories:
         return torch.stack([rows[t][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
-def on_device(values: Sequence[float] | Tensor, device: torch.device) -> Tensor:
+def on_device(values: float | Sequence[float] | Tensor, device: torch.device) -> Tensor:
     """Numbers or a host tensor, copied from pinned memory: the host does not wait for the device's other work."""
     host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
