@@ -16,7 +16,7 @@ from sage_fast.section import Section, require, within
 
 Sampler = Literal["sage", "flow", "dance", "cps", "exact", "ode"]
 Reduction = Literal["mean", "sum", "unscaled"]
-Surrogate = Literal["clip", "log_prob"]
+Surrogate = Literal["clip", "log_prob", "nft"]
 Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
@@ -95,7 +95,8 @@ class SamplingConfig(Section):
     """How the rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step; `ode` adds no noise and cannot be trained. docs/math.md has the formulas."""
+    """Rule of a denoising step; `ode` adds no noise, and only objective.surrogate = nft trains with it. docs/math.md
+    has the formulas."""
     eta: float = within(1.0, least=0)
     """Noise level of the sampler; 0 is the ODE, and `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
@@ -139,7 +140,10 @@ class ObjectiveConfig(Section):
     """The policy's part of the loss."""
 
     surrogate: Surrogate = "clip"
-    """`clip`: clipped ratio; `log_prob`: the plain log-prob of Eq. 43, which uses no ratio."""
+    """`clip`: clipped ratio; `log_prob`: the plain log-prob of Eq. 43, which uses no ratio; `nft`: DiffusionNFT, which
+    noises the final samples again and so trains with any sampler, `ode` too."""
+    nft_beta: float = within(1.0, above=0)
+    """Beta of `nft`: the smaller, the further from the rollout policy its optimum lies, by 1 / beta."""
     ratio: Ratio = "plain"
     """The ratio that is clipped. `plain`: exp(log-ratio); `centred`: the KL to the rollout policy is added to the
     log-ratio, whose mean is then zero; `normalised`: that times S_t, so that the clip acts alike at every step."""

@@ -45,18 +45,25 @@ def group_advantages(
     return advantages.clamp(-clamp, clamp), equal
 
 
-def _clipped_ratio(log_prob: Tensor, ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+def _clipped_ratio(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
     """min(ratio A, clip(ratio) A)."""
+    ratio, clip_range = torch.exp(log_ratio), objective.clip_range
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage)
 
 
-def _plain_log_prob(log_prob: Tensor, ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
-    """log-prob x A (Eq. 43)."""
-    return log_prob * advantage
+def _plain_log_prob(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """log-prob x A (Eq. 43), less the rollout's, which is constant."""
+    return log_ratio * advantage
 
 
-SURROGATES = {"clip": _clipped_ratio, "log_prob": _plain_log_prob}
-"""What is maximised, `[B]`, of (log-prob, ratio, advantage), each `[B]`, and the clip range."""
+def _nft(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Minus the loss of DiffusionNFT (arXiv 2509.16117) times advantage_clamp / beta, but for a constant; the log-ratio
+    is that of the noised sample, centred (docs/math.md)."""
+    return advantage * log_ratio - objective.nft_beta * objective.advantage_clamp * kl_old
+
+
+SURROGATES = {"clip": _clipped_ratio, "log_prob": _plain_log_prob, "nft": _nft}
+"""What is maximised, `[B]`, of (log-ratio, KL to the rollout policy, advantage), each `[B]`, and the settings."""
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its function in SURROGATES"
 )
@@ -118,7 +125,12 @@ def uses_velocity(kl: KLConfig) -> bool:
 
 def centres_ratio(objective: ObjectiveConfig) -> bool:
     """Whether the KL to the rollout policy is added to the log-ratio."""
-    return objective.ratio != "plain" and objective.surrogate == "clip"
+    return objective.surrogate == "nft" or (objective.ratio != "plain" and objective.surrogate == "clip")
+
+
+def uses_forward_process(objective: ObjectiveConfig) -> bool:
+    """Whether training scores final samples that are noised again, not the steps of the rollout."""
+    return objective.surrogate == "nft"
 
 
 def stores_rollout_velocities(config: Config) -> bool:
@@ -160,10 +172,10 @@ def sage_loss(
     if centres_ratio(objective):
         # kl_old is not detached: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
         log_ratio = log_ratio + bias * kl_old
-        if objective.ratio == "normalised":
+        if objective.surrogate == "clip" and objective.ratio == "normalised":
             log_ratio, weight = equalizer * log_ratio, weight / equalizer
     ratio = torch.exp(log_ratio)
-    policy = -weight * SURROGATES[objective.surrogate](log_prob, ratio, advantage, objective.clip_range)
+    policy = -weight * SURROGATES[objective.surrogate](log_ratio, bias * kl_old, advantage, objective)
     velocity = kl_old if kl.velocity_term == "closed_form" else log_prob_old - log_prob
     regularizer = torch.zeros_like(policy)
     if uses_anchor(kl):
@@ -177,7 +189,7 @@ def sage_loss(
         kl_anchor=kl_anchor.detach(),
         kl_velocity=velocity.detach(),
         ratio=ratio.detach(),
-        clipped=((ratio.detach() - 1).abs() > objective.clip_range).float(),
+        clipped=((ratio.detach() - 1).abs() > objective.clip_range).float() * (objective.surrogate == "clip"),
     )
 
 

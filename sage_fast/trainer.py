@@ -33,6 +33,7 @@ from sage_fast.objective import (
     sage_loss,
     stores_rollout_velocities,
     uses_anchor,
+    uses_forward_process,
 )
 from sage_fast.ops import Row
 from sage_fast.parity import check_parity
@@ -53,6 +54,7 @@ from sage_fast.rollout.schedule import (
     draw_samples,
     iteration_table,
     position_steps,
+    scored_table,
     trained_steps,
     update_schedule,
 )
@@ -104,8 +106,10 @@ class Trainer:
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
-        self.equalizer = self.full_table.equalizer(reduction).to(self.device, torch.float32)
-        self.log_ratio_bias = self.full_table.log_ratio_bias(reduction).to(self.device, torch.float32)
+        self.forward_process = uses_forward_process(config.objective)
+        scored = scored_table(self.full_table, config)
+        self.equalizer = scored.equalizer(reduction).to(self.device, torch.float32)
+        self.log_ratio_bias = scored.log_ratio_bias(reduction).to(self.device, torch.float32)
         self.pause: Callable[[], object] = lambda: None
         self.before_update: Callable[[], object] = lambda: None
         self.mid_iteration = False
@@ -130,7 +134,10 @@ class Trainer:
         watch = Stopwatch(self.device)
         table = iteration_table(self.full_table, self.config, index)
         steps = trained_steps(table, self.config, index)
-        coefs = table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+        coefs, scored = (
+            of.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+            for of in (table, scored_table(table, self.config))
+        )
 
         samples = draw_samples(self.config, self.prompts, index)
         tokens = [self._tokens(sample.prompt) for sample in samples]
@@ -159,7 +166,7 @@ class Trainer:
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         batch = Batch(
             table=table,
-            coefs=coefs,
+            coefs=scored,
             trajectories=trajectories,
             conditioning=conditioning,
             prompts=prompts,
@@ -167,8 +174,11 @@ class Trainer:
             anchor_velocities={},
         )
         with watch("anchor"):
+            if self.forward_process and trajectories.velocities:
+                self.replay.score_noised(batch, self.quiet)
             batch.anchor_velocities = self._anchor_velocities(batch, position_steps(self.config, steps, index))
-        if self.config.train.parity_gate and self.engine.steps == self._first_step:
+        gated = self.config.train.parity_gate and not self.forward_process  # else nothing of the rollout is scored
+        if gated and self.engine.steps == self._first_step:
             tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
             found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer, tell)
             for name, value in found.items():
@@ -212,7 +222,7 @@ class Trainer:
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
         keeps_velocities = stores_rollout_velocities(self.config) or (
-            self.anchor is not None and self.anchor_is_current
+            self.anchor is not None and self.anchor_is_current and not self.forward_process
         )
         trajectories = Trajectories(
             len(prompts),
@@ -221,6 +231,7 @@ class Trainer:
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
+            final=len(table) if self.forward_process else None,
         )
         runs = self.replay.runs(prompts, self.config.sampling.batch_size)
         idle = self.policy.states.behind(len(runs))
@@ -235,10 +246,12 @@ class Trainer:
                         prompts[rows],
                         seeds[rows],
                         initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                        record=functools.partial(trajectories.record, rows),
+                        record=None if self.forward_process else functools.partial(trajectories.record, rows),
                         on_step=bar.update,
                         graphs=self.graphs,
                     )
+                    if self.forward_process:
+                        trajectories.noise_again(rows, latents, seeds[rows].to(self.device), table.sigmas)
                 scorer.submit(latents, prompts[rows])
             idle_rollouts(self.policy, table, coefs, conditioning, self.latent_shape, idle)
         return trajectories
@@ -293,7 +306,8 @@ class Trainer:
         """The loss, and the norms of the gradients of its two parts on the velocity, the KL's without lambda."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
-        scores, old = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old), batch.log_prob_old(micro)
+        scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
+        old = batch.log_prob_old(micro) if batch.trajectories.log_probs else log_prob.detach()
         config, at = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
             *scores,

@@ -226,6 +226,16 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     return TransitionTable(sampler=sampler, eta=float(eta), sigmas=sigmas, a=a, b=b, c=c, notes=notes)
 
 
+def forward_table(sigmas: Tensor) -> TransitionTable:
+    """Rows that score a noised sample x_s = (1-s) x0 + s z by the clean x0, as one step from s to 0 (docs/math.md).
+
+    Mean x0_hat = x_s - s v and standard deviation s / sqrt(2): the log-prob is -mean((v - (z - x0))^2) but for a
+    constant, the KL mean((v - v_anchor)^2).
+    """
+    s = sigmas[:-1]
+    return TransitionTable(sampler="forward", eta=0.0, sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))
+
+
 def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
     notes = []
     if 1 - s[0] < SAGE_CLAMP:

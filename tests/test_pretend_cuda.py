@@ -166,6 +166,15 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
             id="closed form",
         ),
         pytest.param({"sampling__offload_trajectories": True, "kl__anchor_interval": 1}, id="offload"),
+        pytest.param(
+            {
+                "objective__surrogate": "nft",
+                "sampling__sampler": "ode",
+                "kl__velocity_term": "closed_form",
+                "train__optimizer_steps": 2,
+            },
+            id="noised again",
+        ),
         pytest.param({"sampling__cuda_graphs": False, "sampling__sde_window": 2}, id="no graphs"),
     ],
 )

@@ -89,8 +89,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
     "failures, std of the batch": (
         ALONE | {"reward__max_dropped": 1, "objective__advantage_std": "batch"}, SomeFail
     ),
-    "an equal group": (ALONE | {"train__optimizer_steps": 2, "kl__feedback": "ppo", "kl__warmup_steps": 0},
-                       OneGroupIsEqual),
+    "an equal group, noised again": (
+        ALONE | {"train__optimizer_steps": 2, "kl__feedback": "ppo", "kl__warmup_steps": 0, "sampling__sampler": "ode",
+                 "objective__surrogate": "nft", "kl__velocity_term": "closed_form"},
+        OneGroupIsEqual,
+    ),
     "batches, lengths, guidance": (
         {"sampling__steps": 3, "sampling__batch_size": 2, "train__batch_size": 3, "sampling__guidance_scale": 3.0,
          "train__parity_gate": False},

@@ -108,7 +108,7 @@ def test_only_trained_steps_are_stored() -> None:
     for t, state in rows.states.items():
         assert state.dtype == torch.float32
         assert torch.equal(state, x[t])
-    gathered = rows.gather(rows.states, [(1, 5), (0, 2)], after=1)
+    gathered = rows.next_states([(1, 5), (0, 2)])
     assert torch.equal(gathered, torch.stack([x[6][1], x[3][0]]))
 
 

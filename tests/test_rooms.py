@@ -73,7 +73,7 @@ def test_files_can_be_read_in_one_go(folder: str) -> None:
         ("config.py", '"dual"]', '"dual", "triple"]', "objective", "KL_STRATEGIES"),
         ("objective.py", '    "none": KLStrategy(', '    "triple": KLStrategy(anchor="moving", velocity=True),\n'
          '    "none": KLStrategy(', "objective", "config.KLStrategyName"),
-        ("config.py", '"log_prob"]', '"log_prob", "linear"]', "objective", "SURROGATES"),
+        ("config.py", '"nft"]', '"nft", "linear"]', "objective", "SURROGATES"),
         ("config.py", '"share", "none"]', '"share", "mine", "none"]', "objective", "FEEDBACKS"),
         ("config.py", '"exact", "ode"]', '"exact", "ode", "heun"]', "transitions", "SAMPLERS"),
         ("transitions.py", 'SAMPLERS = {', 'SAMPLERS = {"heun": _ode, ', "transitions", "config.Sampler"),

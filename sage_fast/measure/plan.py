@@ -19,7 +19,7 @@ from sage_fast.config import Config
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
-from sage_fast.objective import uses_anchor
+from sage_fast.objective import stores_rollout_velocities, uses_anchor, uses_forward_process
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS, check_path, transformer_config, vae_config
@@ -204,11 +204,12 @@ def plan(
     steps = trained_steps(iteration_table(configured_table(config), config, 0), config, 0)
     trained, anchored = len(steps), len(position_steps(config, steps, 0))
     passes = 2 if s.guidance_scale != 1 else 1
+    scored = trained * (uses_forward_process(config.objective) and stores_rollout_velocities(config))
 
     forwards = {
         "rollout": samples * s.steps * passes,
         "training": samples * trained * passes,
-        "anchor": samples * anchored * passes if uses_anchor(config.kl) else 0,
+        "anchor": samples * (anchored * uses_anchor(config.kl) + scored) * passes,
     }
     forward = forward_flops(built, tokens, text_tokens)
     asked = config.model.gradient_checkpointing

@@ -10,7 +10,8 @@ seed gives the same noise on every device, for every batch composition, and agai
     normal   element 4 block + 0: sqrt(-2 ln u0) cos(2 pi u1)     + 1: sqrt(-2 ln u0) sin(2 pi u1)
              element 4 block + 2: sqrt(-2 ln u2) cos(2 pi u3)     + 3: sqrt(-2 ln u2) sin(2 pi u3)
 
-`stream` separates uses of one seed: 0 for the noise of transitions, 1 for initial latents.
+`stream` separates uses of one seed: 0 for the noise of transitions, 1 for initial latents, 2 for final samples
+that are noised again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 STREAM_TRANSITION = 0
 STREAM_INITIAL_LATENTS = 1
+STREAM_FORWARD = 2
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Replay:
         x = rows.gather(rows.states, micro)
         return transition_score(
             x,
-            rows.gather(rows.states, micro, after=1),
+            rows.next_states(micro),
             self.velocity(batch, micro, x),
             batch.coefs,
             on_device([t for _, t in micro], self.policy.device),
@@ -89,11 +89,26 @@ class Replay:
     ) -> dict[int, Tensor]:
         """step -> `[N, C, T, H, W]`: one forward of the anchor's weights for each sample and step."""
         velocities = {t: batch.trajectories.empty(self.velocity_dtype) for t in steps}
-        runs = self.runs(batch.prompts, self.config.sampling.batch_size)
-        work = [(t, run) for t in steps for run in runs]
-        work += work[-1:] * self.policy.states.behind(len(work))
         with self.policy.using(anchor):
-            for t, run in progress(work, "anchor", len(work), "forward", quiet=quiet):
-                micro = [(i, t) for i in range(run.start, run.stop)]
+            for t, run, micro in self._work(batch, steps, quiet):
                 velocities[t][run].copy_(self.velocity(batch, micro), non_blocking=True)
         return velocities
+
+    @torch.no_grad()
+    def score_noised(self, batch: Batch, quiet: bool = True) -> None:
+        """Fill in the velocities and log-probs of the rollout's weights, which are the present ones, at final samples
+        that were noised again: one forward each."""
+        rows = batch.trajectories
+        rows.log_probs = {t: torch.empty(rows.count, device=rows.device) for t in rows.velocities}
+        for t, run, micro in self._work(batch, sorted(rows.velocities), quiet):
+            x, at = rows.gather(rows.states, micro), on_device(t, rows.device)
+            v = self.velocity(batch, micro, x)
+            rows.log_probs[t][run] = transition_score(x, rows.next_states(micro), v, batch.coefs, at)[0]
+            rows.velocities[t][run].copy_(v, non_blocking=True)
+
+    def _work(self, batch: Batch, steps: Sequence[int], quiet: bool) -> Iterable[tuple[int, slice, list[Transition]]]:
+        """(step, samples, their transitions) of forwards at every sample and step; as many on every rank."""
+        runs = self.runs(batch.prompts, self.config.sampling.batch_size)
+        work = [(t, run, [(i, t) for i in range(run.start, run.stop)]) for t in steps for run in runs]
+        work += work[-1:] * self.policy.states.behind(len(work))
+        return progress(work, "anchor", len(work), "forward", quiet=quiet)

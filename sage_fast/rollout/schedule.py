@@ -13,10 +13,11 @@ from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
+from sage_fast.objective import uses_forward_process, uses_velocity
 from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
-from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
+from sage_fast.transitions import TransitionTable, forward_table, sigma_schedule, transition_table
 
 Transition = tuple[int, int]
 """(sample, step)."""
@@ -37,9 +38,14 @@ def iteration_table(table: TransitionTable, config: Config, iteration: int) -> T
     return table.window(start, start + window)
 
 
+def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
+    """What training scores: the transitions of the rollout, or those from its noise levels to the final sample."""
+    return forward_table(table.sigmas) if uses_forward_process(config.objective) else table
+
+
 def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
     """The stochastic steps that an iteration trains; a random subset if the fraction is below 1."""
-    steps = table.stochastic_steps
+    steps = scored_table(table, config).stochastic_steps
     count = math.ceil(config.train.timestep_fraction * len(steps))
     if config.train.timestep_permutation and count < len(steps):
         order = permutation(len(steps), config.seed, "trained-steps", iteration)
@@ -51,8 +57,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     """What settings and ranks (None: those of this run) make impossible, before a model is loaded.
 
     Raises:
-        UserError: no stochastic step, more optimizer steps than trained transitions, a KL that is always 0, or more
-            ranks than samples.
+        UserError: no stochastic step, equal samples, more optimizer steps than trained transitions, a KL that is always
+            0 or that needs the rollout's log-probs where there are none, or more ranks than samples.
     """
     s, train = config.sampling, config.train
     table = configured_table(config)
@@ -63,14 +69,27 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     if trainable == 0:
         raise UserError(
             f"{rows} has no stochastic step to train, so there is no policy gradient; expected any sampler but "
-            "ode, with eta above 0"
+            "ode, with eta above 0, or objective.surrogate = nft"
         )
+    require(
+        bool(table.stochastic_steps) or not s.shared_initial_noise,
+        "sampling.shared_initial_noise",
+        s.shared_initial_noise,
+        f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false",
+    )
     if trainable < train.optimizer_steps:
         raise UserError(
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
     kl = config.kl
+    require(
+        not (uses_forward_process(config.objective) and uses_velocity(kl) and kl.velocity_term == "rollout"),
+        "kl.velocity_term",
+        kl.velocity_term,
+        f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
+        "closed_form, or kl.strategy = moving",
+    )
     if kl.strategy == "stepwise" and kl.velocity_term == "closed_form" and train.optimizer_steps == 1:
         raise UserError(
             "train.optimizer_steps = 1: the KL of kl.strategy = 'stepwise' in closed form is 0 in the first update of "

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.objective import stores_rollout_velocities, uses_anchor
+from sage_fast.objective import stores_rollout_velocities, uses_anchor, uses_forward_process
+from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
 from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
 
 
@@ -22,10 +23,11 @@ class Trajectories:
         device: of the policy.
         velocities: type of the rollout policy's velocities to keep; None keeps none.
         offload: hold states and velocities in pinned host memory.
+        final: T, if all transitions lead to the final sample (`noise_again`), not to the next step.
 
     Attributes:
         states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
-        log_probs: step -> float32 `[N]`, on the device.
+        log_probs: step -> float32 `[N]`, on the device; of final samples none, until they are scored.
         velocities: step -> `[N, C, T, H, W]`, guidance included.
     """
 
@@ -38,13 +40,15 @@ class Trajectories:
         *,
         velocities: torch.dtype | None = None,
         offload: bool = False,
+        final: int | None = None,
     ) -> None:
         self.device = device
         self.count, self.shape = count, tuple(shape)
         self.steps = frozenset(steps)
         self.offload = offload
-        self.states = {t: self.empty(torch.float32) for t in sorted({*steps, *(t + 1 for t in steps)})}
-        self.log_probs = {t: torch.empty(count, device=device) for t in steps}
+        self._after = {t: t + 1 if final is None else final for t in steps}
+        self.states = {t: self.empty(torch.float32) for t in sorted({*steps, *self._after.values()})}
+        self.log_probs = {t: torch.empty(count, device=device) for t in steps if final is None}
         self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in steps}
 
     def empty(self, dtype: torch.dtype) -> Tensor:
@@ -64,15 +68,26 @@ class Trajectories:
         if self.velocities:
             self.velocities[step][rows].copy_(velocity, non_blocking=True)
 
-    def gather(self, rows: dict[int, Tensor], transitions: Sequence[tuple[int, int]], after: int = 0) -> Tensor:
-        """`[M, C, T, H, W]` on the device: for each of M (sample, step), its entry of `rows`, or that `after` steps on.
+    def noise_again(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
+        """Keep the final latents of samples `rows`, and at each trained step (1-s) latents + s noise with new noise."""
+        self.states[max(self.states)][rows].copy_(latents, non_blocking=True)  # to which all steps lead
+        for t in self._after:
+            noise = philox_normal(seeds, on_device(t, self.device), self.shape, STREAM_FORWARD)
+            self.states[t][rows].copy_(latents.lerp(noise, float(sigmas[t])), non_blocking=True)
+
+    def next_states(self, transitions: Sequence[tuple[int, int]]) -> Tensor:
+        """`[M, C, T, H, W]` on the device: the latents that M (sample, step) lead to."""
+        return self.gather(self.states, [(i, self._after[t]) for i, t in transitions])
+
+    def gather(self, rows: dict[int, Tensor], transitions: Sequence[tuple[int, int]]) -> Tensor:
+        """`[M, C, T, H, W]` on the device: for each of M (sample, step), its entry of `rows`.
 
         Offloaded entries are copied one by one in stream order: the host never reads what the device still writes.
         """
-        return torch.stack([rows[t + after][i].to(self.device, non_blocking=True) for i, t in transitions])
+        return torch.stack([rows[t][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
-def on_device(values: Sequence[float] | Tensor, device: torch.device) -> Tensor:
+def on_device(values: float | Sequence[float] | Tensor, device: torch.device) -> Tensor:
     """Numbers or a host tensor, copied from pinned memory: the host does not wait for the device's other work."""
     host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
@@ -82,7 +97,8 @@ def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int
     """Of `samples` rollouts with latents of `numel` elements: their stored states, and the velocities beside them."""
     trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
     # Untrained steps between trained ones leave up to two states a transition.
-    states = trained + 1 if trained == config.sampling.steps else min(2 * trained, config.sampling.steps + 1)
+    shared = trained == config.sampling.steps or uses_forward_process(config.objective)
+    states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
     velocities = int(uses_anchor(config.kl)) + int(stores_rollout_velocities(config))
     width = 2 if config.model.dtype == "bfloat16" and config.sampling.guidance_scale == 1 else 4
     return 4 * numel * samples * states, width * numel * samples * trained * velocities

@@ -1,0 +1,121 @@
+"""DiffusionNFT: its loss by hand in float64, the samples that are noised again, and training with the ODE."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from sage_fast.config import KLConfig, ObjectiveConfig
+from sage_fast.errors import UserError
+from sage_fast.objective import sage_loss
+from sage_fast.ops import transition_score
+from sage_fast.ops.philox import STREAM_TRANSITION, philox_normal
+from sage_fast.rewards import Reward
+from sage_fast.rollout.schedule import check_trainable
+from sage_fast.rollout.trajectories import Trajectories
+from sage_fast.transitions import forward_table, sigma_schedule
+from tests.tiny import CPU, BrightnessReward, settings, tiny_trainer
+
+TABLE = forward_table(sigma_schedule(4, 3.0))
+NFT = {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "unscaled"])
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
+    """r |v+ - v|^2 + (1-r) |v- - v|^2, less its value at v_old, in units of beta / clamp; at v_old the gradient is then
+    2 clamp (2r-1) (v_old - v) / D. `unscaled` is the loss on x0, which the equalizer takes back."""
+    generator = torch.Generator().manual_seed(0)
+    x0, z, v_old, moved = (torch.randn(4, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(4))
+    steps, advantage, target = torch.arange(4), torch.tensor([-5.0, -0.7, 0.0, 5.0]), z - x0
+    s = TABLE.sigmas[:-1].view(4, 1, 1, 1)
+    coefs = TABLE.coefficients(24, reduction)
+    objective = ObjectiveConfig(surrogate="nft", nft_beta=beta, equalizer=reduction == "mean")
+    r = (0.5 + 0.1 * advantage).double()
+
+    def scored(v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return transition_score((1 - s) * x0 + s * z, x0, v, coefs, steps, v_old=v_old)
+
+    for v in (v_old, v_old + 0.3 * moved):
+        v = v.clone().requires_grad_()
+        plus, minus = (1 - beta) * v_old + beta * v, (1 + beta) * v_old - beta * v
+        squares = [(of - target).square().mean((1, 2, 3)) for of in (plus, minus, v_old)]
+        expected = (r * squares[0] + (1 - r) * squares[1] - squares[2]) * 5 / beta
+        if reduction == "unscaled":
+            expected = expected * s.flatten().square()
+        log_prob, kl_anchor, kl_old = scored(v)
+        loss = sage_loss(
+            log_prob, kl_anchor, kl_old, log_prob_old=scored(v_old)[0], advantage=advantage,
+            equalizer=TABLE.equalizer(reduction), kl_weight=1.0, objective=objective, kl=KLConfig(strategy="none"),
+            bias=TABLE.log_ratio_bias(reduction),
+        )  # fmt: skip
+        gradient, by_hand = (torch.autograd.grad(of.sum(), v, retain_graph=True)[0] for of in (loss.total, expected))
+        torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, by_hand, rtol=1e-5, atol=1e-6)
+        assert not loss.clipped.any()
+        if reduction == "mean" and v.equal(v_old):
+            at_old = 2 * 5 * (2 * r - 1).view(4, 1, 1, 1) * (v_old - target) / 24
+            torch.testing.assert_close(gradient, at_old, rtol=1e-5, atol=1e-6)
+
+
+def test_final_samples_are_noised_by_their_own_seeds() -> None:
+    """The same in any batch, at each level anew, and not with the noise of the rollout."""
+    shape, seeds, sigmas = (2, 3, 4, 4), torch.tensor([3, 5, 7]), torch.tensor([1.0, 0.7, 0.4, 0.0])
+    x0 = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    whole, parts = (Trajectories(3, shape, [0, 2], CPU, final=3) for _ in range(2))
+    for rows, batches in ((whole, [slice(0, 3)]), (parts, [slice(0, 1), slice(1, 3)])):
+        for batch in batches:
+            rows.noise_again(batch, x0[batch], seeds[batch], sigmas)
+    assert sorted(whole.states) == [0, 2, 3]
+    assert all(torch.equal(whole.states[t], parts.states[t]) for t in whole.states)
+    assert torch.equal(whole.next_states([(1, 0), (2, 2)]), x0[1:])
+    noise = {t: (whole.states[t] - (1 - sigmas[t]) * x0) / sigmas[t] for t in (0, 2)}
+    rolled = {t: philox_normal(seeds, torch.tensor(t), shape, STREAM_TRANSITION) for t in (0, 2)}
+    every = torch.stack([*noise.values(), *rolled.values()]).flatten(1)
+    torch.testing.assert_close(every.corrcoef(), torch.eye(4), rtol=0, atol=0.3)
+    assert noise[0].mean().abs() < 0.2
+    assert noise[0].std().item() == pytest.approx(1, abs=0.15)
+
+
+class DarknessReward(BrightnessReward):
+    def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {part: -values for part, values in super().__call__(videos, prompts).items()}
+
+
+@pytest.mark.parametrize("reward", [BrightnessReward(), DarknessReward()], ids=["bright", "dark"])
+def test_training_with_the_ode_raises_the_reward(reward: Reward) -> None:
+    """On the prompt and the noise of the start, whichever way is up."""
+    overrides = {"train__prompts_per_iteration": 1, "train__group_size": 16, "train__optimizer_steps": 3}
+    batches = {"train__batch_size": 16, "sampling__batch_size": 16, "sampling__steps": 3}
+    trainer = tiny_trainer(settings(**NFT, **overrides, **batches, train__learning_rate=2e-2), reward)
+    first, *_, again = (trainer.iteration(index) for index in (0, 1, 2, 0))
+    assert first["ratio/max"] > 1  # the second update sees other weights than the rollout
+    gain = again["reward/mean"] - first["reward/mean"]
+    print(f"gain {gain:.1e}, of a standard deviation of {first['reward/std']:.1e}")
+    assert gain > 5e-5
+
+
+@pytest.mark.parametrize("strategy", ["fixed", "dual"])
+def test_the_rollout_policy_is_scored_at_the_noised_samples(strategy: str) -> None:
+    """Weights that hardly move have its log-probs and velocities, those of the anchor too."""
+    overrides = NFT | {"kl__strategy": strategy, "kl__velocity_term": "closed_form", "train__optimizer_steps": 2}
+    trainer = tiny_trainer(settings(**overrides, train__learning_rate=1e-12))
+    for index in range(2):  # in the second the anchor is no longer the rollout policy by name
+        row = trainer.iteration(index)
+        assert row["log_prob/max_delta"] < 1e-5
+        assert row["kl/velocity"] < 1e-9 > row["kl/anchor"]
+        assert row["grad_norm"] > 1e-5
+    assert "log_prob/parity" not in row  # no step of the rollout is scored
+
+
+def test_what_goes_with_it_and_what_does_not() -> None:
+    check_trainable(settings(**NFT))
+    check_trainable(settings(**NFT | {"sampling__sampler": "sage", "kl__strategy": "moving"}))
+    with pytest.raises(UserError, match=r"'ode'.*no stochastic step.*objective.surrogate = nft"):
+        check_trainable(settings(**NFT | {"objective__surrogate": "clip"}))
+    with pytest.raises(UserError, match=r"kl.velocity_term = 'rollout'.*nearest choice is closed_form, or .*moving"):
+        check_trainable(settings(**NFT | {"kl__strategy": "dual"}))
+    with pytest.raises(UserError, match=r"shared_initial_noise = True.*adds no noise.*nearest choice is false"):
+        check_trainable(settings(**NFT, sampling__shared_initial_noise=True))
+    with pytest.raises(UserError, match=r"objective.nft_beta = 0.*above 0"):
+        settings(**NFT, objective__nft_beta=0)
