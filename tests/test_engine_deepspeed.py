@@ -135,8 +135,8 @@ def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str,
 
 @needs_deepspeed
 def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
-    """The command, with ZeRO-2 and then ZeRO-3 on two ranks (`make soak`: on one between them): every row is that of one
-    plain process."""
+    """The command, with ZeRO-2 and then ZeRO-3 on two ranks (`make soak`: on one between them): every row is that of
+    one plain process."""
     base = ["sage_fast", "train", "configs/demo.yaml", "--quiet", *FEW_STEPS]
     base += arguments(train__prompts_per_iteration=2, train__group_size=2, train__schedule="constant",
                       eval__num_prompts=2, eval__seeds_per_prompt=1, tracking__trackers="[]")  # fmt: skip

@@ -326,4 +326,7 @@ CLAIMS: tuple[Claim, ...] = (
            "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do.",
            [Versus(name, "steps-8") for name in
             ("window-4", "window-2", "window-1", "fraction-1/2", "fraction-1/4", "fraction-1/8")], judge=judge_equal),
+    better("nft", "DiffusionNFT", "beyond the paper, arXiv 2509.16117",
+           "SAGE-GRPO with the dual KL is better than DiffusionNFT on the same videos, prompts and rewards.",
+           [Versus("dual", "nft"), Versus("dual", "nft-beta-0.1"), Versus("exact-dual", "nft")]),
 )  # fmt: skip
