@@ -150,7 +150,7 @@ def test_a_claim_from_the_runs_to_the_page(
     assert re.search(r"4/4  no-ema, seed 1: \d\.\d+; about 0 minutes left", first)
     assert first.splitlines()[-1] == str(tmp_path / "results.html")
 
-    with (tmp_path / "claims" / "ema.csv").open() as file:
+    with (tmp_path / "results" / "ema.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["seed"]) for row in rows] == [
         ("dual", "0"),
@@ -158,7 +158,7 @@ def test_a_claim_from_the_runs_to_the_page(
         ("no-ema", "0"),
         ("no-ema", "1"),
     ]
-    assert (tmp_path / "claims" / "ema.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "results" / "ema.png").read_bytes().startswith(b"\x89PNG")
     page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
     for shown in (page, text):
         assert "sage-fast reproduce ema --quick" in shown

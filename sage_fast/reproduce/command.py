@@ -50,7 +50,7 @@ def reproduce(options: argparse.Namespace) -> int:
     findings = {}
     for claim in chosen:
         findings[claim] = finding = claim.find(material)
-        page.write_finding(claim, finding, folder / "claims")
+        page.write_finding(claim, finding, folder / "results")
         tell(f"{claim.name}: {finding.verdict}. {finding.text}")
     words = ["sage-fast", "reproduce", *options.claims, *(["--quick"] if options.quick else [])]
     print(page.write_pages(findings, folder, training.facts(runs, shlex.join(words)), training.protocol_text()))

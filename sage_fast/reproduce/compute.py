@@ -64,6 +64,8 @@ def _find(material: Material) -> Finding:
         for name in on_front:
             axes.annotate(name, points[name], fontsize=7.5, xytext=(4, -9), textcoords="offset points")
         axes.set_xscale("log")
+        for kind in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            kind("{x:g}")
         axes.set_xlabel("exaFLOPs of the run with the 8.3 B model (sage-fast train --dry-run)")
         axes.set_ylabel("gain of the held-out composite, mean of the seeds")
 

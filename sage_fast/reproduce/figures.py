@@ -53,7 +53,7 @@ def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str
         axes.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, linewidth=0)
         axes.plot(x, mean, color=color, label=label, marker="o", markersize=2.5)
     axes.set_xlabel("iteration")
-    axes.set_ylabel(ylabel or "held-out composite, mean and standard error")
+    axes.set_ylabel(ylabel or "held-out composite")
 
 
 def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import re
@@ -18,15 +19,20 @@ PAGE, MARKDOWN = "results.html", "results.md"
 
 def write_finding(claim: Claim, finding: Finding, folder: Path) -> None:
     """`<claim>.csv`, `.svg` and `.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"{claim.name}.csv", data(finding))
+    for kind in ("svg", "png"):
+        write_atomic(folder / f"{claim.name}.{kind}", picture(finding.draw, claim.size, kind, claim.name))
+
+
+def data(finding: Finding) -> str:
+    """As CSV."""
     columns = list(dict.fromkeys(column for row in finding.rows for column in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in finding.rows)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / f"{claim.name}.csv", text.getvalue())
-    for kind in ("svg", "png"):
-        write_atomic(folder / f"{claim.name}.{kind}", picture(finding.draw, claim.size, kind, claim.name))
+    return text.getvalue()
 
 
 def write_pages(
@@ -36,7 +42,7 @@ def write_pages(
 
     Args:
         findings: in the order of the page.
-        folder: of the page and of `claims/`, where `write_finding` has left its files.
+        folder: of the pages, and of `results/` with what `write_finding` leaves.
         facts: what made it: command, seeds, commits, versions, device.
         protocol: paragraphs.
     """
@@ -45,6 +51,7 @@ def write_pages(
             "claim": claim,
             "finding": finding,
             "figure": inline_svg(finding.draw, claim.size, claim.name, claim.title),
+            "data": base64.b64encode(data(finding).encode()).decode(),
         }
         for claim, finding in findings.items()
     ]
@@ -54,7 +61,7 @@ def write_pages(
 
 
 def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str]) -> str:
-    """As docs/results.md has it; figures and data are looked for in `claims/` beside it."""
+    """As docs/results.md has it; figures and data are in `results/` beside it."""
     lines = ["# Results", "", "Written by the command below; what stands here is what it found.", ""]
     lines += ["| " + " | ".join(("claim", "source", "verdict")) + " |", "|---|---|---|"]
     lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source} | {f.verdict} |" for c, f in findings.items()]
@@ -69,8 +76,8 @@ def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protoc
             f"*{claim.source}.* {claim.says} **{finding.verdict.capitalize()}.**",
             "",
         ]
-        lines += [f"![{claim.title}](claims/{claim.name}.svg)", "", finding.text, ""]
-        lines += [f"[Data](claims/{claim.name}.csv), [PNG](claims/{claim.name}.png)."]
+        lines += [f"![{claim.title}](results/{claim.name}.svg)", "", finding.text, ""]
+        lines += [f"[Data](results/{claim.name}.csv), [PNG](results/{claim.name}.png)."]
     return "\n".join(lines) + "\n"
 
 
