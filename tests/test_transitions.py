@@ -217,7 +217,7 @@ def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_excess_noise_by_hand() -> None:
-    """Two steps of dance: y is multiplied by n/s - S/(2 s^2), and sqrt(S) is added; what keeps the marginal has none."""
+    """Two steps of dance multiply y by n/s - S/(2 s^2) and add S to its variance; who keeps the marginal has none."""
     table = transition_table(torch.tensor([1.0, 0.6, 0.0], dtype=torch.float64), "dance", 0.5)
     first = (0.6 - 0.1 / 2) ** 2 + 0.1
     second = (0 - 0.15 / (2 * 0.36)) ** 2 * first + 0.15

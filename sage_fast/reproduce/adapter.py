@@ -94,7 +94,7 @@ def judge_responses(shares: Shares) -> Verdict:
 
 def find_lora_response(material: Material) -> Finding:
     """Random weights, no training."""
-    sizes, seeds = (QUICK_SIZES, 4) if material.quick else (SIZES, 24)
+    sizes, seeds = (QUICK_SIZES, 6) if material.quick else (SIZES, 24)
     paths = {path: responses(sizes, path, seeds) for path in ("ours", "peft")}
     shares = {(size, path): paths[path][size] for size in sizes for path in paths}
 

@@ -24,18 +24,18 @@ def test_a_true_clip_is_found_where_it_starts() -> None:
 
 
 def test_it_agrees_with_a_search_of_every_start() -> None:
-    """A clip that no scene has: a blend of two, under noise. Every scene, starts a fifth of a pixel apart."""
+    """A clip that no scene has: a blend of two, under noise. Each scene from 64 starts, the one found from 1600."""
     generator = torch.Generator().manual_seed(2)
     captions = ("a red circle moves left quickly", "a yellow square moves left quickly")
     blend = sum(render(parse(caption), generator) for caption in captions) / 2
     video = (blend + 0.1 * torch.randn(blend.shape, generator=generator)).clamp(0, 1)
     [found] = nearest_clips(video[None])
-    least = min(
-        float((video - render(scene, start=(x, y))).square().mean().sqrt())
-        for scene in all_scenes()
-        if scene.speed == "quickly"
-        for (low_x, low_y), (high_x, high_y) in [start_range(scene)]
-        for x in torch.linspace(low_x, high_x, 12).tolist()
-        for y in torch.linspace(low_y, high_y, 12).tolist()
-    )
-    assert found.distance <= least + 1e-6
+    for scenes, starts in ((all_scenes(), 8), ([found.scene], 40)):
+        least = min(
+            float((video - render(scene, start=(x, y))).square().mean().sqrt())
+            for scene in scenes
+            for (low_x, low_y), (high_x, high_y) in [start_range(scene)]
+            for x in torch.linspace(low_x, high_x, starts).tolist()
+            for y in torch.linspace(low_y, high_y, starts).tolist()
+        )
+        assert found.distance <= least + 1e-6
