@@ -12,6 +12,7 @@ from sage_fast.reproduce import adapter, gradients, printed, samplers
 from sage_fast.reproduce.figures import picture
 from sage_fast.reproduce.finding import Claim, Material
 from sage_fast.transitions import sigma_schedule, transition_table
+from tests.tiny import demo_trainer
 
 QUICK = Material(quick=True, runs={})
 CLAIMS = {claim.name: claim for of in (samplers, gradients, printed, adapter) for claim in of.CLAIMS}
@@ -62,8 +63,13 @@ def test_rules_of_gradients_and_adapters() -> None:
     assert adapter.judge_responses({(at, "ours"): (0.3, 0.05), (at, "peft"): (1.0, 0.05)}) == "not held"
 
 
-def test_gradients_are_those_of_the_trainer() -> None:
-    """On the velocity N_t / sqrt(D), at every step; 1/sqrt(Sigma) is not it."""
+def test_gradients_are_those_of_the_trainer(tmp_path: Path) -> None:
+    """On the weights, at a single step, what an update of the trainer has. On the velocity N_t / sqrt(D), at every
+    step; 1/sqrt(Sigma) is not it."""
+    overrides = {key.replace(".", "__"): value for key, value in gradients.SETTINGS.items()}
+    trainer = demo_trainer(tmp_path, **overrides, sampling__steps=1, sampling__eta=0.5, train__prompts_per_iteration=1)
+    one = gradients.measure_gradients(eta=0.5, groups=1, steps=1)
+    assert float(one.policy[0]) == pytest.approx(trainer.iteration(0)["grad_norm"], rel=1e-3)
     norms = gradients.measure_gradients(eta=0.5, groups=1, steps=4)
     np.testing.assert_allclose(norms.velocity, norms.by_row / (32 * 5 * 4 * 4) ** 0.5, rtol=0.03)
     assert gradients.spread(norms.weight * norms.velocity) < 1.06
