@@ -126,6 +126,12 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     profile.add_argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu")
 
+    sde = add("sde", "print and draw the transitions of the samplers: noise, excess noise, equalizer weights, warnings")
+    for option, kind, default in (("--steps", int, 20), ("--shift", float, 5.0), ("--eta", float, 1.0)):
+        sde.add_argument(option, type=kind, default=default, help=f"default: {default:g}")
+    sde.add_argument("--sampler", action="append", default=[], metavar="NAME", help="may be given several times")
+    sde.add_argument("--figure", metavar="FILE", help="draw them there, as .svg or .png")
+
     doctor = add("doctor", "check what is installed, whether it works and agrees, and how fast it is here")
     doctor.add_argument("--json", metavar="FILE", help="write every row there")
 
@@ -354,6 +360,12 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return doctor(options.json)
 
 
+def _sde(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.reproduce.sde import sde
+
+    return sde(options)
+
+
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
     from sage_fast.testbed.pretrain import pretrain
@@ -381,6 +393,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, dict[str, str]], int]] = {
     "profile": _profile,
     "reproduce": _reproduce,
     "doctor": _doctor,
+    "sde": _sde,
     "testbed": _testbed,
     **{name: functools.partial(command, _tell) for name, command in judging.COMMANDS.items()},
 }

@@ -145,6 +145,20 @@ class TransitionTable:
             c=torch.where(inside, self.c, c),
         )
 
+    def excess_noise(self) -> Tensor:
+        """Noise in x beyond what the next sigma says, standard deviation after each step, float64 `[T]`.
+
+        For data at a point, where the network's x0_hat is right: x = (1 - sigma) x0 + y, and a step multiplies y by
+        a + b/s and adds c noise. The last entry is what stays on the final sample. docs/math.md.
+        """
+        variance, excess = 1.0, []
+        for s, n, a, b, c in zip(
+            *(row.tolist() for row in (self.sigmas[:-1], self.sigmas[1:], self.a, self.b, self.c))
+        ):
+            variance = (a + b / s) ** 2 * variance + c**2
+            excess.append(max(variance - n**2, 0.0) ** 0.5)
+        return torch.tensor(excess, dtype=torch.float64)
+
     def _log_prob_weight(self, reduction: str, numel: int) -> Tensor:
         """The factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
         if reduction not in get_args(Reduction):

@@ -7,7 +7,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from sage_fast.transitions import SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from sage_fast.reproduce.mixture import Mixture, sample
+from sage_fast.transitions import SAMPLERS, sigma_schedule, transition_table
 
 STEPS = (1, 2, 3, 10, 37, 68, 100, 1000)
 SHIFTS = (1.0, 3.0, 5.0, 9.0, 17.0)
@@ -155,13 +156,6 @@ def test_coefficients_by_hand() -> None:
 # -- distributions ----------------------------------------------------------------------------------------------------
 
 
-def sample(table: TransitionTable, velocity, x: Tensor, generator: torch.Generator) -> Tensor:
-    for t in range(len(table)):
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        x = table.a[t] * x + table.b[t] * velocity(x, float(table.sigmas[t])) + table.c[t] * noise
-    return x
-
-
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 1000])
 @pytest.mark.parametrize("sampler", ["exact", "cps", "ode"])
 def test_point_mass_keeps_its_marginal(sampler: str, steps: int) -> None:
@@ -195,27 +189,6 @@ def test_freezing_x0_hat_costs_more_with_noise(sampler: str, eta: float, std: fl
     assert math.sqrt(variance) == pytest.approx(std, abs=5e-5)
 
 
-class Mixture:
-    """Four equal Gaussian modes in 16 dimensions, with the velocity field in closed form."""
-
-    std = 0.015
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(11)
-        self.modes = torch.randn(4, 16, generator=generator, dtype=torch.float64)
-
-    def velocity(self, x: Tensor, s: float) -> Tensor:
-        variance = (1 - s) ** 2 * self.std**2 + s**2
-        offset = x[:, None] - (1 - s) * self.modes
-        weight = torch.softmax(-offset.square().sum(-1) / (2 * variance), dim=1)
-        x0_hat = (weight[..., None] * (self.modes + (1 - s) * self.std**2 / variance * offset)).sum(1)
-        return (x - x0_hat) / s
-
-    def distance(self, x: Tensor) -> Tensor:
-        """Distance of each sample to its nearest mode."""
-        return torch.cdist(x, self.modes).amin(1)
-
-
 def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
     """On modes this narrow `exact` has the ODE's error at any number of steps; the others exceed it as printed."""
     mixture, count = Mixture(), 4000
@@ -224,44 +197,33 @@ def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
         rms: dict[str, tuple[float, float]] = {}
         shares: dict[str, Tensor] = {}
         for sampler in ("ode", "exact", "sage", "flow", "dance", "cps"):
-            generator = torch.Generator().manual_seed(steps)
-            x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
             table = transition_table(sigma_schedule(steps, 5.0), sampler, 1.0)
-            x = sample(table, mixture.velocity, x, generator)
+            x = sample(mixture, table, count, seed=steps)
             squared = mixture.distance(x).square()
             mean = float(squared.mean())
             rms[sampler] = (math.sqrt(mean), float(squared.std()) / math.sqrt(count) / (2 * math.sqrt(mean)))
-            shares[sampler] = torch.cdist(x, mixture.modes).argmin(1).bincount(minlength=4) / count
+            shares[sampler] = mixture.shares(x)
         lines.append(f"{steps:>6}" + "".join(f"{v:>9.4f} x{v / rms['ode'][0]:<5.2f}" for v, _ in rms.values()))
         (ode, ode_se), (exact, exact_se) = rms["ode"], rms["exact"]
         assert abs(exact - ode) < 4 * math.hypot(ode_se, exact_se), (steps, rms)
         for sampler in ("sage", "flow", "dance"):
             assert rms[sampler][0] > 1.5 * ode, (steps, sampler, rms)
+            table = transition_table(sigma_schedule(steps, 5.0), sampler, 1.0)
+            predicted = 4 * float(table.excess_noise()[-1])  # in 16 dimensions
+            assert math.sqrt(rms[sampler][0] ** 2 - ode**2) == pytest.approx(predicted, rel=0.1), (steps, sampler)
         assert (shares["exact"] - 0.25).abs().sum() < 0.1, (steps, shares)
     with capsys.disabled():
         print("\nrms distance to the nearest mode, and its ratio to the ODE's (shift 5, eta 1)\n" + "\n".join(lines))
 
 
-def test_printed_score_would_distort_the_modes() -> None:
-    """docs/math.md: the score without its (1-s) factor moves the mode weights; the corrected one does not."""
-    mixture, steps, count = Mixture(), 40, 4000
-    mixture.modes[0] *= 2.0
-
-    def weights(with_factor: bool) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
-        table = transition_table(sigma_schedule(steps, 5.0), "flow", 1.0)
-        for t in range(steps):
-            s, n, variance = float(table.sigmas[t]), float(table.sigmas[t + 1]), float(table.c[t]) ** 2
-            v = mixture.velocity(x, s)
-            x0_hat = x - s * v
-            score = -(x - (1 - s if with_factor else 1) * x0_hat) / s**2
-            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-            x = x - (s - n) * v + variance / 2 * score + math.sqrt(variance) * noise
-        return torch.cdist(x, mixture.modes).argmin(1).bincount(minlength=4) / count
-
-    assert (weights(True) - 0.25).abs().sum() < 0.12
-    assert (weights(False) - 0.25).abs().sum() > 0.3
+def test_excess_noise_by_hand() -> None:
+    """Two steps of dance multiply y by n/s - S/(2 s^2) and add S to its variance; who keeps the marginal has none."""
+    table = transition_table(torch.tensor([1.0, 0.6, 0.0], dtype=torch.float64), "dance", 0.5)
+    first = (0.6 - 0.1 / 2) ** 2 + 0.1
+    second = (0 - 0.15 / (2 * 0.36)) ** 2 * first + 0.15
+    assert table.excess_noise().tolist() == pytest.approx([math.sqrt(first - 0.36), math.sqrt(second)], rel=1e-12)
+    for sampler in ("exact", "cps", "ode"):
+        assert transition_table(sigma_schedule(20, 5.0), sampler, 0.9).excess_noise().max() < 1e-7
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
