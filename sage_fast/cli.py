@@ -16,6 +16,7 @@ from sage_fast import __version__, judging
 from sage_fast.errors import RunError, Stopped, UserError, reason
 from sage_fast.files import make_folder_of, writing
 from sage_fast.profiling import ranges, tools_of_environment
+from sage_fast.reproduce import command as reproducing
 
 if TYPE_CHECKING:
     from sage_fast.config import Config
@@ -92,6 +93,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     sample.add_argument("--quiet", action="store_true", help="no progress bar")
 
     judging.add_parsers(add)
+    reproducing.add_parsers(add)
 
     serve = add("serve-reward", "score videos for other runs, over HTTP")
     serve.add_argument("config", metavar="CONFIG", help="YAML file; its rewards are served")
@@ -116,21 +118,11 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
 
     add_options(add("grid", "train a grid of settings, here or as a Slurm array job; can be stopped and goes on"))
 
-    from sage_fast.reproduce.command import add_options as add_reproduce_options
-
-    add_reproduce_options(add("reproduce", "decide claims of the paper on the testbed, and write what was found"))
-
     profile = add("profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it")
     profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
     profile.add_argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)")
     profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
     profile.add_argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu")
-
-    sde = add("sde", "print and draw the transitions of the samplers: noise, excess noise, equalizer weights, warnings")
-    for option, kind, default in (("--steps", int, 20), ("--shift", float, 5.0), ("--eta", float, 1.0)):
-        sde.add_argument(option, type=kind, default=default, help=f"default: {default:g}")
-    sde.add_argument("--sampler", action="append", default=[], metavar="NAME", help="may be given several times")
-    sde.add_argument("--figure", metavar="FILE", help="draw them there, as .svg or .png")
 
     doctor = add("doctor", "check what is installed, whether it works and agrees, and how fast it is here")
     doctor.add_argument("--json", metavar="FILE", help="write every row there")
@@ -297,13 +289,6 @@ def _grid(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return grid(options, overrides)
 
 
-def _reproduce(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    _tell_loading(options)
-    from sage_fast.reproduce.command import reproduce
-
-    return reproduce(options)
-
-
 def _embed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config, _ = _load(options, overrides)
     from sage_fast.run.embed import embed_prompts
@@ -360,12 +345,6 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return doctor(options.json)
 
 
-def _sde(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.reproduce.sde import sde
-
-    return sde(options)
-
-
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
     from sage_fast.testbed.pretrain import pretrain
@@ -391,11 +370,9 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, dict[str, str]], int]] = {
     "report": _report,
     "bench": _bench,
     "profile": _profile,
-    "reproduce": _reproduce,
     "doctor": _doctor,
-    "sde": _sde,
     "testbed": _testbed,
-    **{name: functools.partial(command, _tell) for name, command in judging.COMMANDS.items()},
+    **{name: functools.partial(command, _tell) for name, command in (judging.COMMANDS | reproducing.COMMANDS).items()},
 }
 
 if __name__ == "__main__":

@@ -54,9 +54,10 @@ def test_rules_of_gradients_and_adapters() -> None:
     )  # fmt: skip
     assert gradients.mismatch(3 * predicted, predicted) == pytest.approx(1)
     assert gradients.mismatch(np.array([1.0, 4.0]), np.array([1.0, 1.0])) == pytest.approx(2)
-    assert gradients.judge_gradients(norms) == "held"
-    assert gradients.judge_gradients(dataclasses.replace(norms, weight=flat)) == "not held"
-    assert gradients.judge_gradients(dataclasses.replace(norms, by_std=flat)) == "not held"
+    assert gradients.judge_law(norms) == gradients.judge_equalizer(norms) == "held"
+    assert gradients.judge_equalizer(dataclasses.replace(norms, weight=flat)) == "not held"
+    assert gradients.judge_law(dataclasses.replace(norms, by_std=flat)) == "not held"
+    assert gradients.room_for_importance(np.array([1.0, 3.0])) == pytest.approx(1 - 4 / 5)
     at = adapter.JUDGED
     assert adapter.judge_responses({(at, "ours"): (1.0, 0.05), (at, "peft"): (0.3, 0.05)}) == "held"
     assert adapter.judge_responses({(at, "ours"): (0.4, 0.05), (at, "peft"): (0.3, 0.05)}) == "not decidable"

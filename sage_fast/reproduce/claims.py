@@ -1,5 +1,12 @@
 """All claims, in the order of the page."""
 
-from sage_fast.reproduce import comparisons, compute
+from sage_fast.reproduce import adapter, comparisons, compute, gradients, printed, samplers
 
-CLAIMS = (*comparisons.CLAIMS, *compute.CLAIMS)
+CLAIMS = (
+    *samplers.CLAIMS,
+    *gradients.CLAIMS,
+    *printed.CLAIMS,
+    *comparisons.CLAIMS,
+    *adapter.CLAIMS,
+    *compute.CLAIMS,
+)

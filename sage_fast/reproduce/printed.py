@@ -121,7 +121,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="print",
         title="The formulas as printed",
-        source="score below Eq. 7, Eq. 42",
+        source="paper, the score below Equation 7, and Equation 42",
         says="The score below Eq. 7 keeps the distribution, and the feedback of Eq. 42 keeps the KL near its target.",
         find=find_print,
     ),

@@ -277,7 +277,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="step-noise",
         title="Noise of a step",
-        source="Table 1, Figure 9",
+        source="paper, Table 1 and Figure 9",
         says=(
             "The noise of sage is near zero at step 0 on flow's schedule (a), stays small where flow's explodes under "
             "the same clamp (b), and with each one's defaults lies below flow's at most steps (c)."
@@ -288,7 +288,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="excess-noise",
         title="Distance from the data",
-        source="Figures 1 and 2",
+        source="paper, Figures 1 and 2",
         says="At the same eta, rollouts of sage stay nearer to the data than those of flow and dance.",
         find=find_excess_noise,
         size=(8.6, 3.8),
