@@ -91,21 +91,24 @@ def protocol_text() -> list[str]:
 
 
 def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, str]:
-    """What made the findings of these runs."""
-    from sage_fast.environment import PACKAGES
+    """What made the findings: this process, and the runs."""
+    import torch
 
+    from sage_fast.environment import PACKAGES, environment
+
+    here = environment(torch.device("cpu"))
     every = [run for of in runs.values() for run in of]
-    environments = [run.environment for run in every]
-    found = {"Command": command}
+    all_of = [run.environment for run in every] or [here]
+    found = {"Command": command, "Findings": f"by commit {here['commit']}, {here['date']}"}
     if every:
-        found |= {
-            "Runs": f"{len(runs)} variants, seeds {sorted({run.seed for run in every})}, "
-            f"{every[0].evaluations[-1]['iteration']} iterations each",
-            "Commits": ", ".join(sorted({str(of.get("commit")) for of in environments})),
-            "Dates": f"{min(of['date'] for of in environments)} to {max(of['date'] for of in environments)}",
-            "Devices": ", ".join(sorted({of["device"] for of in environments})),
-            "Versions": ", ".join(sorted({f"{p} {of[p]}" for of in environments for p in PACKAGES if p in of})),
-        }
+        iterations = every[0].evaluations[-1]["iteration"]
+        seeds = ", ".join(map(str, sorted({run.seed for run in every})))
+        commits = ", ".join(sorted({str(of["commit"]) for of in all_of}))
+        dates = sorted(of["date"] for of in all_of)
+        found["Runs"] = f"{len(runs)} variants, seeds {seeds}, {iterations} iterations each"
+        found["Runs made"] = f"by commit {commits}, {dates[0]} to {dates[-1]}"
+    found["Devices"] = ", ".join(sorted({of["device"] for of in all_of}))
+    found["Versions"] = ", ".join(sorted({f"{name} {of[name]}" for of in all_of for name in PACKAGES if name in of}))
     return found
 
 
