@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from sage_fast.measure.plan import plan
 from sage_fast.report.charts import BLUE, GREY, ORANGE
-from sage_fast.reproduce.finding import Claim, Finding, Material
-from sage_fast.reproduce.statistics import LEVEL, holm, mean_interval, paired
+from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
+from sage_fast.reproduce.statistics import LEVEL, SMALLEST, holm, mean_interval, paired
 from sage_fast.reproduce.training import config_of, full_size, protocol
 
 DEFAULT = "dual"
@@ -69,7 +69,9 @@ def _find(material: Material) -> Finding:
         axes.set_xlabel("exaFLOPs of the run with the 8.3 B model (sage-fast train --dry-run)")
         axes.set_ylabel("gain of the held-out composite, mean of the seeds")
 
-    return Finding(verdict="not held" if better else "not decidable", text=text, draw=draw, rows=rows)
+    excluded = all(of.high < SMALLEST for of in ahead.values())
+    verdict: Verdict = "not held" if better else "held" if excluded else "not decidable"
+    return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
 
 
 CLAIMS = (
