@@ -47,7 +47,7 @@ def nearest_clips(videos: Tensor) -> list[NearestClip]:
     the better half of the scenes stays.
 
     The distance is that to a clip that exists, so never too small. It is too large by what a thousandth of a pixel
-    costs: up to 1e-4 near a true clip, and below 1e-6 at the distances of decoded videos (0.02 and more). That no
+    costs: up to 2e-4 near a true clip, and below 1e-6 at the distances of decoded videos (0.02 and more). That no
     better clip was passed over is not proved, but tested against a fine grid over every scene.
 
     Args:
