@@ -311,28 +311,22 @@ def _charts(data: Run) -> list[str]:
         if part.startswith(JUDGE_PART):
             title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
             drawn.append(charts.held_out({part: points_of(data, part)}, title, "mean score"))
-    if rows:
 
-        def lines(name: str, key: str, title: str, ylabel: str, **options: bool) -> str | None:
-            return charts.curves(rows, {key: title}, name=name, title=title, ylabel=ylabel, **options)
+    def metric(key: str) -> str | None:
+        title, ylabel, options = charts.METRICS[key]
+        return charts.lines({title: (rows, column(rows, key))}, name=key, title=title, ylabel=ylabel, **options)
 
-        drawn += [
-            lines("reward", "reward/mean", "Training reward", "mean over the batch"),
-            charts.curves(rows, parts, name="parts", title="Its parts", ylabel="mean over the batch"),
-            lines("std", "reward/std", "Reward spread within a group", "standard deviation"),
-            lines("kl-anchor", "kl/anchor", "KL to the anchor", "nats per element"),
-            lines("kl-velocity", "kl/velocity", "KL to the rollout policy", "nats per element"),
-            lines("kl-share", "kl/gradient_share", "The KL's share of the gradient", "share on the velocity", log=True),
-            lines("lambda", "kl/lambda", "KL weight", "lambda", log=True, smoothed=False),
-            charts.ratio(rows),
-            lines("clip", "ratio/clip_fraction", "Clipped ratios", "share of transitions"),
-            lines("delta", "log_prob/max_delta", "Largest log-prob change", "|log ratio|", log=True),
-            lines("grad-norm", "grad_norm", "Gradient norm (before clipping)", "norm", log=True),
-            lines("update", "update/relative", "Relative size of an update", "|dW| / |W|", log=True),
-            charts.gradient_map(rows),
-            charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
-            charts.phases(rows),
-        ]
+    of_parts = {label: (rows, column(rows, key)) for key, label in parts.items()}
+    drawn += [
+        metric("reward/mean"),
+        charts.lines(of_parts, name="parts", title="Its parts", ylabel="mean over the batch"),
+        *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
+        charts.ratio(rows),
+        *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm", "update/relative")),
+        charts.gradient_map(rows),
+        charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
+        charts.phases(rows),
+    ]
     return [chart for chart in drawn if chart is not None]
 
 
