@@ -335,17 +335,17 @@ def held_out(
     """
     if max(map(len, points.values()), default=0) < least:
         return None
-    lines = {label: of for label, of in points.items() if of}
+    points = {label: of for label, of in points.items() if of}
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
-        for color, (label, of) in zip(COLORS * 3, lines.items()):
+        for color, (label, of) in zip(COLORS * 3, points.items()):
             x = sorted(of)
             means, errors = zip(*(of[i] for i in x))
             axes.errorbar(
                 x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=_plain(label)
             )  # fmt: skip
         axes.set_title(_plain(title))
-        if len(lines) > 1:
-            _legend(axes, len(lines))
+        if len(points) > 1:
+            _legend(axes, len(points))
         _finish_axes(axes, "iteration", ylabel)
         return themed_svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")

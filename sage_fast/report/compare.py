@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from sage_fast.files import VIDEOS
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report import charts
@@ -14,7 +12,6 @@ from sage_fast.report.gallery import write_gallery
 from sage_fast.report.hacking import verdict
 from sage_fast.report.page import Run, points_of, read_run
 from sage_fast.report.videoset import Row, VideoSet, check_prompts, of_run, read_folder, shown_name, table
-from sage_fast.settings import leaves
 
 PAGE = "comparison.html"
 
@@ -92,7 +89,7 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
 
 def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
     """Settings that are not the same in all runs; a dash where a run does not know one."""
-    flat = [{key: str(value) for key, value in leaves(yaml.safe_load(run.config)).items()} for run in runs.values()]
+    flat = [{key: str(value) for key, value in run.settings.items()} for run in runs.values()]
     names = sorted({name for settings in flat for name in settings} - {"output"})
     values = {name: [settings.get(name, "\N{EN DASH}") for settings in flat] for name in names}
     return [(name, of) for name, of in values.items() if len(set(of)) > 1]

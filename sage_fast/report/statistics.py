@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 from scipy import special  # scipy.stats takes five times as long to import
@@ -27,7 +28,7 @@ def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str
     for prompt, value in zip(prompts, values):
         if math.isfinite(value):
             found.setdefault(prompt, []).append(value)
-    return {prompt: math.fsum(of) / len(of) for prompt, of in found.items()}
+    return {prompt: fmean(of) for prompt, of in found.items()}
 
 
 def bootstrap_interval(values: Sequence[float]) -> Interval | None:
