@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from sage_fast import __version__
@@ -78,11 +78,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # MemAvailable counts the page cache, which gives way; MemFree does not
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return psutil.virtual_memory().available  # with the page cache, which gives way
 
 
 def format_bytes(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Accumulate numbers over an iteration, reduce them over ranks, time its phases, and write them down."""
+"""Accumulate numbers over an iteration, reduce them over ranks, and time its phases."""
 
 from __future__ import annotations
 

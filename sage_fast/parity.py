@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
+from sage_fast.console import Say
 from sage_fast.distributed import all_reduce
 from sage_fast.errors import ParityError
 from sage_fast.objective import centres_ratio
@@ -36,7 +37,7 @@ def check_parity(
     steps: Sequence[int],
     biases: Tensor,
     equalizer: Tensor,
-    tell: Callable[[str], object],
+    tell: Say,
 ) -> dict[str, float]:
     """Score stored transitions with the rollout's weights, and as after an update if the ratio will see one.
 
@@ -158,9 +159,7 @@ def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     return bias, torch.stack(squares).mean(0).sqrt()
 
 
-def check_rounding(
-    near: Tensor, far: Tensor, equalizer: Tensor, config: Config, tell: Callable[[str], object]
-) -> float:
+def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config, tell: Say) -> float:
     """Say how much of the clip range rounding takes up after one update, and stop if it is too much.
 
     Args:

@@ -124,7 +124,7 @@ class RewardConfig(RewardEntry):
                 )
         weights = self.part_weights
         require(
-            any(weight != 0 for weight in weights.values()) and all(map(math.isfinite, weights.values())),
+            any(weight != 0 for weight in weights.values()),
             "reward.several" if self.several else "reward.weights",
             self.several or self.weights,
             "expected finite weights, at least one of them not zero, such as vq 1, mq 1, ta 1",

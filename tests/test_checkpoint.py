@@ -15,7 +15,7 @@ from sage_fast.files import append_line, aside, write_atomic
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked
 from sage_fast.run.train import train
-from sage_fast.run.weights import checkpoints, number
+from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.trainer import Trainer
 from tests.tiny import perturb, settings, tiny_trainer
 
@@ -84,7 +84,7 @@ def test_a_sound_checkpoint_is_not_written_again_and_a_damaged_one_is(tmp_path: 
     flip(second / "trainable.safetensors")
     perturb(trainer)
     save(trainer, tmp_path, 2)
-    assert [number(folder) for folder in checkpoints(tmp_path)] == [1, 2], "those after it came from elsewhere"
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 2], "those after it came from elsewhere"
     found = load_checkpoint(tmp_path, tiny_trainer(settings()).engine)
     assert found is not None
     assert found[0] == 2
@@ -108,7 +108,7 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
             write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", text)
     (tmp_path / "eval" / "iteration-000040.json").write_text('{"reward": [9')  # damaged since: no ground to keep it
     prune_checkpoints(tmp_path, keep, best)
-    assert [number(folder) for folder in checkpoints(tmp_path)] == left
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == left
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
@@ -123,7 +123,7 @@ def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:
     run = train(settings(**config, tracking__trackers=[], sampling__steps=2), quiet=True)
     rewards = {i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2, 3)}
     best = max(rewards, key=lambda i: sum(rewards[i]))
-    assert [number(folder) for folder in checkpoints(run)] == [best, 4]
+    assert [iteration_of(folder) for folder in checkpoints(run)] == [best, 4]
 
 
 def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

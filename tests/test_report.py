@@ -373,7 +373,7 @@ def test_step_gradients_of_untrained_steps_are_gaps():
 
 
 def test_a_chart_without_data_is_none():
-    assert charts.curves([row(0)], {"nothing": "x"}, name="a", title="A", ylabel="y") is None
+    assert charts.lines({"x": ([row(0)], charts.column([row(0)], "nothing"))}, name="a", title="A", ylabel="y") is None
     assert charts.ratio([{"iteration": 0}]) is None
     assert charts.phases([{"iteration": 0}]) is None
     assert charts.gradient_map([row(0, velocity_grad_norm=[None, None])]) is None

@@ -7,12 +7,7 @@ import pytest
 from scipy import stats
 
 from sage_fast.report import statistics
-from sage_fast.report.statistics import bootstrap_interval, means_by_prompt, share_interval, t_quantile
-
-
-@pytest.mark.parametrize("degrees", [3, 4, 7, 15, 100, 10_000])
-def test_quantile_of_student(degrees: int) -> None:
-    assert t_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=0.01)
+from sage_fast.report.statistics import bootstrap_interval, means_by_prompt, share_interval
 
 
 def test_with_many_prompts_the_bootstrap_is_that_of_scipy() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_fast.files import read_json, read_metrics
 from sage_fast.policy.hunyuan import LORA_FILE
 from sage_fast.rewards.testbed import TestbedReward
-from sage_fast.run.weights import checkpoints, number
+from sage_fast.run.weights import checkpoints, iteration_of
 from tests.fork_server import Fault, ForkServer
 from tests.tiny import arguments
 
@@ -173,7 +173,7 @@ def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, r
             else:
                 assert status == {signal.SIGINT: 130, signal.SIGTERM: 0}[number_of_signal], place.log(name)
                 done = len(read_metrics(run / "metrics.jsonl"))
-                assert [number(folder) for folder in checkpoints(run)[-1:]] == [done] * bool(checkpoints(run))
+                assert [iteration_of(folder) for folder in checkpoints(run)[-1:]] == [done] * bool(checkpoints(run))
         place.finish(name)
         assert outcome(run) == reference.outcome, place.log(name)
         shutil.rmtree(run)
@@ -289,7 +289,7 @@ def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
     assert place.server.wait(process) == 143
     assert 1 <= time.monotonic() - begun < 10
     assert "ended 1 s after SIGTERM; the last whole checkpoint counts" in place.log("grace")
-    assert [number(folder) for folder in checkpoints(place.here / "grace")] == [1]
+    assert [iteration_of(folder) for folder in checkpoints(place.here / "grace")] == [1]
 
 
 def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
@@ -300,7 +300,7 @@ def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: P
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 0, place.log("slow")
     assert "stopped after 0 iterations; continue with --resume" in place.log("slow")
-    assert [number(folder) for folder in checkpoints(place.here / "slow")] == [0]
+    assert [iteration_of(folder) for folder in checkpoints(place.here / "slow")] == [0]
     assert read_metrics(place.here / "slow" / "metrics.jsonl") == []
 
 
@@ -362,7 +362,7 @@ def test_two_ranks_stop_together(place: Place) -> None:
     assert [place.server.wait(process) for process in ranks] == [0, 0], place.log("together")
     done = len(read_metrics(run / "metrics.jsonl"))
     assert done >= 2
-    assert number(checkpoints(run)[-1]) == done
+    assert iteration_of(checkpoints(run)[-1]) == done
     place.finish("together", "--train.iterations", str(done + 1))
     assert f"goes on after {done} iterations" in place.log("together")
 
@@ -377,7 +377,7 @@ def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None
     assert "rank 1 failed: RewardError: " in log
     assert log.count("ConnectionError: the server of this rank went away") == 2, log
     run = place.here / "one-fails"
-    assert [number(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
+    assert [iteration_of(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
 
 
 @pytest.mark.fault("a loss that is NaN on one of two ranks", "both end, with the checkpoint of the last iteration")
@@ -389,7 +389,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(plac
     assert log.count("the loss is nan at optimizer step 3; nothing was updated") == 2, log
     assert "stopped after 1 iterations; continue with --resume" in log
     run = place.here / "nan"
-    assert [number(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
+    assert [iteration_of(folder) for folder in checkpoints(run)] == [len(read_metrics(run / "metrics.jsonl"))] == [1]
     assert read_json(checkpoints(run)[0] / "state.json")["optimizer_steps"] == 2
     place.finish("nan", "--train.iterations", "2")
 
@@ -419,5 +419,5 @@ def test_a_rank_that_dies_or_hangs_does_not_leave_the_other_waiting(
         os.kill(ranks[1], signal.SIGKILL)  # as torchrun does
     assert place.server.wait(ranks[1]) == -signal.SIGKILL
     run = place.here / name
-    assert number(checkpoints(run)[-1]) % 2 == 0, "one rank alone saves nothing"
+    assert iteration_of(checkpoints(run)[-1]) % 2 == 0, "one rank alone saves nothing"
     place.finish(name, "--train.iterations", str(len(read_metrics(run / "metrics.jsonl"))))

@@ -109,12 +109,9 @@ def chosen_paths(parts: Sequence[str] | None, paths: Sequence[str] | None) -> di
     for part in parts or PARTS:
         chosen[part] = [path for path in PARTS[part] if paths is None or path in paths]
         if parts is not None and not chosen[part]:
-            raise UserError(f"--part {part!r} has no path {' or '.join(map(repr, paths or []))}; {_paths_of(part)}")
+            asked = " or ".join(map(repr, paths or []))
+            raise UserError(f"--part {part!r} has no path {asked}; its paths are {', '.join(PARTS[part])}")
     return {part: found for part, found in chosen.items() if found}
-
-
-def _paths_of(part: str) -> str:
-    return f"its paths are {', '.join(PARTS[part])}"
 
 
 def run(

@@ -251,8 +251,7 @@ class Rung:
             return denoise(policy, self.coefs, schedule, self.seeds, self.x, self.step)
 
         def whole() -> Any:
-            conditioning = policy.conditioning_table(self.table.sigmas[:-1], self.embeddings)
-            return rollout(policy, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x)
+            return self._rollout(policy)
 
         def train() -> Any:
             v = policy.velocity(self.x, schedule.at(self.step))
@@ -275,11 +274,8 @@ class Rung:
             return {}
         if part == "step":
             return {"graphed": graph.step}
+        return {"graphed": lambda: self._rollout(self.ours, graphs)}
 
-        def whole() -> Any:
-            conditioning = self.ours.conditioning_table(self.table.sigmas[:-1], self.embeddings)
-            return rollout(
-                self.ours, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x, graphs=graphs
-            )
-
-        return {"graphed": whole}
+    def _rollout(self, policy: HunyuanVideo15Policy, graphs: StepGraphs | None = None) -> Tensor:
+        conditioning = policy.conditioning_table(self.table.sigmas[:-1], self.embeddings)
+        return rollout(policy, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x, graphs=graphs)

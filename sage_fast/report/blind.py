@@ -28,10 +28,23 @@ PAGE, KEY = "blind.html", "blind-key.json"
 
 
 def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path) -> tuple[Path, Path]:
-    """`write_blind` for run folders and folders of videos, label -> folder.
+    """Write a page of `count` pairs of videos of the first source and each other source, and its key.
+
+    Pairs are drawn by `seed` and not by their scores: one of each prompt before a second one of any. The order is
+    random, and each source is on the left of half of its pairs.
+
+    Args:
+        sources: label -> run folder or folder of videos.
+        count: at least 1.
+        seed: of the pairs, their order and their sides.
+        folder: made if it does not exist.
+
+    Returns:
+        The page, which holds no name of a source, and the key, which says who is on which side.
 
     Raises:
-        UserError: as `write_blind`; or a source has no videos, or the folder holds the key of another study.
+        UserError: fewer than two sources, or one without videos, or fewer than `count` pairs; a video cannot be read;
+            or the folder holds the key of another study.
     """
     if (folder / KEY).exists():
         raise UserError(
@@ -41,22 +54,6 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
     for label in sources:
         if not any(videos.label == label and videos.shown for videos in sets):
             raise UserError(f"{label} has no videos of an evaluation to show")
-    folder.mkdir(parents=True, exist_ok=True)
-    return write_blind(sets, count, seed, folder)
-
-
-def write_blind(sets: Sequence[VideoSet], count: int, seed: int, folder: Path) -> tuple[Path, Path]:
-    """Write a page of `count` pairs of the first source against each other source, and its key.
-
-    Pairs are drawn by `seed` and not by their scores: one of each prompt before a second one of any. The order is
-    random, and each source is on the left of half of its pairs.
-
-    Returns:
-        The page, which holds no name of a source, and the key, which says who is on which side.
-
-    Raises:
-        UserError: fewer than two sources, or fewer than `count` pairs of videos; or a video cannot be read.
-    """
     if len(sets) < 2:
         raise UserError("--blind compares pairs: expected at least two sources")
     if count < 1:

@@ -56,6 +56,21 @@ STYLE: Any = {
     "svg.fonttype": "none",
 }
 
+METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
+    "reward/mean": ("Training reward", "mean over the batch", {}),
+    "reward/std": ("Reward spread within a group", "standard deviation", {}),
+    "kl/anchor": ("KL to the anchor", "nats per element", {}),
+    "kl/velocity": ("KL to the rollout policy", "nats per element", {}),
+    "kl/gradient_share": ("The KL's share of the gradient", "share on the velocity", {"log": True}),
+    "kl/lambda": ("KL weight", "lambda", {"log": True, "smoothed": False}),
+    "ratio/clip_fraction": ("Clipped ratios", "share of transitions", {}),
+    "log_prob/max_delta": ("Largest log-prob change", "|log ratio|", {"log": True}),
+    "grad_norm": ("Gradient norm (before clipping)", "norm", {"log": True}),
+    "update/relative": ("Relative size of an update", "|dW| / |W|", {"log": True}),
+    "time/total": ("Time of an iteration", "seconds", {}),
+}
+"""Metric -> title, label of the axis and options of its `lines`."""
+
 
 def column(rows: Sequence[Row], key: str) -> np.ndarray:
     """float64 `[rows]`: the value of `key` in every row, NaN if it is missing, null or beyond float32, as none is."""
@@ -73,8 +88,8 @@ def _iterations(rows: Sequence[Row]) -> np.ndarray:
     return np.array([row["iteration"] + 1 for row in rows], dtype=np.float64)
 
 
-def _figure(width: float = 4.3, height: float = 2.8) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="constrained")
+def _figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.3, 2.8), layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.add_subplot()
     axes.patch.set_alpha(0)
@@ -132,9 +147,8 @@ def spans_decades(values: np.ndarray) -> bool:
     return len(positive) > 0 and bool(positive.max() > 20 * positive.min())
 
 
-def curves(
-    rows: Sequence[Row],
-    series: Mapping[str, str],
+def lines(
+    data: Mapping[str, tuple[Sequence[Row], np.ndarray]],
     *,
     name: str,
     title: str,
@@ -145,28 +159,13 @@ def curves(
     """Lines over iterations; noisy ones get a running mean over a fifteenth of the run on top.
 
     Args:
-        rows: iterations.
-        series: metric key -> label; keys that no row has are skipped.
-        name: short and unique on the page.
+        data: label -> iterations and a value for each; those without a value are skipped.
+        name: unique on the page.
         title: heading.
         ylabel: with the unit.
         log: logarithmic axis if the values span decades; those that are not positive become gaps on it.
         smoothed: add the running mean.
     """
-    data = {label: (rows, column(rows, key)) for key, label in series.items()}
-    return lines(data, name=name, title=title, ylabel=ylabel, log=log, smoothed=smoothed)
-
-
-def lines(
-    data: Mapping[str, tuple[Sequence[Row], np.ndarray]],
-    *,
-    name: str,
-    title: str,
-    ylabel: str,
-    log: bool = False,
-    smoothed: bool = True,
-) -> str | None:
-    """Label -> iterations and a value for each; the rest as for `curves`. Those without a value are skipped."""
     data = {label: (rows, values) for label, (rows, values) in data.items() if not np.isnan(values).all()}
     if not data:
         return None
@@ -336,17 +335,17 @@ def held_out(
     """
     if max(map(len, points.values()), default=0) < least:
         return None
-    lines = {label: of for label, of in points.items() if of}
+    points = {label: of for label, of in points.items() if of}
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
-        for color, (label, of) in zip(COLORS * 3, lines.items()):
+        for color, (label, of) in zip(COLORS * 3, points.items()):
             x = sorted(of)
             means, errors = zip(*(of[i] for i in x))
             axes.errorbar(
                 x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=_plain(label)
             )  # fmt: skip
         axes.set_title(_plain(title))
-        if len(lines) > 1:
-            _legend(axes, len(lines))
+        if len(points) > 1:
+            _legend(axes, len(points))
         _finish_axes(axes, "iteration", ylabel)
         return themed_svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")

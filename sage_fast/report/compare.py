@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from sage_fast.files import VIDEOS
 from sage_fast.metrics import REWARD_PART
 from sage_fast.report import charts
@@ -14,22 +12,8 @@ from sage_fast.report.gallery import write_gallery
 from sage_fast.report.hacking import verdict
 from sage_fast.report.page import Run, points_of, read_run
 from sage_fast.report.videoset import Row, VideoSet, check_prompts, of_run, read_folder, shown_name, table
-from sage_fast.settings import leaves
 
-METRICS: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
-    ("reward/mean", "Training reward", "mean over the batch", {}),
-    ("reward/std", "Reward spread within a group", "standard deviation", {}),
-    ("kl/anchor", "KL to the anchor", "nats per element", {}),
-    ("kl/velocity", "KL to the rollout policy", "nats per element", {}),
-    ("kl/gradient_share", "The KL's share of the gradient", "share on the velocity", {"log": True}),
-    ("kl/lambda", "KL weight", "lambda", {"log": True, "smoothed": False}),
-    ("ratio/clip_fraction", "Clipped ratios", "share of transitions", {}),
-    ("log_prob/max_delta", "Largest log-prob change", "|log ratio|", {"log": True}),
-    ("grad_norm", "Gradient norm (before clipping)", "norm", {"log": True}),
-    ("update/relative", "Relative size of an update", "|dW| / |W|", {"log": True}),
-    ("time/total", "Time of an iteration", "seconds", {}),
-)
-"""Key, title, label of the axis and options of `charts.lines`."""
+PAGE = "comparison.html"
 
 
 def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSet], list[str]]:
@@ -60,9 +44,6 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSe
     for videos in sets[1:]:
         notes += check_prompts(sets[0], videos)
     return runs, sets, notes
-
-
-PAGE = "comparison.html"
 
 
 def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path:
@@ -108,7 +89,7 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
 
 def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
     """Settings that are not the same in all runs; a dash where a run does not know one."""
-    flat = [{key: str(value) for key, value in leaves(yaml.safe_load(run.config)).items()} for run in runs.values()]
+    flat = [{key: str(value) for key, value in run.settings.items()} for run in runs.values()]
     names = sorted({name for settings in flat for name in settings} - {"output"})
     values = {name: [settings.get(name, "\N{EN DASH}") for settings in flat] for name in names}
     return [(name, of) for name, of in values.items() if len(set(of)) > 1]
@@ -122,8 +103,9 @@ def _charts(runs: Mapping[str, Run]) -> list[str]:
         drawn.append(charts.held_out(points, f"Held-out {shown_name(score)}", "mean score", least=1))
     rows = {label: run.rows for label, run in runs.items() if run.rows}
     parts = sorted({key for of in rows.values() for row in of for key in row if key.startswith(REWARD_PART)})
-    metrics = [*METRICS[:1], *((key, key.removeprefix(REWARD_PART), "mean over the batch", {}) for key in parts)]
-    for number, (key, title, ylabel, options) in enumerate([*metrics, *METRICS[1:]]):
+    mean = {"reward/mean": charts.METRICS["reward/mean"]}
+    metrics = mean | {key: (key.removeprefix(REWARD_PART), "mean over the batch", {}) for key in parts} | charts.METRICS
+    for key, (title, ylabel, options) in metrics.items():
         data = {label: (of, charts.column(of, key)) for label, of in rows.items()}
-        drawn.append(charts.lines(data, name=f"overlay-{number}", title=title, ylabel=ylabel, **options))
+        drawn.append(charts.lines(data, name=key, title=title, ylabel=ylabel, **options))
     return [chart for chart in drawn if chart is not None]

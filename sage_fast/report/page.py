@@ -31,6 +31,7 @@ from sage_fast.report.comparison import (
 from sage_fast.report.hacking import changes, verdict
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.videos import numbered
+from sage_fast.settings import leaves
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
@@ -42,6 +43,7 @@ class Run:
     Attributes:
         folder: where.
         config: resolved settings, YAML text.
+        settings: the same, dotted name -> value.
         facts: `run.json`: command, commit, versions, device, sampler notes; empty if it is missing.
         rows: iterations, `metrics.jsonl`.
         evaluations: file stem (`before`, `iteration-000010`, `after`) -> scores.
@@ -49,6 +51,7 @@ class Run:
 
     folder: Path
     config: str
+    settings: dict[str, Any]
     facts: dict[str, Any]
     rows: list[dict[str, Any]]
     evaluations: dict[str, dict[str, Any]]
@@ -75,22 +78,23 @@ def read_run(folder: Path) -> Run:
     evaluations = {path.stem: read_scores(path) for path in sorted((folder / "eval").glob("*.json"))}
     facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     _check_facts(facts, folder / "run.json")
+    config, settings = _read_settings(folder / "config.yaml")
     return Run(
         folder=folder,
-        config=_read_settings(folder / "config.yaml"),
+        config=config,
+        settings=settings,
         facts=facts,
         rows=read_metrics(folder / "metrics.jsonl"),
         evaluations=evaluations,
     )
 
 
-def _read_settings(file: Path) -> str:
+def _read_settings(file: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = file.read_text(encoding="utf-8")
-        yaml.safe_load(text)
+        return text, leaves(yaml.safe_load(text))
     except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from error
-    return text
 
 
 def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
@@ -216,7 +220,7 @@ def write_report(run: Path) -> Path:
     before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
     table = paired_table(before, last) if before and last else []
     page = render(
-        "template.html.j2",
+        "report.html.j2",
         name=data.folder.resolve().name,
         status=_status(data),
         settings=_settings(data),
@@ -236,15 +240,8 @@ def write_report(run: Path) -> Path:
     return path
 
 
-def _setting(data: Run, key: str) -> Any:
-    tree = yaml.safe_load(data.config)
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
 def _status(data: Run) -> str:
-    planned, done = _setting(data, "train.iterations"), len(data.rows)
+    planned, done = data.settings.get("train.iterations"), len(data.rows)
     if not done:
         return "No iteration has been completed yet."
     if isinstance(planned, int) and done < planned:
@@ -264,7 +261,7 @@ def _settings(data: Run) -> dict[str, str]:
     keys = {"model": "model.path", "tuning": "model.tuning", "sampler": "sampling.sampler", "eta": "sampling.eta",
             "steps": "sampling.steps", "shift": "sampling.shift", "group": "train.group_size", "KL": "kl.strategy",
             "learning rate": "train.learning_rate", "seed": "seed"}  # fmt: skip
-    found = {label: _setting(data, key) for label, key in keys.items()}
+    found = {label: data.settings.get(key) for label, key in keys.items()}
     return {label: str(value) for label, value in found.items() if value is not None}
 
 
@@ -311,28 +308,22 @@ def _charts(data: Run) -> list[str]:
         if part.startswith(JUDGE_PART):
             title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
             drawn.append(charts.held_out({part: points_of(data, part)}, title, "mean score"))
-    if rows:
 
-        def lines(name: str, key: str, title: str, ylabel: str, **options: bool) -> str | None:
-            return charts.curves(rows, {key: title}, name=name, title=title, ylabel=ylabel, **options)
+    def metric(key: str) -> str | None:
+        title, ylabel, options = charts.METRICS[key]
+        return charts.lines({title: (rows, column(rows, key))}, name=key, title=title, ylabel=ylabel, **options)
 
-        drawn += [
-            lines("reward", "reward/mean", "Training reward", "mean over the batch"),
-            charts.curves(rows, parts, name="parts", title="Its parts", ylabel="mean over the batch"),
-            lines("std", "reward/std", "Reward spread within a group", "standard deviation"),
-            lines("kl-anchor", "kl/anchor", "KL to the anchor", "nats per element"),
-            lines("kl-velocity", "kl/velocity", "KL to the rollout policy", "nats per element"),
-            lines("kl-share", "kl/gradient_share", "The KL's share of the gradient", "share on the velocity", log=True),
-            lines("lambda", "kl/lambda", "KL weight", "lambda", log=True, smoothed=False),
-            charts.ratio(rows),
-            lines("clip", "ratio/clip_fraction", "Clipped ratios", "share of transitions"),
-            lines("delta", "log_prob/max_delta", "Largest log-prob change", "|log ratio|", log=True),
-            lines("grad-norm", "grad_norm", "Gradient norm (before clipping)", "norm", log=True),
-            lines("update", "update/relative", "Relative size of an update", "|dW| / |W|", log=True),
-            charts.gradient_map(rows),
-            charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
-            charts.phases(rows),
-        ]
+    of_parts = {label: (rows, column(rows, key)) for key, label in parts.items()}
+    drawn += [
+        metric("reward/mean"),
+        charts.lines(of_parts, name="parts", title="Its parts", ylabel="mean over the batch"),
+        *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
+        charts.ratio(rows),
+        *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm", "update/relative")),
+        charts.gradient_map(rows),
+        charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
+        charts.phases(rows),
+    ]
     return [chart for chart in drawn if chart is not None]
 
 
@@ -361,7 +352,7 @@ def _videos(data: Run) -> list[dict[str, Any]]:
     numbers = [set(found) for found in files.values()]
     available = set.intersection(*numbers) or set.union(*numbers)
     last = scores[data.last] if data.last else {}
-    count = _setting(data, "eval.num_videos")
+    count = data.settings.get("eval.num_videos")
     shown = []
     chosen = shown_pairs(
         scores.get("before", {}), last, available, count if isinstance(count, int) and count > 0 else 6

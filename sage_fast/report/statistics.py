@@ -8,30 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
+from statistics import fmean
 
 import numpy as np
+from scipy import special  # scipy.stats takes five times as long to import
 
 from sage_fast.report.comparison import MIN_PROMPTS
 
 Interval = tuple[float, float]
 
 RESAMPLES = 10_000
-
-_TAIL = 0.025
-_Z = NormalDist().inv_cdf(1 - _TAIL)
-
-
-def t_quantile(degrees: int) -> float:
-    """The 97.5 % point of Student's t (Abramowitz and Stegun 26.7.5), to 1 % from 3 degrees of freedom on."""
-    z, n = _Z, degrees
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / n**power for power, term in enumerate(terms, start=1))
+UPPER = 0.975
+"""The upper end of an interval of 95 %, as a share of the distribution."""
 
 
 def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str, float]:
@@ -40,7 +28,7 @@ def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str
     for prompt, value in zip(prompts, values):
         if math.isfinite(value):
             found.setdefault(prompt, []).append(value)
-    return {prompt: math.fsum(of) / len(of) for prompt, of in found.items()}
+    return {prompt: fmean(of) for prompt, of in found.items()}
 
 
 def bootstrap_interval(values: Sequence[float]) -> Interval | None:
@@ -59,7 +47,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval | None:
     generator = np.random.default_rng(0)
     shares = np.full(count, 1 / count)
     blocks = [generator.multinomial(count, shares, size=500) @ array for _ in range(RESAMPLES // 500)]
-    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(count - 1))
+    tail = special.ndtr(-math.sqrt(count / (count - 1)) * special.stdtrit(count - 1, UPPER))
     low, high = np.quantile(np.concatenate(blocks) / count, (tail, 1 - tail))
     return float(low), float(high)
 
@@ -79,7 +67,7 @@ def share_interval(prompts: Sequence[str], votes: Sequence[float]) -> Interval |
         counts.setdefault(prompt, []).append(vote)
     n, clusters = len(votes), len(counts)
     share = sum(votes) / n
-    effective, quantile = float(n), _Z
+    effective, quantile = float(n), special.ndtri(UPPER)
     if n > clusters:
         if clusters < MIN_PROMPTS:
             return None
@@ -87,8 +75,8 @@ def share_interval(prompts: Sequence[str], votes: Sequence[float]) -> Interval |
         residuals = [sum(of) - share * len(of) for of in counts.values()]
         clustered = clusters / (clusters - 1) * sum(r**2 for r in residuals) / n**2
         effective = n / max(1.0, clustered / binomial) if binomial else float(clusters)
-        quantile = t_quantile(clusters - 1)
-    z2 = quantile**2
+        quantile = special.stdtrit(clusters - 1, UPPER)  # of Student's t
+    z2 = float(quantile) ** 2
     middle = (share + z2 / (2 * effective)) / (1 + z2 / effective)
     half = math.sqrt(share * (1 - share) * z2 / effective + (z2 / (2 * effective)) ** 2) / (1 + z2 / effective)
     return max(0.0, middle - half), min(1.0, middle + half)

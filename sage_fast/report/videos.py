@@ -25,6 +25,7 @@ from sage_fast.distributed import rank
 from sage_fast.errors import UserError
 from sage_fast.files import aside, read_json
 from sage_fast.report.comparison import scores_of, shown_pairs
+from sage_fast.rewards.frames import evenly_spaced
 
 MIN_SIDE = 128
 """Pixels; smaller videos are enlarged, or players blur them into a smear."""
@@ -170,7 +171,7 @@ def read_video(path: Path, num_frames: int | None = None) -> Tensor:
         UserError: it cannot be read, or is cut off.
     """
     frames = list(_frames(path))
-    frames = [frames[i] for i in _evenly_spaced(len(frames), num_frames or len(frames))]
+    frames = [frames[i] for i in evenly_spaced(len(frames), num_frames or len(frames))]
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 255
 
 
@@ -343,16 +344,10 @@ def comparison_sheet(
 def _cells(video: Tensor, count: int, height: int) -> list[Image.Image]:
     """Frames at evenly spaced times, `height` pixels high: nearest neighbour upwards, averaged downwards."""
     frames = _pixels(video)
-    chosen = _evenly_spaced(len(frames), count)
+    chosen = evenly_spaced(len(frames), count)
     width = max(1, round(height * frames.shape[2] / frames.shape[1]))
     method = Image.Resampling.NEAREST if height >= frames.shape[1] else Image.Resampling.BOX
     return [Image.fromarray(frames[i]).resize((width, height), method) for i in chosen]
-
-
-def _evenly_spaced(length: int, count: int) -> list[int]:
-    """`count` indices (fewer if `length` is smaller) from 0 to `length - 1`."""
-    count = min(count, length)
-    return [round(i * (length - 1) / (count - 1)) if count > 1 else 0 for i in range(count)]
 
 
 @functools.cache

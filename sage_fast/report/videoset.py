@@ -13,8 +13,9 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sage_fast.errors import UserError, nearest
@@ -223,7 +224,7 @@ def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
     row = Row(
         score=name,
         label=videos.label,
-        mean=_mean(means.values()),
+        mean=fmean(means.values()) if means else math.nan,
         interval=bootstrap_interval(list(means.values())),
         videos=len(values),
         prompts=len(means),
@@ -234,7 +235,7 @@ def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
     by_prompt = means_by_prompt([prompt for prompt, _ in gains], list(gains.values()))
     return dataclasses.replace(
         row,
-        gain=_mean(by_prompt.values()),
+        gain=fmean(by_prompt.values()) if by_prompt else math.nan,
         gain_interval=bootstrap_interval(list(by_prompt.values())),
         pairs=len(gains),
         pair_prompts=len(by_prompt),
@@ -245,11 +246,6 @@ def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
     """What each video has more of a score than its pair in the first set."""
     base, values = first.by_key(name), videos.by_key(name)
     return {key: value - base[key] for key, value in values.items() if key in base}
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values) if values else math.nan
 
 
 def hacked(rows: Sequence[Row], judges: Sequence[str]) -> list[str]:

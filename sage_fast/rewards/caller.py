@@ -38,6 +38,7 @@ class Inline:
         entry: its settings.
         reward: as of `load_reward`.
         timeout: seconds of a call; 0: no limit.
+        device: that it gets the videos on; None: where they are.
     """
 
     def __init__(self, entry: RewardEntry, reward: Any, timeout: float, device: str | None = None) -> None:

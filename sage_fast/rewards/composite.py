@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from sage_fast.rewards.caller import Beside, Caller, Inline
 from sage_fast.rewards.failure import failure, first_line
 from sage_fast.rewards.load import Reward, device_of, load_reward
 from sage_fast.rewards.process import RewardProcess
-from sage_fast.rewards.score import Call, Outcome, score
+from sage_fast.rewards.score import Outcome, score
 
 RAW = "_raw"
 """Suffix of a part as its reward gave it, beside the normalised one."""
@@ -82,6 +82,16 @@ class Source:
     key: str
     caller: Caller
     needed: set[str] | None
+
+    @property
+    def beside(self) -> bool:
+        """Whether it scores beside what the run does next, and so gets a copy of the videos on the CPU."""
+        return isinstance(self.caller, Beside)
+
+    def call(self, videos: Tensor, prompts: list[str]) -> Future[dict[str, Tensor]]:
+        """The parts of one call, whatever comes of it."""
+        given = videos.cpu() if self.beside else videos
+        return self.caller.submit(lambda call: call(given, prompts))
 
     @property
     def counts(self) -> bool:
@@ -214,8 +224,7 @@ class CompositeReward:
     @staticmethod
     def _once(source: Source, videos: Tensor, prompts: list[str], where: str) -> dict[str, Tensor]:
         try:
-            given = videos.cpu() if _beside(source) else videos
-            return source.caller.submit(_call(given, prompts)).result()
+            return source.call(videos, prompts).result()
         except RewardError:
             raise
         except Exception as error:
@@ -233,10 +242,10 @@ class CompositeReward:
         next by what does not, which gets a copy on the CPU."""
         texts = list(prompts)
         outcomes: dict[int, Future[Outcome]] = {}
-        for i in sorted(range(len(self.sources)), key=lambda i: not _beside(self.sources[i])):
-            source = self.sources[i]
-            given = videos.cpu() if _beside(source) else videos
-            outcomes[i] = source.caller.submit(_work(given, texts, source.needed, self.config.retries))
+        for i, source in sorted(enumerate(self.sources), key=lambda item: not item[1].beside):
+            given, retries = videos.cpu() if source.beside else videos, self.config.retries
+            work = functools.partial(score, videos=given, prompts=texts, needed=source.needed, retries=retries)
+            outcomes[i] = source.caller.submit(work)
         return Pending(self, texts, [outcomes[i] for i in sorted(outcomes)])
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Scores:
@@ -250,8 +259,7 @@ class CompositeReward:
             RewardFailure: or what else the reward raises.
         """
         texts, here = list(prompts), videos.to(device)
-        given = [videos.cpu() if _beside(source) else here for source in self.sources]
-        work = [source.caller.submit(_call(own, texts)) for source, own in zip(self.sources, given)]
+        work = [source.call(videos if source.beside else here, texts) for source in self.sources]
         results = [future.result() for future in work]
         return {
             source.entry.named(part): values
@@ -313,7 +321,7 @@ class CompositeReward:
                 f"{dropped} of {count} samples have no score, more than reward.max_dropped = "
                 f"{self.config.max_dropped:g} of them; the last: {scores.notes[-1] if scores.notes else 'not known'}"
             )
-            vars(error)["on_all_ranks"] = True
+            error.on_all_ranks = True
             raise error
 
 
@@ -349,15 +357,3 @@ def made_up_videos(sampling: SamplingConfig) -> Tensor:
         min(2, sampling.batch_size), frames, 3, height, width, generator=torch.Generator().manual_seed(0)
     )
     return (noise + torch.linspace(0, 1, width)) / 2
-
-
-def _beside(source: Source) -> bool:
-    return isinstance(source.caller, Beside)
-
-
-def _call(videos: Tensor, prompts: list[str]) -> Callable[[Call], dict[str, Tensor]]:
-    return lambda call: call(videos, prompts)
-
-
-def _work(videos: Tensor, prompts: list[str], needed: set[str] | None, retries: int) -> Any:
-    return lambda call: score(call, videos, prompts, needed, retries)

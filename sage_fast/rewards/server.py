@@ -40,8 +40,6 @@ class RewardServer(ThreadingHTTPServer):
         OSError: the address is taken, or none of this machine.
     """
 
-    daemon_threads = True
-
     def __init__(self, reward: CompositeReward, host: str, port: int, tell: Say, device: str = "cpu") -> None:
         self.reward, self.tell, self.device = reward, tell, device
         self.turns = threading.BoundedSemaphore(reward.at_a_time)

@@ -34,7 +34,6 @@ class Measurement:
     overlap: Tensor  # [B, F, shapes] in [0, 1]: intersection over union with each shape drawn at the centroid
     purity: Tensor  # [B, F, colors] in [0, 1]: how close the lit pixels are to each colour
     presence: Tensor  # [B, F] in [0, 1]: one compact thing of the right size is in the frame
-    center: Tensor  # [B, F, 2] pixels: the centroid (x, y) of the lit pixels
     area: Tensor  # [B, F] pixels: how much is lit
     tint: Tensor  # [B, F, 3]: the mean RGB of the lit pixels
     velocity: Tensor  # [B, 2] pixels per frame: straight-line fit of the centroid
@@ -75,7 +74,6 @@ def measure(videos: Tensor) -> Measurement:
         overlap=overlap,
         purity=_purity(pixels, lit),
         presence=presence,
-        center=center,
         area=area,
         tint=(pixels * lit[:, :, None]).sum(dim=(3, 4)) / lit.square().sum(dim=(2, 3)).clamp(min=1e-3)[..., None],
         velocity=velocity,

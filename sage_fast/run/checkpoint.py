@@ -22,7 +22,7 @@ from sage_fast.errors import UserError
 from sage_fast.files import PARTIAL, read_json, remove_folder, sync, write_json
 from sage_fast.policy.hunyuan import State
 from sage_fast.report.comparison import mean_and_error, read_scores
-from sage_fast.run.weights import MANIFEST, checkpoints, digest, fault_of, number
+from sage_fast.run.weights import MANIFEST, checkpoints, digest, fault_of, iteration_of
 
 
 def save_checkpoint(
@@ -64,7 +64,7 @@ def save_checkpoint(
             write_json({"files": dict(sorted(files.items()))}, partial / MANIFEST)
             for inner in [path for path in partial.rglob("*") if path.is_dir()]:
                 sync(inner)
-            later = [other for other in checkpoints(run) if number(other) >= iteration]
+            later = [other for other in checkpoints(run) if iteration_of(other) >= iteration]
             for other in later:
                 remove_folder(other)
             partial.replace(folder)

@@ -38,6 +38,9 @@ from sage_fast.run.setup import Setup
 from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
 
+Chunks = Iterator[tuple[list[int], Tensor]]
+"""Indices of videos, and these videos `[B, F, 3, H, W]` in [0, 1]."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class Evaluation:
@@ -105,8 +108,8 @@ def video_chunks(
     *,
     quiet: bool = True,
     pause: Callable[[], object] = lambda: None,
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of at most `sampling.batch_size` prompts and their videos `[B, F, 3, H, W]` in [0, 1], by the ODE.
+) -> Chunks:
+    """At most `sampling.batch_size` prompts at a time and their videos, by the ODE.
 
     On a GPU a chunk is decoded beside the rollout of the next one.
 
@@ -181,10 +184,6 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
 def negatives_for(setup: Setup, texts: Sequence[str]) -> dict[str, str]:
     """Prompt -> its negative prompt, of those of `texts` that have one."""
     return {text: setup.negatives[text] for text in texts if text in setup.negatives}
-
-
-Chunks = Iterator[tuple[list[int], Tensor]]
-"""Indices of videos, and these videos `[B, F, 3, H, W]` in [0, 1]."""
 
 
 def evaluate(

@@ -1,7 +1,7 @@
 """The files of a run folder that are not metrics or checkpoints.
 
-<run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/
-<run>/comparison.png report.html run.lock
+<run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/ logs/
+<run>/comparison.png report.html run.lock launchers
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sage_fast.errors import UserError
 from sage_fast.files import PARTIAL, aside, read_json, read_metrics, remove, write_atomic
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
-from sage_fast.run.weights import checkpoints, number
+from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.settings import dump, load
 
 LOCK = "run.lock"
@@ -43,7 +43,7 @@ def check_output(config: Config, *, resume: bool) -> None:
     if resume:
         check_run(run)
         check_kept(config)
-        done = max(map(number, checkpoints(run)), default=0)
+        done = max(map(iteration_of, checkpoints(run)), default=0)
         if done > config.train.iterations:
             raise UserError(
                 f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "

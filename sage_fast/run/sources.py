@@ -14,7 +14,7 @@ from sage_fast.config import Config
 from sage_fast.console import Say, say_nothing
 from sage_fast.errors import UserError
 from sage_fast.files import VIDEOS
-from sage_fast.run.weights import fault_of_weights, load_run, number
+from sage_fast.run.weights import fault_of_weights, iteration_of, load_run
 from sage_fast.settings import from_overrides
 
 BASE = "base"
@@ -82,7 +82,7 @@ def read_source(label: str, source: str, overrides: Mapping[str, str], tell: Say
         if fault := fault_of_weights(path):
             raise UserError(f"{source!r}: no such checkpoint, or a damaged one: {fault}")
         config, _ = load_run(str(path.parent.parent), {"model.weights": str(path), **overrides})
-        return Source(label=label, path=source, config=config, iteration=number(path))
+        return Source(label=label, path=source, config=config, iteration=iteration_of(path))
     if path.is_dir() and not (path / "config.yaml").is_file():
         raise UserError(
             f"{source!r} is no run folder: config.yaml is missing; nor a folder of videos: {VIDEOS}, with the columns "

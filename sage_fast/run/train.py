@@ -42,7 +42,7 @@ from sage_fast.run.folder import (
 from sage_fast.run.setup import Setup, check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.trackers import MetricsWriter, check_trackers
-from sage_fast.run.weights import checkpoints, number
+from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.trainer import Trainer
 
 
@@ -153,7 +153,7 @@ def _iterate(
                 kept = checkpoints(run)
                 tell(
                     f"stopped within iteration {done + 1}, whose updates are lost; continue with --resume, "
-                    + (f"from the checkpoint of {number(kept[-1])} iterations" if kept else "from the beginning")
+                    + (f"from the checkpoint of {iteration_of(kept[-1])} iterations" if kept else "from the beginning")
                 )
                 raise
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config import Config
+from sage_fast.console import Say, say_nothing
 from sage_fast.errors import UserError
 from sage_fast.files import read_json
 from sage_fast.settings import load
@@ -23,9 +24,7 @@ FOR_TRAINING = ("state.json", "trainable.safetensors", "ema.safetensors", "ancho
 """Files of a checkpoint that only a resume reads."""
 
 
-def load_run(
-    source: str, overrides: Mapping[str, str], tell: Callable[[str], object] = lambda line: None
-) -> tuple[Config, int | None]:
+def load_run(source: str, overrides: Mapping[str, str], tell: Say = say_nothing) -> tuple[Config, int | None]:
     """The settings of a run folder, with its newest weights unless `overrides` name others; or those of a YAML file.
 
     Args:
@@ -48,7 +47,7 @@ def load_run(
     return load(run / "config.yaml", {"model.weights": str(weights)} | dict(overrides)), iteration
 
 
-def newest_weights(run: Path, tell: Callable[[str], object] = lambda line: None) -> tuple[Path, int]:
+def newest_weights(run: Path, tell: Say = say_nothing) -> tuple[Path, int]:
     """The folder of the weights that were trained longest, and their iteration.
 
     `weights/` unless a checkpoint is newer, as in a run that was resumed and stopped again. Both hold the averaged
@@ -60,7 +59,7 @@ def newest_weights(run: Path, tell: Callable[[str], object] = lambda line: None)
     Raises:
         UserError: the run has left none yet, or none that is sound.
     """
-    found = {number(folder): folder for folder in checkpoints(run)}
+    found = {iteration_of(folder): folder for folder in checkpoints(run)}
     final, scores = run / "weights", run / "eval" / "after.json"
     if final.is_dir() and scores.is_file():
         iteration = read_json(scores).get("iteration")
@@ -82,10 +81,10 @@ def newest_weights(run: Path, tell: Callable[[str], object] = lambda line: None)
 def checkpoints(run: Path) -> list[Path]:
     """Folders of the whole checkpoints, the newest last."""
     found = [path for path in (run / "checkpoints").glob("iteration-*") if re.fullmatch(r"iteration-\d+", path.name)]
-    return sorted(found, key=number)
+    return sorted(found, key=iteration_of)
 
 
-def number(folder: Path) -> int:
+def iteration_of(folder: Path) -> int:
     """The iteration that a checkpoint continues with."""
     return int(folder.name.removeprefix("iteration-"))
 
