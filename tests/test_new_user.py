@@ -131,6 +131,9 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out[-2000:] + err[-4000:]
     assert "continue with --resume" in out + err
+    assert [line for line in (out + err).splitlines() if len(line) > 80] == []
+    assert "\r" not in out + err
+    assert any(line.strip().startswith("1/1000  reward ") for line in out.splitlines())
     done = len(read_metrics(run / "metrics.jsonl"))
     user.run(*words, *SMALL, "--train.iterations", str(done + 1), "--resume")
     rows = read_metrics(run / "metrics.jsonl")
