@@ -1,7 +1,6 @@
 """docs/eight_gpus.md from its first command to its last, on a tiny checkpoint of the real classes and two CPU ranks."""
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from sage_fast.cli import main
 from sage_fast.files import read_metrics
 from sage_fast.policy.hunyuan import LORA_FILE
 from tests.ranks import command_on_ranks
-from tests.test_docs import REPOSITORY, Block, blocks
+from tests.test_docs import REPOSITORY, blocks, commands
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 PAGE = REPOSITORY / "docs" / "eight_gpus.md"
@@ -25,11 +24,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "eval": {"steps": 1, "num_prompts": 2, "num_videos": 1, "interval": 0},
     "tracking": {"trackers": []},
 }
-
-
-def commands(block: Block) -> list[list[str]]:
-    lines = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def make_small(config: Path, model: Path) -> None:

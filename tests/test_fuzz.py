@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path

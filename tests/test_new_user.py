@@ -18,8 +18,7 @@ from sage_fast.report.videos import read_video
 from sage_fast.report.videoset import read_folder
 from sage_fast.run.init import init
 from sage_fast.settings import load
-from tests.test_docs import Block, blocks
-from tests.test_eight_gpus import commands
+from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
