@@ -184,10 +184,15 @@ def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None
             assert rows[f"{size} lora 1 one length (5, 4, 4)"]["sent"] == 2 * 2 * layers * one
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    return train(tmp_path_factory.mktemp("alone"), 1)
+
+
 @pytest.mark.parametrize("size", [2, 4], ids=["two groups of two", "one group of four"])
-def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, tmp_path: Path) -> None:
+def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, one_process: Any) -> None:
     """Rollouts, rewards, advantages, updates and an evaluation, through the trainer."""
-    expected, exact = train(tmp_path, 1)
+    expected, exact = one_process
     rows = json.loads((four_ranks / f"train{size}.json").read_text())
     weights = load_file(four_ranks / f"train{size}.safetensors")
     for one, several in zip(expected, rows, strict=True):
