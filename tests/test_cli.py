@@ -203,7 +203,7 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     assert "goes on after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
         [
-            {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+            {key: value for key, value in row.items() if not key.startswith(("time/", "memory/", "log_prob/"))}
             for row in read_metrics(folder / "metrics.jsonl")
         ]
         for folder in (finished_run, run)
