@@ -318,7 +318,7 @@ def test_the_cases_are_what_they_are_called(results: Any) -> None:
     (alone,) = results[1]
     for case in ("five samples of one prompt, not finite", "failures, std of the batch"):
         assert any(0 < row["reward/dropped"] < 5 for row in alone[case]["rows"]), case
-    assert [row["reward/zero_std_groups"] for row in alone["an equal group"]["rows"]] == [0.5, 0.5]
+    assert [row["reward/zero_std_groups"] for row in alone["an equal group, noised again"]["rows"]] == [0.5, 0.5]
     first, second = (row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"])
     assert 1.1 * first < second < 0.9 * 10 * first  # as far as the KL says, not as far as it may go at once
 
