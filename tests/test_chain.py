@@ -3,7 +3,6 @@
 VideoAlign, CLIPScore, PickScore and the generator are tiny models of the real classes, in the published layouts.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.files import read_json, read_metrics
-from tests.test_distributed import torchrun
-from tests.test_eight_gpus import RANKS
+from sage_fast.report.videoset import read_folder
+from tests.ranks import command_on_ranks
+from tests.test_judging import folder_of_videos
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.tiny_rewards import published_weights, write_clip, write_qwen2_vl, write_video_reward
 
@@ -46,11 +46,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tracking": {"trackers": []},
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    folder_of_videos(folder / "videos", HELD_OUT)
     for words in chain(folder, "one"):
         assert main(words) == 0
-    (folder / "ranks.py").write_text(RANKS)
-    done = torchrun(str(folder / "ranks.py"), str(folder), json.dumps(chain(folder, "two")))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    *_, evaluated = (command_on_ranks(words, folder) for words in chain(folder, "two"))
+    assert evaluated.count("overall") == 1
     return folder
 
 
@@ -59,8 +59,9 @@ def chain(folder: Path, name: str) -> list[list[str]]:
     return [
         ["embed", config, "--quiet"],
         ["train", config, "--output", run, "--quiet"],
-        ["eval", "base", run, "--folder", f"{run}-evaluation", "--quiet"],
-    ]
+        ["eval", "base", f"trained={run}", str(folder / "videos"), "--folder", f"{run}-evaluation",
+         "--json", f"{run}.json", "--quiet"],
+    ]  # fmt: skip
 
 
 def test_the_papers_columns_stand_in_one_table(work: Path) -> None:
@@ -83,6 +84,11 @@ def test_two_ranks_train_and_score_as_one_process(work: Path) -> None:
     before = [read_json(work / name / "eval" / "before.json")["parts"] for name in ("one", "two")]
     for part in ("vq", "mq_raw", "ta", "clip_cosine", "pickscore"):
         assert before[0][part] == pytest.approx(before[1][part], abs=0.05), part
+    ours, theirs = (read_json(work / f"{name}.json")["sources"] for name in ("one", "two"))
+    for source in ("base", "trained", "videos"):
+        assert ours[source]["prompts"] == theirs[source]["prompts"]
+        assert ours[source]["reward"] == pytest.approx(theirs[source]["reward"], abs=0.05), source
+    assert len(read_folder("x", work / "two-evaluation" / "videos" / "trained").shown) == len(HELD_OUT)
 
 
 def test_both_are_compared(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -141,18 +139,6 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     assert (run / "comparison.png").is_file()
 
 
-def test_same_seed_same_metrics(finished_run: Path, tmp_path: Path) -> None:
-    assert train(tmp_path / "again") == 0
-    first, second = (
-        [
-            {key: value for key, value in row.items() if not key.startswith("time/")}
-            for row in read_metrics(run / "metrics.jsonl")
-        ]
-        for run in (finished_run, tmp_path / "again")
-    )
-    assert first == second
-
-
 def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     """Taken for the configuration, a value says where that one stands; so does the usage line."""
     assert main(["train", "--sampling.eta", "0.7", str(DEMO)]) == 2
@@ -216,7 +202,11 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     assert main(["train", str(DEMO), "--output", str(run), *SMALL, "--resume"]) == 0
     assert "goes on after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
-        [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (finished_run, run)
+        [
+            {key: value for key, value in row.items() if not key.startswith(("time/", "memory/", "log_prob/"))}
+            for row in read_metrics(folder / "metrics.jsonl")
+        ]
+        for folder in (finished_run, run)
     )
     assert resumed == whole
     before = {path: path.read_bytes() for path in run.glob("*.*")}
@@ -258,25 +248,6 @@ def test_pretraining_finds_a_wrong_folder_at_once(tmp_path: Path, capsys: pytest
     (tmp_path / "file").touch()
     assert main(["testbed", "pretrain", str(tmp_path / "file")]) == 1
     assert f"'{tmp_path}/file': File exists" in capsys.readouterr().err
-
-
-def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = ["train", str(DEMO), "--output", str(run), *SMALL, "--train.iterations", "1000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sage_fast", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    deadline = time.monotonic() + 120
-    while len(read_metrics(run / "metrics.jsonl")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err.decode()[-2000:]
-    assert "continue with --resume" in out.decode() + err.decode()
-    done = len(read_metrics(run / "metrics.jsonl"))
-    assert train(run, "--resume", "--train.iterations", str(done + 1)) == 0
-    rows = [row["iteration"] for row in read_metrics(run / "metrics.jsonl")]
-    assert rows == list(range(done + 1))
 
 
 def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

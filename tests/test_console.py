@@ -11,17 +11,12 @@ from pathlib import Path
 import pytest
 
 from sage_fast import console
-from tests.tiny import FEW_STEPS, arguments
 
 SLOW = (
     "import time\nfrom sage_fast import console\nconsole.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
     "for _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
     "console.say('done')\n"
 )
-TINY_RUN = FEW_STEPS + arguments(
-    train__iterations=1, train__prompts_per_iteration=1, train__group_size=2, eval__num_prompts=1,
-    eval__seeds_per_prompt=1,
-)  # fmt: skip
 
 
 def test_a_log_holds_lines_that_become_rarer_and_no_carriage_return() -> None:
@@ -93,14 +88,3 @@ def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path
         assert last in where
     subprocess.run(command, capture_output=True)
     assert log.read_text().startswith(text)  # what the process before wrote is kept
-
-
-def test_the_log_of_a_run_fits_80_columns(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sage_fast", "train", "configs/demo.yaml", "--output", "run", *TINY_RUN]
-    command[4] = str(Path(__file__).parent.parent / command[4])
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert "\r" not in done.stdout + done.stderr
-    assert done.stderr == ""
-    rows = done.stdout.splitlines()
-    assert [line for line in rows if len(line) > 80] == []
-    assert any(line.strip().startswith("1/1  reward ") for line in rows)

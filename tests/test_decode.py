@@ -20,7 +20,7 @@ from sage_fast.policy.decode import SHARE, VideoDecoder, choose, free_bytes
 from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
 from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.scoring import VideoScorer
-from sage_fast.testbed.model import load_base
+from sage_fast.testbed.model import load_vae
 from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer
 
 MIB = 2**20
@@ -37,7 +37,7 @@ def real_layout() -> AutoencoderKLHunyuanVideo15:
 
 @pytest.fixture(scope="module", params=["testbed", "real layout"])
 def vae(request: pytest.FixtureRequest) -> AutoencoderKLHunyuanVideo15:
-    return load_base()[1] if request.param == "testbed" else real_layout()
+    return load_vae() if request.param == "testbed" else real_layout()
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_zero_pixels_stay_finite() -> None:
 
 def test_tiles_are_near_the_whole() -> None:
     """The trained autoencoder, 8 x 8 latents in tiles of 4: seams change values, and nothing is left behind."""
-    vae = load_base()[1]
+    vae = load_vae()
     latents = 0.5 * latents_of(vae, 2, 3, 8, 8)
     whole = stock(vae, latents)
     decoder = forced(vae, latents, samples=1, frames=1, tile=4)
@@ -232,7 +232,7 @@ def test_submit_on_the_cpu() -> None:
 
 @pytest.mark.gpu
 def test_submit_runs_beside_the_current_stream() -> None:
-    vae = load_base()[1].cuda()
+    vae = load_vae().cuda()
     decoder = VideoDecoder(vae)
     for _ in range(20):
         latents = torch.randn(4, 32, 5, 4, 4, device="cuda")

@@ -1,8 +1,6 @@
 """docs/eight_gpus.md from its first command to its last, on a tiny checkpoint of the real classes and two CPU ranks."""
 
-import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import yaml
 from sage_fast.cli import main
 from sage_fast.files import read_metrics
 from sage_fast.policy.hunyuan import LORA_FILE
-from tests.test_distributed import torchrun
-from tests.test_docs import REPOSITORY, Block, blocks
+from tests.ranks import command_on_ranks
+from tests.test_docs import REPOSITORY, blocks, commands
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 PAGE = REPOSITORY / "docs" / "eight_gpus.md"
@@ -26,20 +24,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "eval": {"steps": 1, "num_prompts": 2, "num_videos": 1, "interval": 0},
     "tracking": {"trackers": []},
 }
-# The words of the page in the processes of one torchrun, each command with a part of its store, as after a restart.
-RANKS = """
-import json, os, sys
-from sage_fast.cli import main
-os.chdir(sys.argv[1])
-for number, words in enumerate(json.loads(sys.argv[2])):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-    assert main(words) == 0, words
-"""
-
-
-def commands(block: Block) -> list[list[str]]:
-    lines = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def make_small(config: Path, model: Path) -> None:
@@ -57,24 +41,16 @@ def test_every_command_of_the_page(
 ) -> None:
     model = write_tiny_checkpoint(tmp_path / "model", seed=1)
     monkeypatch.chdir(tmp_path)
-    told: dict[str, str] = {}
+    told: dict[str, str] = {"ranks": ""}
     started: list[list[str]] = []
     *shell, python = blocks(PAGE)
     assert python.kind == "python"
-    waiting: list[list[str]] = []  # for the ranks: they start once for commands that follow each other
-    for words in [words for block in shell for words in commands(block)] + [["end"]]:
+    for words in [words for block in shell for words in commands(block)]:
         if words[0] == "torchrun":
             assert words[:5] == ["torchrun", "--nproc-per-node", "8", "-m", "sage_fast"]
-            waiting.append([re.sub("^300$", "3", word) for word in words[5:]])
-            continue
-        if waiting:
-            (tmp_path / "ranks.py").write_text(RANKS)
-            done = torchrun(str(tmp_path / "ranks.py"), str(Path.cwd()), json.dumps(waiting))
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:4000]
-            told["ranks"] = done.stdout
-            started += waiting
-            waiting = []
-        if words[0] == "cd":
+            started.append([re.sub("^300$", "3", word) for word in words[5:]])
+            told["ranks"] += command_on_ranks(started[-1], Path.cwd())
+        elif words[0] == "cd":
             monkeypatch.chdir(words[1])
             make_small(Path("config.yaml"), model)
             for file, count in (("prompts.txt", 4), ("heldout.txt", 2)):  # the user's own

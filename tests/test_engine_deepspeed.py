@@ -3,9 +3,6 @@
 import importlib.util
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,8 @@ from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
 from sage_fast.settings import build, load
 from sage_fast.trainer import Trainer
+from tests import zero_runs
+from tests.ranks import command_on_ranks, run_ranks, screens
 from tests.tiny import CPU, FEW_STEPS, arguments, embeddings, settings, tiny_model, tiny_trainer
 from tests.zero_runs import SETTINGS, NamedReward, resume
 
@@ -39,24 +38,9 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-def launch(ranks: int, *module: str) -> None:
-    """Run a module in processes of its own, whose DeepSpeed leaves nothing here."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"] * (ranks > 1)
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", *module],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=900,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                          "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 def on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
     """What `tests/zero_runs.py` leaves."""
-    launch(ranks, "tests.zero_runs", str(folder))
+    assert run_ranks(zero_runs.main, ranks, folder) == [0] * ranks, screens(folder, ranks)
     return json.loads((folder / f"on-{ranks}.json").read_text())
 
 
@@ -137,15 +121,15 @@ def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str,
 def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
     """The command, with ZeRO-2 and then ZeRO-3 on two ranks (`make soak`: on one between them): every row is that of
     one plain process."""
-    base = ["sage_fast", "train", "configs/demo.yaml", "--quiet", *FEW_STEPS]
+    base = ["train", str(REPOSITORY / "configs" / "demo.yaml"), "--quiet", *FEW_STEPS]
     base += arguments(train__prompts_per_iteration=2, train__group_size=2, train__schedule="constant",
                       eval__num_prompts=2, eval__seeds_per_prompt=1, tracking__trackers="[]")  # fmt: skip
-    assert cli.main([*base[1:], "--output", str(tmp_path / "plain"), "--train.iterations", "3"]) == 0
-    run = ["--output", str(tmp_path / "zero")]
-    launch(2, *base, *run, *arguments(train__iterations=1, train__engine="zero2"))
-    if "SAGE_FAST_SOAK" in os.environ:
-        launch(1, *base, *run, "--resume", *arguments(train__iterations=2, train__engine="zero3"))
-    launch(2, *base, *run, "--resume", *arguments(train__iterations=3, train__engine="zero3"))
+    assert cli.main([*base, "--output", str(tmp_path / "plain"), "--train.iterations", "3"]) == 0
+    for iterations, engine, ranks in ((1, "zero2", 2), (2, "zero3", 1), (3, "zero3", 2)):
+        if ranks == 2 or "SAGE_FAST_SOAK" in os.environ:
+            options = ["--output", str(tmp_path / "zero"), *["--resume"] * (iterations > 1)]
+            options += arguments(train__iterations=iterations, train__engine=engine)
+            command_on_ranks([*base, *options], tmp_path, ranks, DS_ACCELERATOR="cpu")
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("zero", "plain"))
     assert len(ours) == len(theirs) == 3
     for row, expected in zip(ours, theirs):

@@ -37,7 +37,6 @@ from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_scoring
 from sage_fast.run.sources import labelled
 from tests.test_comparison import evaluation, scores
-from tests.test_distributed import torchrun
 from tests.test_report import row, write_rows
 from tests.tiny import settings
 
@@ -175,21 +174,6 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
     base = str(folder / "out" / "videos" / "base")
     assert main(["compare", base, str(folder / "out" / "videos" / "trained"), "--folder", str(tmp_path / "c")]) == 0
     assert (tmp_path / "c" / "comparison.html").read_text().count("<video ") == 10
-
-
-def test_on_two_ranks_eval_prints_and_writes_the_same(evaluated: tuple[Path, str], tmp_path: Path) -> None:
-    folder, _ = evaluated
-    sources = ["base", f"trained={folder / 'run'}", str(folder / "theirs")]
-    files = ["--folder", str(tmp_path / "out"), "--json", str(tmp_path / "all.json"), "--quiet"]
-    done = torchrun("-m", "sage_fast", "eval", *sources, *files)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("overall") == 1
-    ours, theirs = (json.loads((f / "all.json").read_text())["sources"] for f in (folder, tmp_path))
-    for label in ("base", "trained", "theirs"):
-        assert theirs[label]["prompts"] == ours[label]["prompts"]
-        assert theirs[label]["reward"] == pytest.approx(ours[label]["reward"], rel=1e-3)
-    rows = read_folder("x", tmp_path / "out" / "videos" / "trained")
-    assert len(rows.shown) == 5
 
 
 @pytest.mark.parametrize(

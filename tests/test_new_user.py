@@ -18,8 +18,7 @@ from sage_fast.report.videos import read_video
 from sage_fast.report.videoset import read_folder
 from sage_fast.run.init import init
 from sage_fast.settings import load
-from tests.test_docs import Block, blocks
-from tests.test_eight_gpus import commands
+from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -131,6 +130,9 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out[-2000:] + err[-4000:]
     assert "continue with --resume" in out + err
+    assert [line for line in (out + err).splitlines() if len(line) > 80] == []
+    assert "\r" not in out + err
+    assert any(line.strip().startswith("1/1000  reward ") for line in out.splitlines())
     done = len(read_metrics(run / "metrics.jsonl"))
     user.run(*words, *SMALL, "--train.iterations", str(done + 1), "--resume")
     rows = read_metrics(run / "metrics.jsonl")

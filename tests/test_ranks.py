@@ -1,13 +1,11 @@
 """Any number of ranks is one process: the same rollouts, rewards, advantages and lambda, and to rounding the updates.
 
-One group of gloo processes for each number of ranks does all cases; a fork server imports PyTorch once for all.
+One group of gloo processes for each number of ranks does all cases.
 """
 
 import json
-import multiprocessing
 import os
 import random
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +30,10 @@ from sage_fast.rollout.schedule import check_trainable, deal, draw_samples
 from sage_fast.rollout.scoring import gather_scores
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
+from tests.ranks import run_ranks, screens
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments, settings, tiny_trainer
 
-COUNTS = (1, 2, 3, 4) if "SAGE_FAST_SOAK" in os.environ else (1, 2, 4)
+COUNTS = (1, 2, 3, 4) if "SAGE_FAST_SOAK" in os.environ else (1, 4)
 Record = dict[str, Any]
 
 
@@ -210,57 +209,27 @@ class SecondRankFails(BrightnessReward):
         return super().__call__(videos, prompts)
 
 
-def logged_run(number: int, count: int, port: int, folder: Path) -> None:
-    """`sage-fast train`, with its screen in a file."""
-    become_rank(number, count, port)
-    with (folder / f"screen-{number}").open("wb") as screen:
-        for stream in (1, 2):
-            os.dup2(screen.fileno(), stream)
+def logged_run(folder: Path) -> None:
+    """`sage-fast train`, with tensorboard."""
     given = arguments(
         reward__name=f"{__name__}:SecondRankFails", reward__on_failure="stop", train__prompts_per_iteration=1,
         train__group_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, train__iterations=2,
-        timeout_minutes=1, tracking__trackers="[]",
+        timeout_minutes=1,
     )  # fmt: skip
     config = Path(__file__).parent.parent / "configs" / "demo.yaml"
     sys.exit(main(["train", str(config), "--output", str(folder / "run"), *FEW_STEPS, *given]))
 
 
-def become_rank(number: int, count: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-
-
-def all_cases(number: int, count: int, port: int, folder: Path) -> None:
-    """What rank `number` of `count` does."""
-    become_rank(number, count, port)
+def all_cases(folder: Path, count: int) -> None:
+    """What each rank of `count` does."""
     initialize(timeout_minutes=2)
     assert world_size() == count
     result: Record = {
         name: train(settings(**given), reward, name == IN_BATCHES) for name, (given, reward) in CASES.items()
     }
     result |= {"encode": encode(folder / str(count)), "parts": parts(), "waiting": waiting()}
-    result["cpu"] = time.process_time()
-    torch.save(result, folder / f"{count}-{number}.pt")
+    torch.save(result, folder / f"{count}-{rank()}.pt")
     shutdown()
-
-
-def run_ranks(target: Callable[[int, int, int, Path], None], count: int, folder: Path) -> list[int | None]:
-    """Their exit statuses."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [server.Process(target=target, args=(number, count, port, folder)) for number in range(count)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=300)
-        process.kill()
-    return [process.exitcode for process in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +237,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Record]]
     """Number of ranks -> what each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
     for count in COUNTS:
-        assert run_ranks(all_cases, count, folder) == [0] * count
+        assert run_ranks(all_cases, count, folder, count) == [0] * count, screens(folder, count)
     return {
         count: [torch.load(folder / f"{count}-{n}.pt", weights_only=True) for n in range(count)] for count in COUNTS
     }
@@ -349,7 +318,7 @@ def test_the_cases_are_what_they_are_called(results: Any) -> None:
     (alone,) = results[1]
     for case in ("five samples of one prompt, not finite", "failures, std of the batch"):
         assert any(0 < row["reward/dropped"] < 5 for row in alone[case]["rows"]), case
-    assert [row["reward/zero_std_groups"] for row in alone["an equal group"]["rows"]] == [0.5, 0.5]
+    assert [row["reward/zero_std_groups"] for row in alone["an equal group, noised again"]["rows"]] == [0.5, 0.5]
     first, second = (row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"])
     assert 1.1 * first < second < 0.9 * 10 * first  # as far as the KL says, not as far as it may go at once
 
@@ -406,19 +375,20 @@ def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> 
     statuses = run_ranks(logged_run, 2, tmp_path)
     assert all(status not in (0, None) for status in statuses)
     logs = [(tmp_path / "run" / "logs" / f"rank-{number:03d}.log").read_text() for number in range(2)]
-    screens = [(tmp_path / f"screen-{number}").read_text() for number in range(2)]
+    first, second = screens(tmp_path)
     for log in logs:
         assert "evaluate (before)" in log
         assert "1/2  reward" in log
-    assert "1/2  reward" in screens[0]
-    assert "1/2  reward" not in screens[1]
+    assert "1/2  reward" in first
+    assert "1/2  reward" not in second
     assert "scoring server went away" in logs[1]
-    assert "scoring server went away" in screens[1]  # torchrun shows what any rank writes to standard error
+    assert "scoring server went away" in second  # torchrun shows what any rank writes to standard error
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     ends = row["time/ranks"]
     assert ends.keys() >= {"rollout", "decode", "reward", "train", "optimizer", "work"}
     assert all(of["slowest"][1] >= of["fastest"][1] for of in ends.values())
     assert {of[end][0] for of in ends.values() for end in of} == {0, 1}
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1, "the first rank alone owns the trackers"
 
 
 # -- without a process group ------------------------------------------------------------------------------------------

@@ -1,91 +1,98 @@
 """Samples that ranks share (`model.sequence_parallel`), on gloo: the values and gradients of one process, the same
 iterations, and what does not fit is said before a model is loaded."""
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from benchmarks.scaling import exchange_bytes
 from sage_fast.cli import main
-from sage_fast.errors import UserError
+from sage_fast.distributed import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
+from sage_fast.errors import RewardError, UserError
 from sage_fast.measure.plan import plan
-from sage_fast.policy.load import load_model, transformer_config, vae_config
-from sage_fast.policy.sequence import check_sequence_parallel
+from sage_fast.policy.checkpointing import MODES, set_checkpointing
+from sage_fast.policy.load import Model, load_model, transformer_config, vae_config
+from sage_fast.policy.sequence import SequenceParallel, check_sequence_parallel
+from sage_fast.policy.text import collate
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
 from sage_fast.settings import load
 from sage_fast.trainer import Trainer
-from tests.test_distributed import REPOSITORY, start_two_ranks
-from tests.tiny import settings, tiny_model
+from tests.ranks import run_ranks, screens
+from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
 
-FORWARD = """
-import json, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from sage_fast.distributed import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
-from sage_fast.policy.checkpointing import set_checkpointing
-from sage_fast.policy.sequence import SequenceParallel
-from sage_fast.policy.text import collate
-from tests.tiny import embeddings, settings, tiny_model
+REPOSITORY = Path(__file__).parent.parent
 
 PROMPTS = {
     "one length": ["a red circle moves left quickly"] * 2,
     "mixed lengths": ["a red circle moves left quickly", ""],
     "one token": ["", ""],
 }
-rows = {}
 
-sent, exchange = [0.0], dist.all_to_all_single
 
-def counting(output, input, *arguments, group=None, **options):
-    size = dist.get_world_size(group)
-    sent[0] += input.numel() * input.element_size() * (size - 1) / size
-    return exchange(output, input, *arguments, group=group, **options)
-
-dist.all_to_all_single = counting
-
-def relative(a, b):
+def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
-def run(model, x, upstream, conditions):
-    policy = model.policy
-    parameters = policy.parameters()
+
+def run(model: Model, x: Tensor, upstream: Tensor, conditions: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Velocity and gradients."""
+    parameters = model.policy.parameters()
     sigma, text, negative = conditions
-    v = policy.guided_velocity(x, policy.condition(sigma, text, negative))
+    v = model.policy.guided_velocity(x, model.policy.condition(sigma, text, negative))
     gradients = torch.autograd.grad(v, list(parameters.values()), upstream, allow_unused=True)
     return v.detach(), dict(zip(parameters, gradients))
 
-initialize()
-for size in (2, 4):
-    join_sequence_group(size)
-    sequence = SequenceParallel(sequence_group(), torch.device("cpu"))
-    for tuning, guidance, prompts, latents in (
-        ("lora", 1.0, "one length", (5, 4, 4)),
-        ("lora", 3.0, "mixed lengths", (5, 3, 3)),
-        ("full", 1.0, "one token", (5, 3, 3)),
-        ("full", 3.0, "mixed lengths", (5, 4, 4)),
+
+def forwards(folder: Path) -> None:
+    """What a rank of four computes and sends."""
+    rows, sent, exchange = {}, 0.0, dist.all_to_all_single
+
+    def counting(output: Tensor, input: Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
+        nonlocal sent
+        size = dist.get_world_size(group)
+        sent += input.numel() * input.element_size() * (size - 1) / size
+        return exchange(output, input, *arguments, group=group, **options)
+
+    dist.all_to_all_single = counting
+    for size, (tuning, guidance, prompts, latents) in itertools.product(
+        (2, 4),
+        (
+            ("lora", 1.0, "one length", (5, 4, 4)),
+            ("lora", 3.0, "mixed lengths", (5, 3, 3)),
+            ("full", 1.0, "one token", (5, 3, 3)),
+            ("full", 3.0, "mixed lengths", (5, 4, 4)),
+        ),
     ):
+        join_sequence_group(size)
         torch.manual_seed(5)
         model = tiny_model(settings(model__tuning=tuning, sampling__guidance_scale=guidance))
         for p in model.policy.parameters().values():
             p.data.add_(0.05 * torch.randn(p.shape))
         chosen = embeddings(PROMPTS[prompts])
-        of = lambda texts: collate([chosen[text] for text in texts], torch.device("cpu"), torch.float32)
+        text, negative = (
+            collate([chosen[prompt] for prompt in of], torch.device("cpu"), torch.float32)
+            for of in (PROMPTS[prompts], ["", ""])
+        )
         x = torch.randn(2, 32, *latents)
         upstream = torch.randn_like(x)
-        conditions = (torch.rand(2), of(PROMPTS[prompts]), of(["", ""]) if guidance != 1 else None)
+        conditions = (torch.rand(2), text, negative if guidance != 1 else None)
         expected, exact = run(model, x, upstream, conditions)
-        model.policy.forward.sequence = sequence
+        group = sequence_group()
+        assert group is not None
+        model.policy.forward.sequence = SequenceParallel(group, torch.device("cpu"))
         results = {}
-        for mode in ("none", "attention", "full"):
+        for mode in MODES:
             set_checkpointing(model.policy.transformer, mode)
-            sent[0] = 0.0
-            results[mode] = *run(model, x, upstream, conditions), sent[0]
+            sent = 0.0
+            results[mode] = *run(model, x, upstream, conditions), sent
         v, local, bytes_sent = results["none"]
         worst = {}
         for name, gradient in local.items():
@@ -105,36 +112,34 @@ for size in (2, 4):
             "checkpointing": same,
             "sent": bytes_sent,
         }
-(Path(sys.argv[1]) / f"rank{rank()}.json").write_text(json.dumps(rows))
-"""
+    dist.all_to_all_single = exchange
+    (folder / f"rank{rank()}.json").write_text(json.dumps(rows))
 
-
-TRAIN = """
-from safetensors.torch import save_file
-from sage_fast.errors import RewardError
-from tests.test_sequence import train
-from tests.tiny import tiny_trainer
-
-folder = Path(sys.argv[1])
-for size in (2, 4):
-    rows, weights = train(folder / "embeddings", size)
-    if rank() == 0:
-        (folder / f"train{size}.json").write_text(json.dumps(rows))
-        save_file(weights, folder / f"train{size}.safetensors")
 
 class FailsOnRankOne:
-    def __call__(self, videos, prompts):
+    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         if rank() == 1:
             raise ValueError("no more disk")
         return {part: videos.mean((1, 2, 3, 4)) for part in ("vq", "mq", "ta")}
 
-trainer = tiny_trainer(settings(sampling__batch_size=2, sampling__steps=2, reward__on_failure="stop"), FailsOnRankOne())
-trainer.policy.forward.sequence = sequence
-try:
-    trainer.iteration(0)
-except RewardError as error:
-    (folder / f"failure{rank()}.txt").write_text(str(error))
-"""
+
+def all_of_it(folder: Path) -> None:
+    """What a rank of four does."""
+    initialize()
+    forwards(folder)
+    for size in (2, 4):
+        rows, weights = train(folder / "embeddings", size)
+        if rank() == 0:
+            (folder / f"train{size}.json").write_text(json.dumps(rows))
+            save_file(weights, folder / f"train{size}.safetensors")
+    config = settings(sampling__batch_size=2, sampling__steps=2, reward__on_failure="stop")
+    trainer = tiny_trainer(config, FailsOnRankOne())
+    trainer.policy.forward.sequence = SequenceParallel(sequence_group(), torch.device("cpu"))
+    try:
+        trainer.iteration(0)
+    except RewardError as error:
+        (folder / f"failure{rank()}.txt").write_text(str(error))
+    shutdown()
 
 
 def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
@@ -153,10 +158,9 @@ def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torc
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four gloo ranks left: one start for all, since starting takes the time."""
+    """What four gloo ranks left."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = start_two_ranks(FORWARD + TRAIN + "shutdown()\n", folder, ranks=4)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_ranks(all_of_it, 4, folder) == [0] * 4, screens(folder, 4)
     return folder
 
 
@@ -164,8 +168,8 @@ def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None
     """Two and four ranks to a sample: LoRA and full tuning, with and without guidance, prompts of one length and of
     several, tokens that the ranks divide and that they do not, fewer text tokens than ranks, each with every mode of
     checkpointing, whose gradients are the same to the bit."""
-    for rank in range(4):
-        rows = json.loads((four_ranks / f"rank{rank}.json").read_text())
+    for number in range(4):
+        rows = json.loads((four_ranks / f"rank{number}.json").read_text())
         assert len(rows) == 8
         for case, row in rows.items():
             assert row["value"] < 2e-6, case
@@ -180,10 +184,15 @@ def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None
             assert rows[f"{size} lora 1 one length (5, 4, 4)"]["sent"] == 2 * 2 * layers * one
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    return train(tmp_path_factory.mktemp("alone"), 1)
+
+
 @pytest.mark.parametrize("size", [2, 4], ids=["two groups of two", "one group of four"])
-def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, tmp_path: Path) -> None:
+def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, one_process: Any) -> None:
     """Rollouts, rewards, advantages, updates and an evaluation, through the trainer."""
-    expected, exact = train(tmp_path, 1)
+    expected, exact = one_process
     rows = json.loads((four_ranks / f"train{size}.json").read_text())
     weights = load_file(four_ranks / f"train{size}.safetensors")
     for one, several in zip(expected, rows, strict=True):
@@ -210,7 +219,7 @@ def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, tmp_pa
 
 def test_a_reward_that_fails_on_one_rank_ends_all(four_ranks: Path) -> None:
     """In place of ranks that wait in the rollout for one that is gone."""
-    failures = [(four_ranks / f"failure{rank}.txt").read_text() for rank in range(4)]
+    failures = [(four_ranks / f"failure{number}.txt").read_text() for number in range(4)]
     assert len(set(failures)) == 1
     assert "no more disk" in failures[0]
 

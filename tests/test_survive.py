@@ -129,7 +129,7 @@ def reference(place: Place) -> Reference:
     return Reference(run, time.monotonic() - begun, outcome(run))
 
 
-KILLS, STOPS = (50, 25) if SOAK else (5, 3)
+KILLS, STOPS = (50, 25) if SOAK else (3, 2)
 
 
 @pytest.mark.fault("kill -9 at a random moment", "resumed, it ends as the run that nothing disturbed", KILLS)

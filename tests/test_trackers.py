@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 
@@ -125,38 +124,6 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "wandb", LoggedOut)
     with pytest.raises(RunError, match="tracker 'wandb' does not start: log in first"):
         write(tmp_path, ["wandb"])
-
-
-TWO_RANKS = """
-import sys, torch
-from pathlib import Path
-from sage_fast.distributed import all_reduce, initialize, rank, shutdown
-from sage_fast.run.trackers import MetricsWriter
-from tests.tiny import settings
-initialize()
-writer = MetricsWriter(settings(), Path(sys.argv[1]), "0a1b2c3d") if rank() == 0 else None
-total = float(all_reduce(torch.tensor([rank() + 1.0])))
-if writer is not None:
-    writer.write({"iteration": 0, "total": total})
-    writer.close()
-shutdown()
-"""
-
-
-def test_the_first_rank_alone_owns_the_trackers(tmp_path: Path) -> None:
-    """Under torchrun with gloo it waits for no other rank, and collectives go on as before."""
-    (tmp_path / "ranks.py").write_text(TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "ranks.py"), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert steps(events(tmp_path), "total") == {1: 3}
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
 def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:

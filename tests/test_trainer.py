@@ -394,9 +394,10 @@ def on_two_ranks(code: str, folder: Path) -> Any:
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu(2))])
-def test_two_ranks_train_as_one(backend: str, tmp_path: Path) -> None:
-    """Seeds follow the group, not the rank: two ranks make the rollouts and the update of a single process."""
+@pytest.mark.gpu(2)
+def test_two_gpus_train_as_one(tmp_path: Path) -> None:
+    """By NCCL; tests/test_ranks.py does so by gloo. Seeds follow the group, not the rank: two ranks make the rollouts
+    and the update of a single process."""
     rows = on_two_ranks(TWO_RANKS, tmp_path)
     config = settings(train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch")
     trainer: Trainer = tiny_trainer(config)

@@ -6,7 +6,7 @@ import functools
 import gc
 import json
 import math
-import sys
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,11 +185,11 @@ def checks(folder: Path) -> None:
         assert torch.equal(factor, sharded[name]), (name, factor.shape, sharded[name].shape)
 
 
-def main() -> None:
-    """`python -m tests.zero_runs FOLDER`, on one rank or two."""
-    torch.set_num_threads(1)
+def main(folder: Path) -> None:
+    """On one rank or two."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     initialize()
-    folder, rows = Path(sys.argv[1]), {}
+    rows = {}
     if world_size() == 2:
         rows["full zero2 0"] = run(folder, "full", "zero2", None, range(2))
         rows["full zero3 2"] = run(
@@ -204,7 +204,3 @@ def main() -> None:
     if rank() == 0:
         (folder / f"on-{world_size()}.json").write_text(json.dumps({"rows": rows, "memory": memories}))
     shutdown()
-
-
-if __name__ == "__main__":
-    main()

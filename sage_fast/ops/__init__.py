@@ -1,7 +1,7 @@
 """The fused operators. Each is declared once with `torch.library`; implementations register behind the declaration.
 
-`transition_step` and `transition_score` run on whatever device their inputs are on; callers never ask which
-implementation serves them. The plain PyTorch reference in each file is the specification.
+They run on whatever device their inputs are on; callers never ask which implementation serves them. The plain PyTorch
+reference in each file is the specification.
 """
 
 from sage_fast.ops._common import Row

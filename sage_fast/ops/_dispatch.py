@@ -27,17 +27,17 @@ from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotat
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
 
-_OPERATORS = (  # name, kernels module, reference
-    ("gated_norm", "gated_norm", gated_norm_reference),
-    ("gated_norm_backward", "gated_norm", gated_norm_backward_reference),
-    ("norm_modulate", "norm_modulate", norm_modulate_reference),
-    ("norm_modulate_backward", "norm_modulate", norm_modulate_backward_reference),
-    ("norm_rotate", "norm_rotate", norm_rotate_reference),
-    ("norm_rotate_backward", "norm_rotate", norm_rotate_backward_reference),
-    ("transition_step", "transition_step", transition_step_reference),
-    ("transition_score", "transition_score", transition_score_reference),
-    ("transition_score_backward", "transition_score", transition_score_backward_reference),
-)
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "gated_norm": gated_norm_reference,
+    "gated_norm_backward": gated_norm_backward_reference,
+    "norm_modulate": norm_modulate_reference,
+    "norm_modulate_backward": norm_modulate_backward_reference,
+    "norm_rotate": norm_rotate_reference,
+    "norm_rotate_backward": norm_rotate_backward_reference,
+    "transition_step": transition_step_reference,
+    "transition_score": transition_score_reference,
+    "transition_score_backward": transition_score_backward_reference,
+}
 _serving: dict[str, str] = {}
 
 
@@ -56,9 +56,10 @@ def _serve(fused: Callable[[], Callable[..., Any]], reference: Callable[..., Any
     return call
 
 
-def _triton(module: str, name: str) -> Callable[[], Callable[..., Any]]:
+def _triton(name: str) -> Callable[[], Callable[..., Any]]:
     """Imported when first called: CPU users never load Triton."""
-    return lambda: getattr(importlib.import_module(f"sage_fast.kernels.{module}"), name)
+    module = f"sage_fast.kernels.{name.removesuffix('_backward')}"
+    return lambda: getattr(importlib.import_module(module), name)
 
 
 def _cpp(name: str) -> Callable[[], Callable[..., Any]]:
@@ -73,12 +74,12 @@ def _register() -> None:
     if choice == "reference":
         return
     if importlib.util.find_spec("triton") is not None:
-        for name, module, reference in _OPERATORS:
-            LIBRARY.impl(name, _serve(_triton(module, name), reference), "CUDA")
+        for name, reference in _OPERATORS.items():
+            LIBRARY.impl(name, _serve(_triton(name), reference), "CUDA")
         _serving["cuda"] = "Triton"
     if choice == "triton":
-        for name, module, reference in _OPERATORS:
-            LIBRARY.impl(name, _serve(_triton(module, name), reference), "CPU")
+        for name, reference in _OPERATORS.items():
+            LIBRARY.impl(name, _serve(_triton(name), reference), "CPU")
         _serving["cpu"] = "Triton interpreter"
         return
     extension = next(Path(__file__).parents[1].glob("_C.*so"), None)
@@ -89,7 +90,7 @@ def _register() -> None:
         )
         return
     torch.ops.load_library(extension)
-    for name, _, reference in _OPERATORS:
+    for name, reference in _OPERATORS.items():
         LIBRARY.impl(name, _serve(_cpp(name), reference), "CPU")
     _serving["cpu"] = "C++"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
@@ -64,7 +65,7 @@ def choose(
     channels, total, height, width = latents
     limit = int(SHARE * free)
     target = min(limit, enough)
-    video = 4 * _count(video_shape(vae.decoder, (1, *latents)))
+    video = 4 * math.prod(video_shape(vae.decoder, (1, *latents)))
 
     def peak(frames: int, height: int = height, width: int = width) -> int:
         return peak_bytes(vae.decoder, (1, channels, total, height, width), frames, itemsize)
@@ -189,7 +190,3 @@ class VideoDecoder:
         finally:
             del decoder.forward
             self.vae.disable_tiling()
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

@@ -114,9 +114,3 @@ def load_vae(folder: Path = BASE) -> AutoencoderKLHunyuanVideo15:
     Decoding: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32, 32] in [-1, 1].
     """
     return allow_batches(AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)).eval()
-
-
-def load_base(folder: Path = BASE) -> tuple[TestbedTransformer, AutoencoderKLHunyuanVideo15]:
-    """The pre-trained transformer and autoencoder, float32 (stored as float16), in evaluation mode."""
-    transformer = TestbedTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
-    return transformer.eval(), load_vae(folder)

@@ -351,7 +351,7 @@ def test_the_gpu_implementations_are_registered():
 
 def test_the_registered_function_launches_the_kernel_and_leaves_float64_to_the_reference():
     case = make((2, 59), (FP32, BF16, BF16, BF16))
-    registered = _dispatch._serve(_dispatch._triton("transition_step", "transition_step"), transition_step_reference)
+    registered = _dispatch._serve(_dispatch._triton("transition_step"), transition_step_reference)
     for ours, kernels in zip(registered(*case.step_args()), transition_step(*case.step_args())):
         assert torch.equal(ours, kernels)
     wide = [case.x.double(), *case.step_args()[1:]]

@@ -12,7 +12,7 @@ from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate
 from sage_fast.seeding import sample_seeds
 from sage_fast.settings import load
-from sage_fast.testbed.model import BASE, TestbedTransformer, load_base
+from sage_fast.testbed.model import BASE, TestbedTransformer, load_vae
 from sage_fast.testbed.pretrain import pretrain
 from sage_fast.testbed.text import embed
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, render, train_prompts
@@ -100,7 +100,7 @@ def test_empty_videos_score_low(value: float) -> None:
 
 def test_shipped_base() -> None:
     assert sum(file.stat().st_size for file in Path(BASE).rglob("*") if file.is_file()) <= 8e6
-    transformer, vae = load_base()
+    transformer, vae = TestbedTransformer.from_pretrained(BASE / "transformer"), load_vae()
     assert 3e5 < sum(p.numel() for p in transformer.parameters()) < 7e5
     assert vae.config.scaling_factor != 1
 
@@ -125,7 +125,7 @@ def test_pretraining_is_deterministic(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_the_autoencoder_is_not_the_ceiling() -> None:
     """Rendered clips score 2.87; what it makes of them at least 2.7, so that a policy's faults are its own."""
-    _, vae = load_base()
+    vae = load_vae()
     prompts = heldout_prompts()
     videos = torch.stack([truth(parse(prompt), seed) for seed, prompt in enumerate(prompts)])
     decoded = vae.decode(vae.encode(2 * videos.transpose(1, 2) - 1).latent_dist.mode()).sample

@@ -1,0 +1,63 @@
+"""Gloo ranks as torchrun would start them, forked from a process that has imported everything once."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sage_fast.run.train  # noqa: F401  for all ranks
+from sage_fast.cli import main
+
+
+def run_ranks(target: Callable[..., None], count: int, folder: Path, *arguments: Any) -> list[int | None]:
+    """Exit statuses of `target(folder, *arguments)` on so many ranks; what they print is in `folder/screen-RANK`."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        server.Process(target=_become, args=(rank, count, port, target, folder, arguments)) for rank in range(count)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=300)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def screens(folder: Path, count: int = 2) -> list[str]:
+    return [(folder / f"screen-{rank}").read_text() for rank in range(count)]
+
+
+def command_on_ranks(words: Sequence[str], folder: Path, count: int = 2, **environment: str) -> str:
+    """What all print, together; `folder` is where they are."""
+    assert run_ranks(_command, count, folder, list(words), environment) == [0] * count, screens(folder, count)
+    return "".join(screens(folder, count))
+
+
+def _command(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ |= environment
+    sys.exit(main(words))
+
+
+def _become(
+    rank: int, count: int, port: int, target: Callable[..., None], folder: Path, arguments: tuple[Any, ...]
+) -> None:
+    with (folder / f"screen-{rank}").open("wb") as screen:
+        for stream in (1, 2):
+            os.dup2(screen.fileno(), stream)
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    target(folder, *arguments)
