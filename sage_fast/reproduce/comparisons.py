@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
+from sage_fast.report.charts import COLORS
 from sage_fast.reproduce.figures import draw_courses, draw_differences, draw_scores
 from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
 from sage_fast.reproduce.statistics import LEVEL, SMALLEST, Difference, holm, mean_interval, paired
@@ -155,9 +156,9 @@ def _find_strategies(material: Material) -> Finding:
         left, middle, right = figure.subplots(1, 3)
         draw_courses(left, runs)
         left.legend()
-        for label, of in runs.items():
+        for color, of in zip(COLORS, runs.values()):
             spread = np.mean([[float(row["reward/std"]) for row in run.rows] for run in of], axis=0)
-            middle.plot(np.arange(1, len(spread) + 1), spread, label=label)
+            middle.plot(np.arange(1, len(spread) + 1), spread, color=color)
         middle.set_xlabel("iteration")
         middle.set_ylabel("std of the rewards within a group")
         draw_differences(right, differences, "difference of the held-out score, 95 % interval")
