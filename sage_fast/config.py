@@ -97,7 +97,7 @@ class SamplingConfig(Section):
     sampler: Sampler = "sage"
     """Rule of a denoising step; `ode` adds no noise, and only objective.surrogate = nft trains with it. docs/math.md
     has the formulas."""
-    eta: float = within(1.0, least=0)
+    eta: float = within(1.0, least=0, most=10)
     """Noise level of the sampler; 0 is the ODE, and `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
     """Denoising steps of a rollout."""

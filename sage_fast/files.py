@@ -132,15 +132,15 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
         write_atomic(path, text)
 
 
-def make_folder_of(file: str | None) -> None:
-    """Make the folder of `--json FILE`, so that it is found out before the work that a result cannot be written.
+def make_folder_of(file: str | None, option: str = "--json") -> None:
+    """Make the folder of an option's file, so that it is found out before the work that a result cannot be written.
 
     Raises:
         UserError: the file is a folder.
     """
     if file is not None:
         if Path(file).is_dir():
-            raise UserError(f"--json {file!r}: a folder; expected a file, such as {str(Path(file) / 'result.json')!r}")
+            raise UserError(f"{option} {file!r}: a folder; expected a file")
         Path(file).parent.mkdir(parents=True, exist_ok=True)
 
 

@@ -48,7 +48,7 @@ def sigma_schedule(steps: int, shift: float) -> Tensor:
     if not (math.isfinite(shift) and shift > 0):
         raise ValueError(f"shift = {shift}: expected a finite number above 0, such as 5 (480p) or 1 (no shift)")
     uniform = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return shift * uniform / (1 + (shift - 1) * uniform)
+    return (shift * uniform / (1 + (shift - 1) * uniform)).clamp(max=1)  # which rounding exceeds at shift 0.1
 
 
 def _sde(s: Tensor, n: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:

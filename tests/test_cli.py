@@ -60,7 +60,7 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
         assert f"\n  --{name} " in done.stdout
         assert setting.range in words
     assert "--sampling.sampler {sage,flow,dance,cps,exact,ode}\n        Rule of a denoising step" in done.stdout
-    assert "(at least 0; default: 1.0)" in done.stdout
+    assert "(at least 0 and at most 10; default: 1.0)" in done.stdout
     for command in ("sample", "eval", "profile"):
         done = subprocess.run([sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True)
         assert "sage-fast train --help" in done.stdout

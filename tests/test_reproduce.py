@@ -3,7 +3,12 @@
 import csv
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +23,7 @@ from sage_fast.reproduce.comparisons import judge_better, judge_equal
 from sage_fast.reproduce.compute import exaflops, front
 from sage_fast.reproduce.finding import Claim, Material
 from sage_fast.reproduce.statistics import Difference, holm, paired
-from sage_fast.reproduce.training import TrainedRun, config_of, protocol, train_runs
+from sage_fast.reproduce.training import TrainedRun, config_of, protocol
 from sage_fast.rollout.schedule import check_trainable
 
 PROMPTS = [f"prompt {i}" for i in range(24)]
@@ -131,10 +136,14 @@ def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_claim_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_claim_is_refused_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "equaliser"]) == 2
     assert "did you mean 'equalizer'?" in capsys.readouterr().err
     assert main(["reproduce", "ema", "--workers", "0"]) == 2
+    (file := tmp_path / "file").touch()
+    assert main(["reproduce", "excess-noise", "--output", str(file)]) == 1  # before any work
+    assert main(["reproduce", "all", "list"]) == 0
+    assert "\nstep-noise  " in capsys.readouterr().out
 
 
 def test_a_claim_from_the_runs_to_the_page(
@@ -167,23 +176,101 @@ def test_a_claim_from_the_runs_to_the_page(
     assert not re.search(r'(src|href)="https?:', page)
 
     # Nothing is made again for the same settings, though they were written before one with a default was added.
-    file = tmp_path / "runs" / "dual-seed0.json"
+    file = tmp_path / "runs-quick" / "dual-seed0.json"
     tree = json.loads(file.read_text())
     tree["settings"] = tree["settings"].replace("  position_fraction: 1.0\n", "")
     file.write_text(json.dumps(tree))
-    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").iterdir()}
+    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs-quick").iterdir()}
     assert main(command) == 0
     assert "to be made" not in capsys.readouterr().out
     assert made == {file: file.stat().st_mtime_ns for file in made}
+    told: list[str] = []
+    config = config_of("dual", 0, quick=True)
+    assert training._is_of(file, config, told.append)
+    assert not told
     monkeypatch.setitem(tiny, "sampling.eta", 0.9)
-    assert not training._is_of(file, config_of("dual", 0, quick=True))
+    assert not training._is_of(file, config_of("dual", 0, quick=True), told.append)
+    for content in (file.read_text()[:500], '{"version": 1}'):
+        file.write_text(content)
+        assert not training._is_of(file, config, told.append)
+    assert [re.sub(".*json: |: Unterm.*", "", line) for line in told] == [
+        "a run with other settings; it is made again",
+        "not valid JSON",
+        "holds no run; it is made again",
+    ]
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "train_one", _broken)
-    with pytest.raises(RunError, match="dual, seed 0: RuntimeError: out of memory"):
-        train_runs(["dual"], tmp_path, quick=True, workers=1, tell=lambda line: None)
+def test_a_video_without_a_score_is_named() -> None:
+    (run,) = made_up(np.array([[1.0, 2.0]]))
+    run.evaluations[-1]["parts"]["vq"][0] = None
+    with pytest.raises(RunError, match="a held-out video of iteration 40 has no reward"):
+        run.score()
 
 
-def _broken(config: object, file: Path) -> float:
-    raise RuntimeError("out of memory")
+ENDED = """
+import os, signal, sys, time
+from pathlib import Path
+from sage_fast import cli
+from sage_fast.reproduce import training
+
+def train_one(config, file):
+    file.with_suffix(".begun").touch()
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "fails":
+        raise RuntimeError("out of memory")
+    time.sleep(60)
+
+def command(options, overrides):
+    training.train_one = train_one
+    training.train_runs(["dual"], Path(sys.argv[2]), quick=True, workers=1, tell=lambda line: None)
+
+if __name__ == "__main__":
+    cli._COMMANDS["reproduce"] = command
+    sys.exit(cli.main(["reproduce", "all"]))
+"""
+
+
+KEPT = "runs that are whole are kept, and the same command goes on"
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        ("Ctrl-C", 130, ""),
+        ("SIGTERM", 143, ""),
+        ("killed", 1, f"a process of the runs was killed, as by the system when memory runs out; {KEPT}"),
+        ("fails", 1, f"dual, seed 0: RuntimeError: out of memory; {KEPT}"),
+    ],
+)
+def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
+    """Ctrl-C, which the whole group gets, SIGTERM to the command, and a run that is killed or fails: it ends at once,
+    says so in a line, and leaves no process."""
+    (script := tmp_path / "script.py").write_text(ENDED)
+    runs = tmp_path / "runs"
+    command = [sys.executable, str(script), how, str(runs)]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(runs.glob("*.begun")):
+        time.sleep(0.05)
+    if how == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    elif how == "SIGTERM":
+        os.kill(process.pid, signal.SIGTERM)
+    told = process.communicate(timeout=50)[1]
+    assert process.returncode == status
+    assert len(told.splitlines()) == bool(says)
+    assert says in told
+    if how != "fails":  # else the worker may have begun the next
+        assert len(list(runs.glob("*.begun"))) == 1
+    deadline = time.monotonic() + 20
+    while _alive(process.pid) and time.monotonic() < deadline:  # the tracker of semaphores comes last
+        time.sleep(0.05)
+    assert not _alive(process.pid)
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -117,6 +117,12 @@ def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert file.read_text().startswith("<?xml")
     assert main(["sde", "--eta", "1.4"]) == 0
     assert "\ncps\n" not in capsys.readouterr().out
+    # Nothing is noisy, which no logarithm shows; rounding of the schedule at shift 0.1; no column runs into the next.
+    assert main(["sde", "--eta", "0", "--shift", "0.1", "--figure", str(file)]) == 0
+    capsys.readouterr()
+    assert main(["sde", "--eta", "10", "--steps", "4"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(" +[0-3] ", line)]
+    assert [len(row.split()) for row in rows] == [9] * 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -124,14 +130,19 @@ def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--steps", "0"], "--steps 0: expected 1 to 1000; the nearest is 1"),
         (["--shift", "nan"], "--shift nan: expected above 0"),
-        (["--eta", "-1"], "--eta -1: expected a finite number of at least 0; the nearest is 0"),
+        (["--eta", "-1"], "--eta -1: expected 0 to 10; the nearest is 0"),
+        (["--eta", "1e200"], "--eta 1e+200: expected 0 to 10; the nearest is 10"),
+        (["--figure", "{folder}"], "table.svg': a folder; expected a file"),
         (["--eta", "2", "--sampler", "cps"], "cps is defined up to 1"),
         (["--sampler", "exakt"], "did you mean 'exact'"),
         (["--figure", "table.pdf"], "expected a name that ends with .svg or .png"),
     ],
 )
-def test_sde_says_what_is_wrong(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sde", *options]) == 2
+def test_sde_says_what_is_wrong(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (folder := tmp_path / "table.svg").mkdir()
+    assert main(["sde", *(option.format(folder=folder) for option in options)]) == 2
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""

@@ -11,7 +11,7 @@ from sage_fast.reproduce.mixture import Mixture, sample
 from sage_fast.transitions import SAMPLERS, sigma_schedule, transition_table
 
 STEPS = (1, 2, 3, 10, 37, 68, 100, 1000)
-SHIFTS = (1.0, 3.0, 5.0, 9.0, 17.0)
+SHIFTS = (0.1, 1.0, 3.0, 5.0, 9.0, 17.0)
 
 
 @pytest.mark.parametrize("shift", SHIFTS)

@@ -42,7 +42,7 @@ def _reproduce(tell: Tell, options: argparse.Namespace, overrides: dict[str, str
     from sage_fast.reproduce.finding import Material
 
     known = {claim.name: claim for claim in CLAIMS}
-    if options.claims == ["list"]:
+    if "list" in options.claims:
         print("\n".join(f"{name:<18} {claim.says} ({claim.source})" for name, claim in known.items()))
         return 0
     for name in options.claims:
@@ -54,8 +54,10 @@ def _reproduce(tell: Tell, options: argparse.Namespace, overrides: dict[str, str
     say = speaker(options.quiet)
     chosen = [claim for name, claim in known.items() if name in options.claims or "all" in options.claims]
     folder = Path(options.output or ("runs/reproduce-quick" if options.quick else "runs/reproduce"))
+    (folder / "results").mkdir(parents=True, exist_ok=True)  # before hours of work
     variants = dict.fromkeys(variant for claim in chosen for variant in claim.variants)
-    runs = training.train_runs(variants, folder / "runs", quick=options.quick, workers=workers, tell=say)
+    runs_of = folder / ("runs-quick" if options.quick else "runs")  # neither replaces the other's
+    runs = training.train_runs(variants, runs_of, quick=options.quick, workers=workers, tell=say)
     material = Material(quick=options.quick, runs=runs)
     findings = {}
     for claim in chosen:

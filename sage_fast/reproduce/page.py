@@ -17,8 +17,8 @@ from sage_fast.reproduce.finding import Claim, Finding
 PAGE, MARKDOWN = "results.html", "results.md"
 ABOUT = """\
 Claims of the SAGE-GRPO paper (arXiv 2603.21872), and questions beyond it, decided on the testbed: a tiny HunyuanVideo
-1.5 of moving shapes, not the 8.3 B model. This page is written by `sage-fast reproduce`, verdicts included. `sage-
-fast reproduce all --quick` shows in a quarter of an hour on two cores that everything works, and decides nothing;
+1.5 of moving shapes, not the 8.3 B model. This page is written by `sage-fast reproduce`, verdicts included.
+`sage-fast reproduce all --quick` shows in a quarter of an hour on two cores that everything works, and decides nothing;
 without `--quick` it takes hours, can be stopped, and goes on. `sage-fast reproduce list` names the claims."""
 
 

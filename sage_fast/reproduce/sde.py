@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.errors import UserError, nearest
+from sage_fast.files import make_folder_of
 from sage_fast.transitions import SAMPLERS, TransitionTable, sigma_schedule, transition_table
 
 KINDS = (".svg", ".png")
@@ -27,8 +28,8 @@ def tables(steps: int, shift: float, eta: float, samplers: Sequence[str]) -> lis
         raise UserError(f"--steps {steps}: expected 1 to 1000; the nearest is {min(max(steps, 1), 1000)}")
     if not 0 < shift <= 100:
         raise UserError(f"--shift {shift:g}: expected above 0 and at most 100, such as 5 (480p) or 1 (no shift)")
-    if not (math.isfinite(eta) and eta >= 0):
-        raise UserError(f"--eta {eta:g}: expected a finite number of at least 0; the nearest is 0")
+    if not 0 <= eta <= 10:
+        raise UserError(f"--eta {eta:g}: expected 0 to 10; the nearest is {10 if eta > 10 else 0}")
     if "cps" in samplers and eta > 1:
         raise UserError(f"--eta {eta:g}: cps is defined up to 1; the nearest is 1")
     default = [name for name in SAMPLERS if name != "ode" and (name != "cps" or eta <= 1)]
@@ -44,6 +45,7 @@ def sde(options: argparse.Namespace) -> int:
     """
     if options.figure is not None and Path(options.figure).suffix not in KINDS:
         raise UserError(f"--figure {options.figure}: expected a name that ends with {' or '.join(KINDS)}")
+    make_folder_of(options.figure, "--figure")
     steps, shift, eta = options.steps, options.shift, options.eta
     made = tables(steps, shift, eta, options.sampler)
     print(f"{steps} steps, shift {shift:g}, eta {eta:g}: x_next = a x + b v + c noise (docs/math.md)")
@@ -63,7 +65,7 @@ def format_table(table: TransitionTable) -> list[str]:
     )  # fmt: skip
     lines = [table.sampler, COLUMNS]
     for t, (s, n, a, b, c, excess, scale, weight) in enumerate(zip(*(column.tolist() for column in columns))):
-        lines.append(f"{t:4d}{s:8.4f}{n:8.4f}{a:10.5f}{b:10.5f}{c:10.5f}{excess:9.4f}{scale:8.3f}{weight:8.3f}")
+        lines.append(f"{t:4d}{s:8.4f}{n:8.4f} {a:9.5f} {b:9.5f} {c:9.5f} {excess:8.4f} {scale:7.3f} {weight:7.3f}")
     total = float(table.c.square().sum().sqrt())
     left = float(table.excess_noise()[-1])
     lines.append(
@@ -75,7 +77,6 @@ def format_table(table: TransitionTable) -> list[str]:
 def _write(made: Sequence[TransitionTable], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from sage_fast.files import make_folder_of
     from sage_fast.report.charts import COLORS
     from sage_fast.reproduce.figures import picture
 
@@ -90,10 +91,9 @@ def _write(made: Sequence[TransitionTable], path: Path) -> None:
             rows = (table.a, table.b, table.c, table.excess_noise(), *positive)
             for axes, values in zip(grid, rows):
                 axes.plot(table.sigmas[:-1], values, color=color, label=table.sampler, marker="o", markersize=2.5)
-        for axes in grid[4:]:
+        for axes in grid[4:] if any(table.stochastic_steps for table in made) else ():
             axes.set_yscale("log")
         handles, labels = grid[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(made))
 
-    make_folder_of(str(path))
     path.write_bytes(picture(draw, (9.5, 5.4), path.suffix[1:], "sde"))

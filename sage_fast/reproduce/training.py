@@ -6,18 +6,22 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import yaml
 
 from sage_fast.config import Config
 from sage_fast.console import Say
-from sage_fast.errors import RunError
+from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, write_json
 from sage_fast.settings import build, dump, leaves, load
 
@@ -68,11 +72,15 @@ class TrainedRun:
 
 
 def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
-    """Of each video; the composite has weights 1, 1, 1, so that runs with other weights can be compared."""
-    parts = evaluation["parts"]
-    if part == "reward":
-        return [vq + mq + ta for vq, mq, ta in zip(parts["vq"], parts["mq"], parts["ta"])]
-    return list(parts[part])
+    """Of each video; the composite has weights 1, 1, 1, so that runs with other weights can be compared.
+
+    Raises:
+        RunError: a video has none, since its reward failed.
+    """
+    columns = [evaluation["parts"][name] for name in (("vq", "mq", "ta") if part == "reward" else (part,))]
+    if any(None in column for column in columns):
+        raise RunError(f"a held-out video of iteration {evaluation['iteration']} has no {part} that is a number")
+    return [sum(values) for values in zip(*columns)]
 
 
 def _protocol() -> dict[str, Any]:
@@ -136,16 +144,16 @@ def train_runs(
     """The runs of these variants: those that are in `folder` already, and the others, made now.
 
     Each is a file that appears when it is whole: an interruption costs the runs at hand, and the same call goes on. A
-    file of other settings, as after a change of the protocol, is made again.
+    file of other settings, as after a change of the protocol, or one that holds no run, is made again, and told.
 
     Raises:
-        RunError: a run failed; it is named.
+        RunError: a run failed, which is named, or a process of the runs was killed.
     """
     variants = list(dict.fromkeys(variants))
     seeds = range(QUICK_SEEDS if quick else SEEDS)
     configs = {(v, seed): config_of(v, seed, quick) for v in variants for seed in seeds}
     file = {job: folder / f"{job[0].replace('/', '-')}-seed{job[1]}.json" for job in configs}
-    missing = [job for job, config in configs.items() if not _is_of(file[job], config)]
+    missing = [job for job, config in configs.items() if not _is_of(file[job], config, tell)]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         tell(f"{len(configs)} runs, {len(missing)} of them to be made, {workers} at once")
@@ -153,32 +161,65 @@ def train_runs(
     return {v: [_read(file[v, seed], seed) for seed in seeds] for v in variants}
 
 
+KEPT = "runs that are whole are kept, and the same command goes on"
+
+
 def _make(jobs: Mapping[tuple[str, int], tuple[Config, Path]], workers: int, tell: Say) -> None:
     begun = time.monotonic()
     threads = max((os.cpu_count() or 1) // workers, 1)
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads,)
-    )
-    with pool:
-        running = {pool.submit(train_one, *arguments): job for job, arguments in jobs.items()}
-        try:
-            for done, future in enumerate(concurrent.futures.as_completed(running), start=1):
-                variant, seed = running[future]
-                try:
-                    score = future.result()
-                except Exception as error:
-                    raise RunError(f"{variant}, seed {seed}: {type(error).__name__}: {error}") from error
-                left = (time.monotonic() - begun) / done * (len(jobs) - done)
-                tell(f"{done}/{len(jobs)}  {variant}, seed {seed}: {score:.3f}; about {left / 60:.0f} minutes left")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    before = signal.signal(signal.SIGTERM, _terminated)
+    others = multiprocessing.active_children()
+    try:
+        with concurrent.futures.ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads,)
+        ) as pool:
+            try:
+                # Workers inherit the mask: Ctrl-C is this process's, which ends them.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                running = {pool.submit(train_one, *arguments): job for job, arguments in jobs.items()}
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                for done, future in enumerate(concurrent.futures.as_completed(running), start=1):
+                    variant, seed = running[future]
+                    score = _result(future, f"{variant}, seed {seed}")
+                    left = (time.monotonic() - begun) / done * (len(jobs) - done)
+                    tell(f"{done}/{len(jobs)}  {variant}, seed {seed}: {score:.3f}; about {left / 60:.0f} minutes left")
+            except BaseException:  # nor does a worker begin what waits for it
+                for worker in set(multiprocessing.active_children()) - set(others):
+                    worker.terminate()
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _result(future: concurrent.futures.Future[float], run: str) -> float:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise RunError(
+            f"a process of the runs was killed, as by the system when memory runs out; {KEPT}; fewer --workers take "
+            "less memory"
+        ) from error
+    except Exception as error:
+        raise RunError(f"{run}: {type(error).__name__}: {error}; {KEPT}") from error
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _begin(threads: int) -> None:
+    """In a worker, which ends with its parent, however that ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(threads)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def train_one(config: Config, file: Path) -> float:
@@ -200,14 +241,26 @@ def train_one(config: Config, file: Path) -> float:
         if (index + 1) % config.eval.interval == 0 or index + 1 == config.train.iterations:
             with trainer.engine.averaged_weights():
                 evaluations.append(evaluate(setup, iteration=index + 1).to_json())
+    scores = [statistics.fmean(scores_of(of, "reward")) for of in evaluations]
     facts = environment(torch.device("cpu"))
     write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
-    return statistics.fmean(scores_of(evaluations[-1], "reward"))
+    return scores[-1]
 
 
-def _is_of(file: Path, config: Config) -> bool:
+def _is_of(file: Path, config: Config, tell: Say) -> bool:
     """Whether it holds a run with these settings; one that is newer than the run has its default in it."""
-    return file.is_file() and build(leaves(yaml.safe_load(read_json(file)["settings"]))) == config
+    if not file.is_file():
+        return False
+    try:
+        tree = read_json(file)
+        if not tree.keys() >= {"settings", "environment", "evaluations", "rows"}:
+            raise UserError(f"{file}: holds no run")
+        if build(leaves(yaml.safe_load(tree["settings"]))) != config:
+            raise UserError(f"{file}: a run with other settings")
+    except UserError as error:
+        tell(f"{error}; it is made again")
+        return False
+    return True
 
 
 def _read(file: Path, seed: int) -> TrainedRun:
