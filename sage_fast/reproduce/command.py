@@ -65,7 +65,10 @@ def _reproduce(tell: Tell, options: argparse.Namespace, overrides: dict[str, str
         page.write_finding(claim, finding, folder / "results")
         say(f"{claim.name}: {finding.verdict}. {finding.text}")
     words = ["sage-fast", "reproduce", *options.claims, *(["--quick"] if options.quick else [])]
-    print(page.write_pages(findings, folder, training.facts(runs, shlex.join(words)), training.protocol_text()))
+    facts = training.facts(runs, shlex.join(words))
+    if others := [name for name, claim in known.items() if claim not in findings]:
+        facts["Not decided here"] = ", ".join(others)
+    print(page.write_pages(findings, folder, facts, training.protocol_text()))
     return 0
 
 
