@@ -76,6 +76,7 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.steps": [2]}, r"sampling.steps = \[2\]: expected a whole number"),
         ({"sampling.cuda_graphs": "perhaps"}, "sampling.cuda_graphs = 'perhaps': expected true or false"),
         ({"sampling.batch_size": 0}, "sampling.batch_size = 0"),
+        ({"sampling.eta": 1e200}, "sampling.eta = .*: expected at least 0 and at most 10; the nearest is 10"),
         ({"sampling.sde_window": -1}, "sampling.sde_window = -1: expected at least 0; the nearest is 0"),
         ({"sampling.guidance_scale": 0.5}, "sampling.guidance_scale = 0.5: expected at least 1; the nearest is 1"),
         ({"sampling.sampler": "${kl.strategie}"}, "sampling.sampler: .*kl.strategie.* not found"),
