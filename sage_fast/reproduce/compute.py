@@ -34,14 +34,20 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def _find(material: Material) -> Finding:
     cost = {name: exaflops(name) for name in material.runs}
-    base = {name: np.mean([run.course()[0] for run in of]) for name, of in material.runs.items()}
     # A run that is stopped earlier is a cheaper one: every evaluation is a point.
-    points, rows = {}, []
+    curves: dict[str, dict[int, tuple[float, float]]] = {}
     for name, of in material.runs.items():
-        for iteration in list(of[0].course())[1:]:
-            gain = float(np.mean([run.course()[iteration] for run in of]) - base[name])
-            points[f"{name}, {iteration} iterations"] = (iteration * cost[name], gain)
-            rows.append({"variant": name, "iterations": iteration, "exaflops": iteration * cost[name], "gain": gain})
+        start, *later = zip(*(run.course().items() for run in of))
+        base = np.mean([score for _, score in start])
+        curves[name] = {
+            at[0][0]: (at[0][0] * cost[name], float(np.mean([score for _, score in at]) - base)) for at in later
+        }
+    points = {f"{name}, {i} iterations": point for name, curve in curves.items() for i, point in curve.items()}
+    rows = [
+        {"variant": name, "iterations": i, "exaflops": flops, "gain": gain}
+        for name, curve in curves.items()
+        for i, (flops, gain) in curve.items()
+    ]
     on_front = front(points)
     ends = {name: mean_interval(of) for name, of in material.runs.items()}
     cheaper = [name for name in material.runs if cost[name] <= cost[DEFAULT] and name != DEFAULT]
@@ -57,9 +63,10 @@ def _find(material: Material) -> Finding:
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        for name in material.runs:
-            own = [points[key] for key in points if key.rsplit(", ", 1)[0] == name]
-            axes.plot(*zip(*own), color=ORANGE if name == DEFAULT else GREY, alpha=1 if name == DEFAULT else 0.35)
+        for name, curve in curves.items():
+            axes.plot(
+                *zip(*curve.values()), color=ORANGE if name == DEFAULT else GREY, alpha=1 if name == DEFAULT else 0.35
+            )
         axes.step(*zip(*(points[name] for name in on_front)), where="post", color=BLUE, linewidth=2)
         for name in on_front:
             axes.annotate(name, points[name], fontsize=7.5, xytext=(4, -9), textcoords="offset points")

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sage_fast.report.charts import COLORS, GREY, STYLE, themed_svg
-from sage_fast.reproduce.statistics import Difference, mean_interval
+from sage_fast.reproduce.statistics import LEVEL, Difference, mean_interval
 from sage_fast.reproduce.training import TrainedRun
 
 Draw = Callable[[Figure], None]
@@ -59,7 +59,7 @@ def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str
 def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: str) -> None:
     """One row each: difference and 95 % interval; filled if it stands after the correction."""
     for row, of in enumerate(differences.values()):
-        sure = of.corrected < 0.05
+        sure = of.corrected < LEVEL
         axes.plot([of.low, of.high], [row, row], color=COLORS[0] if sure else GREY, linewidth=2)
         axes.plot(of.value, row, "o", color=COLORS[0] if sure else GREY, markersize=5)
     axes.set_yticks(range(len(differences)), list(differences))

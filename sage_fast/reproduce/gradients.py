@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from sage_fast.report.charts import COLORS, GREY
 from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
+from sage_fast.reproduce.training import shipped
 
 if TYPE_CHECKING:
     from sage_fast.console import Progress
@@ -133,7 +133,6 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
         steps: of the schedule; the paper's 20.
     """
     from sage_fast.run.setup import load_setup
-    from sage_fast.settings import load
     from sage_fast.trainer import Trainer
 
     found: list[Tensor] = []
@@ -158,7 +157,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
         "sampling.steps": steps,
         "train.prompts_per_iteration": groups,
     }
-    config = load(str(files("sage_fast.configs") / "demo.yaml"), overlays=[overlay])
+    config = shipped("demo", overlay)
     setup = load_setup(config)
     setup.encode(None, quiet=True)
     trainer = Measuring(config, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from sage_fast.report.charts import COLORS, GREY
 from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
 from sage_fast.reproduce.mixture import Mixture, sample
+from sage_fast.reproduce.training import shipped
 from sage_fast.testbed.manifold import manifold_distances
 from sage_fast.transitions import SAGE_CLAMP, SAMPLERS, TransitionTable, sigma_schedule, transition_table
 
@@ -230,11 +230,10 @@ def _on_testbed(
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
     """Of the base model's videos for held-out prompts, and of true clips that were encoded and decoded."""
     from sage_fast.run.setup import load_setup
-    from sage_fast.settings import load
     from sage_fast.testbed.model import allow_batches
     from sage_fast.testbed.pretrain import encode_prompts
 
-    setup = load_setup(load(str(files("sage_fast.configs") / "demo.yaml")), rewards=False)
+    setup = load_setup(shipped("demo"), rewards=False)
     setup.encode(None, quiet=True)
     prompts, repeats = (setup.eval_prompts[:8], 1) if quick else (setup.eval_prompts, 2)
     videos = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
@@ -83,6 +84,7 @@ def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
     return [sum(values) for values in zip(*columns)]
 
 
+@functools.cache
 def _protocol() -> dict[str, Any]:
     return yaml.safe_load((files("sage_fast.reproduce") / "protocol.yaml").read_text(encoding="utf-8"))
 
@@ -120,15 +122,19 @@ def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, s
     return found
 
 
+def shipped(name: str, *overlays: Mapping[str, Any]) -> Config:
+    """A configuration of configs/ with settings over it."""
+    return load(str(files("sage_fast.configs") / f"{name}.yaml"), overlays=overlays)
+
+
 def config_of(variant: str, seed: int, quick: bool = False) -> Config:
     """The settings of a run."""
-    overlays: list[Mapping[str, Any]] = [protocol()[variant], *([QUICK] if quick else []), {"seed": seed}]
-    return load(str(files("sage_fast.configs") / "demo.yaml"), overlays=overlays)
+    return shipped("demo", protocol()[variant], QUICK if quick else {}, {"seed": seed})
 
 
 def full_size(config: Config) -> Config:
     """The same algorithm, with a LoRA of the 8.3 B model on videos of 480 x 832 and 81 frames."""
-    large = load(str(files("sage_fast.configs") / "hunyuanvideo15-480p.yaml"))
+    large = shipped("hunyuanvideo15-480p")
     size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
     return dataclasses.replace(
         config,
