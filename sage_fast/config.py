@@ -238,7 +238,7 @@ class TrainConfig(Section):
     group_size: int = within(4, least=2)
     """Samples of one prompt, whose rewards are compared: one alone would have no advantage."""
     optimizer_steps: int = within(1, least=1)
-    """Updates per iteration; the rollouts are split evenly among them."""
+    """Updates per iteration; each trains every sample, at its own share of the trained steps."""
     batch_size: int = within(1, least=1)
     """Transitions per forward; gradients accumulate up to the optimizer step."""
     timestep_fraction: float = within(1.0, above=0, most=1)

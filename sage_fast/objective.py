@@ -57,7 +57,7 @@ def _plain_log_prob(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, object
 
 
 def _nft(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """Minus the loss of DiffusionNFT (arXiv 2509.16117) times advantage_clamp / beta, but for a constant; the log-ratio
+    """Minus the loss of DiffusionNFT (arXiv 2509.16117) times advantage_clamp / beta, up to a constant; the log-ratio
     is that of the noised sample, centred (docs/math.md)."""
     return advantage * log_ratio - objective.nft_beta * objective.advantage_clamp * kl_old
 

@@ -109,7 +109,6 @@ class TransitionTable:
 
     Attributes:
         sampler: what the rows were made from, one of `SAMPLERS`.
-        eta: its noise level.
         sigmas: float64 `[T+1]`, in [0, 1].
         a: float64 `[T]`; the mean is a x + b v.
         b: float64 `[T]`.
@@ -118,7 +117,6 @@ class TransitionTable:
     """
 
     sampler: str
-    eta: float
     sigmas: Tensor
     a: Tensor
     b: Tensor
@@ -237,17 +235,17 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = SAMPLERS[sampler](s, n, float(eta))
     notes = _sage_notes(s, n, c) if sampler == "sage" and eta > 0 else ()
-    return TransitionTable(sampler=sampler, eta=float(eta), sigmas=sigmas, a=a, b=b, c=c, notes=notes)
+    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=notes)
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:
     """Rows that score a noised sample x_s = (1-s) x0 + s z by the clean x0, as one step from s to 0 (docs/math.md).
 
-    Mean x0_hat = x_s - s v and standard deviation s / sqrt(2): the log-prob is -mean((v - (z - x0))^2) but for a
+    Mean x0_hat = x_s - s v and standard deviation s / sqrt(2): the log-prob is -mean((v - (z - x0))^2) up to a
     constant, the KL mean((v - v_anchor)^2).
     """
     s = sigmas[:-1]
-    return TransitionTable(sampler="forward", eta=0.0, sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))
+    return TransitionTable(sampler="forward", sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))
 
 
 def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:

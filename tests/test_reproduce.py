@@ -98,6 +98,11 @@ def test_verdicts(of: list[Difference], better: str, equal: str) -> None:
     assert (judge_better(named), judge_equal(named)) == (better, equal)
 
 
+def test_of_a_single_part_a_smaller_gain_matters() -> None:
+    of = {"part": difference(0.0, 0.04, 0.9)}
+    assert (judge_better(of), judge_better(of, 0.05 / 3)) == ("not held", "not decidable")
+
+
 def test_a_run_that_costs_more_and_gains_less_is_not_on_the_front() -> None:
     assert front({"a": (1.0, 0.1), "b": (2.0, 0.05), "c": (2.0, 0.3), "d": (3.0, 0.3)}) == ["a", "c"]
 
@@ -170,6 +175,7 @@ def test_a_claim_from_the_runs_to_the_page(
     assert (tmp_path / "results" / "ema.png").read_bytes().startswith(b"\x89PNG")
     page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
     for shown in (page, text):
+        assert "no verdict of a claim that trains means anything" in shown
         assert "sage-fast reproduce ema --quick" in shown
         assert "An average of the weights scores higher" in shown
     assert page.count("<svg") == 1

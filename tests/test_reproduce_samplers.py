@@ -89,6 +89,8 @@ def test_print() -> None:
     assert printed.judge_print({"ours": 0.0, "printed": 0.0}, loops) == "held"
     assert printed.judge_print({"ours": 0.0, "printed": 0.5}, loops) == "not held"
     assert printed.judge_print({"ours": 0.5, "printed": 0.5}, loops) == "not decidable"
+    for start in printed.STARTS:  # of which no course is there already
+        assert not printed.arrives(printed.closed_loop("ppo", start)[:1])
     values = [value for value, _ in printed.closed_loop("paper", 0.01)]  # the KL is ten times its target
     assert values[1] == pytest.approx(0.009)
     assert values[-1] == pytest.approx(printed.BALANCE / 1000)

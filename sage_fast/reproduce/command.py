@@ -17,7 +17,7 @@ def add_parsers(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
         add: makes the parser of a command from its name and its help.
     """
     reproduce = add("reproduce", "decide claims of the paper on the testbed, and write what was found")
-    reproduce.add_argument("claims", nargs="+", metavar="CLAIM", help="all, or names of claims, which `list` tells")
+    reproduce.add_argument("claims", nargs="+", metavar="CLAIM", help="names of claims, `all`, or `list` to print them")
     reproduce.add_argument("--quick", action="store_true", help="two seeds and three iterations: shows that it works")
     reproduce.add_argument("--output", metavar="FOLDER", help="default: runs/reproduce, or runs/reproduce-quick")
     reproduce.add_argument("--workers", type=int, metavar="N", help="runs at once (default: the number of cores)")
@@ -68,7 +68,7 @@ def _reproduce(tell: Tell, options: argparse.Namespace, overrides: dict[str, str
     facts = training.facts(runs, shlex.join(words))
     if others := [name for name, claim in known.items() if claim not in findings]:
         facts["Not decided here"] = ", ".join(others)
-    print(page.write_pages(findings, folder, facts, training.protocol_text()))
+    print(page.write_pages(findings, folder, facts, training.protocol_text(), quick=options.quick))
     return 0
 
 

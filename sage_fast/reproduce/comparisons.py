@@ -32,22 +32,22 @@ class Versus:
         return f"{self.first} over {self.second}{of}"
 
 
-def judge_better(differences: Mapping[str, Difference]) -> Verdict:
+def judge_better(differences: Mapping[str, Difference], smallest: float = SMALLEST) -> Verdict:
     """On "each first is better than its second".
 
     `held` if each difference is positive after the correction; `not held` if one is negative after it, or if one gain
-    that matters is excluded: its interval ends below `SMALLEST`.
+    that matters is excluded: its interval, which is not corrected, ends below `smallest`.
     """
     if all(of.value > 0 and of.corrected < LEVEL for of in differences.values()):
         return "held"
-    if any(of.high < SMALLEST or (of.value < 0 and of.corrected < LEVEL) for of in differences.values()):
+    if any(of.high < smallest or (of.value < 0 and of.corrected < LEVEL) for of in differences.values()):
         return "not held"
     return "not decidable"
 
 
 def judge_equal(differences: Mapping[str, Difference]) -> Verdict:
-    """On "it makes no difference": `held` if every interval lies within `SMALLEST` of 0, `not held` if one difference
-    stands after the correction and no such difference is excluded."""
+    """On "it makes no difference": `held` if every interval lies within `SMALLEST` of 0, even if a smaller difference
+    stands; else `not held` if one stands after the correction."""
     if all(of.low > -SMALLEST and of.high < SMALLEST for of in differences.values()):
         return "held"
     if any(of.corrected < LEVEL for of in differences.values()):
@@ -64,7 +64,9 @@ def told(differences: Mapping[str, Difference], runs: Runs) -> str:
     """Two sentences: the scores, and the differences with what stands of them."""
     scores = ", ".join(f"{name} {mean:.3f} ± {half:.3f}" for name, (mean, half) in _scores(runs).items())
     found = "; ".join(f"{name} {of}, p {of.corrected:.2g}" for name, of in differences.items())
-    return f"Held-out composite with 95 % interval: {scores}. Differences: {found}."
+    return (
+        f"Held-out composite with 95 % interval over the seeds: {scores}. Differences, over seeds and prompts: {found}."
+    )
 
 
 def _scores(runs: Runs) -> dict[str, tuple[float, float]]:
@@ -182,7 +184,8 @@ def _find_schedules(material: Material) -> Finding:
         panels[0].legend()
         draw_differences(right, differences, "difference, 95 % interval")
 
-    return Finding(verdict=judge_better(differences), text=told(differences, runs), draw=draw, rows=rows_of(runs))
+    verdict = judge_better(differences, SMALLEST / len(PARTS))
+    return Finding(verdict=verdict, text=told(differences, runs), draw=draw, rows=rows_of(runs))
 
 
 GRID = {
@@ -274,7 +277,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     better(
         "kl-paper-lambda", "KL strategies at the paper's lambda", "paper, Figure 8 and Appendix A.6",
-        "At lambda 1e-7 to 1e-5 it makes no difference which KL there is.",
+        "At lambda 1e-7 to 1e-5 it makes no difference to have a KL, whichever it is.",
         [Versus(f"{name}-paper-lambda", "sage-equalized") for name in (*KL, "dual")], judge=judge_equal,
     ),
     Claim(
@@ -324,10 +327,11 @@ CLAIMS: tuple[Claim, ...] = (
            "At 32 videos an iteration, 4 prompts with 8 videos each are better than 2, 8 and 16 prompts.",
            [Versus("dual", f"groups-{name}") for name in ("2x16", "8x4", "16x2")]),
     better("fewer-steps", "Fewer noisy or trained steps", "beyond the paper",
-           "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do.",
+           "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do (with fewer than 4 "
+           "trained steps there are also fewer updates, one for each).",
            [Versus(name, "steps-8") for name in
             ("window-4", "window-2", "window-1", "fraction-1/2", "fraction-1/4", "fraction-1/8")], judge=judge_equal),
     better("nft", "DiffusionNFT", "beyond the paper, arXiv 2509.16117",
-           "SAGE-GRPO with the dual KL is better than DiffusionNFT on the same videos, prompts and rewards.",
+           "SAGE-GRPO with the dual KL is better than DiffusionNFT, with as many videos for the same prompts.",
            [Versus("dual", "nft"), Versus("dual", "nft-beta-0.1"), Versus("exact-dual", "nft")]),
 )  # fmt: skip

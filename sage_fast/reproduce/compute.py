@@ -34,7 +34,7 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def _find(material: Material) -> Finding:
     cost = {name: exaflops(name) for name in material.runs}
-    # A run that is stopped earlier is a cheaper one: every evaluation is a point.
+    # Every evaluation is a point.
     curves: dict[str, dict[int, tuple[float, float]]] = {}
     for name, of in material.runs.items():
         start, *later = zip(*(run.course().items() for run in of))
@@ -42,6 +42,7 @@ def _find(material: Material) -> Finding:
         curves[name] = {
             at[0][0]: (at[0][0] * cost[name], float(np.mean([score for _, score in at]) - base)) for at in later
         }
+    last = max(i for curve in curves.values() for i in curve)
     points = {f"{name}, {i} iterations": point for name, curve in curves.items() for i, point in curve.items()}
     rows = [
         {"variant": name, "iterations": i, "exaflops": flops, "gain": gain}
@@ -56,9 +57,11 @@ def _find(material: Material) -> Finding:
     best = max(cheaper, key=lambda name: ends[name][0])
     listed = "; ".join(f"{name} ({points[name][0]:.1f} exaFLOPs, {points[name][1]:+.3f})" for name in on_front)
     text = (
-        f"On the front of gain for cost are {listed}. Of {len(cheaper)} variants that cost no more than the demo's "
-        f"settings {len(better)} end higher after the correction{': ' * bool(better)}{', '.join(better)}; the highest "
-        f"mean among them is {best}, {ahead[best]} (p {ahead[best].corrected:.2g})."
+        f"On the front of gain for cost are {listed} (before iteration {last} the learning rate had not fallen to 0, "
+        f"as at the end of a run; the front is the best of {len(points)} means, which flatters it). Of {len(cheaper)} "
+        f"variants that cost no more than the demo's settings {len(better)} end higher after the "
+        f"correction{': ' * bool(better)}{', '.join(better)}; the highest mean among "
+        f"them is {best}, {ahead[best]} (p {ahead[best].corrected:.2g})."
     )
 
     def draw(figure: Figure) -> None:

@@ -114,11 +114,15 @@ def find_equalizer(material: Material) -> Finding:
         f"{100 * room_for_importance(equalized):.1f} % of the gradient's second moment with the equalizer, and "
         f"{100 * room_for_importance(norms.log_prob):.0f} % without."
     )
-    verdict = judge_equalizer(norms)
-    return Finding(verdict=verdict, text=text, draw=lambda figure: _draw(figure, norms), rows=_rows(norms))
+    rows = [
+        {name: row[name] for name in ("step", "sigma", "weight")}
+        | {f"equalized_{name}": row["weight"] * row[name] for name in ("velocity", "log_prob", "policy")}
+        for row in _rows(norms)
+    ]
+    return Finding(verdict=judge_equalizer(norms), text=text, draw=lambda figure: _draw(figure, norms), rows=rows)
 
 
-def _rows(norms: Norms) -> list[dict[str, object]]:
+def _rows(norms: Norms) -> list[dict[str, float]]:
     names = [field.name for field in dataclasses.fields(norms)]
     return [{"step": t, **{n: float(getattr(norms, n)[t]) for n in names}} for t in range(len(norms.sigma))]
 

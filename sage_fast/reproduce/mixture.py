@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from sage_fast.transitions import TransitionTable
@@ -34,6 +35,10 @@ class Mixture:
     def distance(self, x: Tensor) -> Tensor:
         """Of each sample to its nearest mode, `[N]`."""
         return torch.cdist(x, self.modes).amin(1)
+
+    def spread(self) -> float:
+        """Mean distance of samples of the mixture itself to their modes."""
+        return self.std * float(stats.chi(self.modes.shape[1]).mean())
 
     def shares(self, x: Tensor) -> Tensor:
         """Of the samples that are nearest to each mode, `[4]`; 1/4 is right."""

@@ -20,6 +20,7 @@ Claims of the SAGE-GRPO paper (arXiv 2603.21872), and questions beyond it, decid
 1.5 of moving shapes, not the 8.3 B model. This page is written by `sage-fast reproduce`, verdicts included.
 `sage-fast reproduce all --quick` shows in a quarter of an hour on two cores that everything works, and decides nothing;
 without `--quick` it takes hours, can be stopped, and goes on. `sage-fast reproduce list` names the claims."""
+ABOUT_QUICK = "Made with `--quick`: no verdict of a claim that trains means anything. "
 
 
 def write_finding(claim: Claim, finding: Finding, folder: Path) -> None:
@@ -41,7 +42,7 @@ def data(finding: Finding) -> str:
 
 
 def write_pages(
-    findings: Mapping[Claim, Finding], folder: Path, facts: Mapping[str, str], protocol: Sequence[str]
+    findings: Mapping[Claim, Finding], folder: Path, facts: Mapping[str, str], protocol: Sequence[str], *, quick: bool
 ) -> Path:
     """The page of all findings, whose path is returned, and the same as Markdown.
 
@@ -50,7 +51,9 @@ def write_pages(
         folder: of the pages, and of `results/` with what `write_finding` leaves.
         facts: what made it: command, seeds, commits, versions, device.
         protocol: paragraphs.
+        quick: say on top of both that nothing is decided.
     """
+    about = quick * ABOUT_QUICK + ABOUT
     drawn = [
         {
             "claim": claim,
@@ -60,14 +63,14 @@ def write_pages(
         }
         for claim, finding in findings.items()
     ]
-    write_atomic(folder / PAGE, render("results.html.j2", drawn=drawn, facts=facts, protocol=protocol))
-    write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol))
+    write_atomic(folder / PAGE, render("results.html.j2", drawn=drawn, facts=facts, protocol=protocol, about=about))
+    write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol, about))
     return folder / PAGE
 
 
-def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str]) -> str:
+def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str], about: str) -> str:
     """As docs/results.md has it; figures and data are in `results/` beside it."""
-    lines = ["# Results", "", ABOUT, ""]
+    lines = ["# Results", "", about, ""]
     lines += ["| " + " | ".join(("claim", "source", "verdict")) + " |", "|---|---|---|"]
     lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source} | {f.verdict} |" for c, f in findings.items()]
     lines += ["", "## How it was made", ""]

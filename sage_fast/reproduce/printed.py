@@ -18,8 +18,8 @@ DRIFT = 0.15
 """Sum of |share - 1/4| over the modes from which on they count as moved."""
 TARGET, BALANCE, UPDATES = 1e-4, 0.1, 80
 """KL that is aimed at, the lambda at which the loop below has it, and updates."""
-STARTS = (0.01, 0.05, 0.15, 1.0)
-"""Lambda at the start; the bounds are a thousandth of BALANCE and a thousand times it."""
+STARTS = (0.01, 0.05, 1.0)
+"""Lambda at the start, all outside the band below; the bounds are a thousandth of BALANCE and a thousand times it."""
 BAND = (0.5, 1.5)
 """Share of the target within which Eq. 42 leaves lambda alone."""
 
@@ -86,9 +86,10 @@ def find_print(material: Material) -> Finding:
     text = (
         f"With the score as printed, -(x - x0_hat)/s^2, the weights of four modes move by {drift['printed']:.2f} in "
         f"L1, and with -(x - (1-s) x0_hat)/s^2 by {drift['ours']:.2f} (flow, {STEPS} steps, shift {SHIFT:g}, eta "
-        f"{ETA:g}). Where a larger lambda means a smaller KL, Eq. 42 as printed brings the KL to its target from "
-        f"{arrived['paper']} of {len(STARTS)} starts, and after {UPDATES} updates leaves it between {min(far):.2g} and "
-        f"{max(far):.2g} times the target; the opposite direction does from {arrived['ppo']} of {len(STARTS)}."
+        f"{ETA:g}). In a loop where KL = constant / lambda, Eq. 42 as printed brings the KL to its target from "
+        f"{arrived['paper']} of {len(STARTS)} starts outside its band, and after {UPDATES} updates leaves it between "
+        f"{min(far):.2g} and {max(far):.2g} times the target; the opposite direction does from "
+        f"{arrived['ppo']} of {len(STARTS)}."
     )
     rows: list[dict[str, object]] = [{"part": "score", "name": name, "drift": value} for name, value in drift.items()]
     rows += [

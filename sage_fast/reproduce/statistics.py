@@ -37,7 +37,7 @@ class Difference:
 
 
 def paired(first: Sequence[TrainedRun], second: Sequence[TrainedRun], part: str = "reward") -> Difference:
-    """Both have the same seeds and prompts, and so the same noise in training and evaluation.
+    """Both have the same seeds and held-out prompts, and so the same noise in evaluation.
 
     Prompts and seeds are both drawn from more of their kind, and each cell is a difference: the variance is that
     clustered by seed plus that clustered by prompt minus that of the cells, and not less than either (Cameron,
