@@ -287,6 +287,7 @@ class PretendCuda(TorchDispatchMode):
             "Event": Stream,
             "current_stream": lambda device=None: current,
             "stream": contextlib.nullcontext,
+            "set_stream": lambda stream: None,
             "graph_pool_handle": lambda: (0, 0),
             "CUDAGraph": Graph,
             "graph": self._graph,

@@ -23,6 +23,7 @@ from sage_fast.policy.attention import (
     try_attention,
     usable,
 )
+from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -207,6 +208,25 @@ def test_cudnn_reads_our_layout_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
     for given, passed in zip(inputs, seen[0]):
         assert passed.data_ptr() == given.data_ptr()
         assert passed.stride() == given.transpose(1, 2).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sdpa_is_not_cudnn_by_another_name(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision, where torch would take cuDNN's first; with a mask too."""
+    seen: list[bool] = []
+
+    def record(query: Tensor, *others: Tensor, attn_mask: Tensor | None) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.math_sdp_enabled()
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    with PretendCuda():
+        inputs = [torch.randn(2, 7, 3, 8, device="cuda", dtype=dtype) for _ in range(3)]
+        for mask in (None, torch.ones(2, 7, dtype=torch.bool, device="cuda")):
+            ATTENTION["sdpa"](*inputs, mask)
+    assert seen == [dtype == torch.float32] * 2
 
 
 def test_the_choice_is_asked_for_by_name_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast import cli
+from sage_fast.rewards.load import load_reward
 from sage_fast.settings import load
 
 REPOSITORY = Path(__file__).parent.parent
@@ -163,7 +164,7 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
         overrides = cli._overrides(arguments[0], rest)
         assert part in ("demo", "demo-bf16", "iteration") or not overrides
         if overrides:
-            load(REPOSITORY / options.config, overrides)
+            load_reward(load(REPOSITORY / options.config, overrides).reward)
     for name in commands["tests"]:
         assert not name.startswith("tests/") or (REPOSITORY / name).exists()
 

@@ -126,6 +126,9 @@ def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
     assert said == ["no CUDA graph for this rollout: operation not permitted when stream is capturing"]
+    graphs.record = rerun  # after a failure nothing more is recorded, of other shapes neither
+    twice(policy, PROMPTS[:2], graphs)
+    assert len(graphs) == 0
 
     monkeypatch.setattr(module, "MAX_TOKENS", 2 * 87 - 1)
     graphs = StepGraphs(policy, rerun, max_memory=1000, say=said.append)

@@ -422,7 +422,7 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
     here, there = tiny_trainer(config), tiny_trainer(config, device=torch.device("cuda"))
     for index in range(2):
         expected, row = here.iteration(index), there.iteration(index)
-        assert row.keys() == expected.keys()
+        assert {key for key in row if not key.startswith("memory/")} == expected.keys()
         for key in ("reward/mean", "reward/std", "advantage/abs_mean", "grad_norm", "update/relative", "kl/anchor"):
             assert row[key] == pytest.approx(expected[key], rel=1e-2, abs=1e-7), (index, key)
         for key in ("ratio/min", "ratio/max"):

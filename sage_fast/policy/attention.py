@@ -24,7 +24,19 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query, key, value `[B, S, H, D]`, bool key mask `[B, S]` or None) -> `[B, S, H, D]`."""
 
 
+OF_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of `sdpa` on a GPU in half precision. On Hopper torch would take cuDNN's kernel first, which is a backend of its own
+here: `auto` needs another to fall back to."""
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        with sdpa_kernel(OF_SDPA):
+            return _torch_sdpa(query, key, value, mask)
+    return _torch_sdpa(query, key, value, mask)
+
+
+def _torch_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=None if mask is None else mask[:, None, None])
     return out.transpose(1, 2)
@@ -42,7 +54,7 @@ def _without_mask(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attenti
 def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """SDPA's own call, which reads our layout by its strides; diffusers' wrapper copies all four tensors."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return _sdpa(query, key, value, None)
+        return _torch_sdpa(query, key, value, None)
 
 
 # The packages are called directly: diffusers' dispatcher has no backward for flash-attn 3, and says of one that is

@@ -115,6 +115,7 @@ class StepGraphs:
         self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
         self._refused: set[tuple[Any, ...]] = set()
         self._seen: set[tuple[Any, ...]] = set()
+        self._failed = False
 
     def prepare(
         self, coefs: Tensor, schedule: ConditioningSchedule, seeds: Tensor, latents: Tensor
@@ -131,7 +132,7 @@ class StepGraphs:
             return None
         shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents))
         key = (weights_key(self.policy), shapes)
-        if key in self._refused:
+        if key in self._refused or (self._failed and key not in self._graphs):
             return None
         if key not in self._seen:
             self._seen.add(key)
@@ -143,6 +144,7 @@ class StepGraphs:
                 graph = StepGraph(self.policy, *inputs, self.record)
             except RuntimeError as error:  # an operator that cannot be recorded, or no memory
                 self._refuse(key, str(error).splitlines()[0])
+                self._failed = True  # torch 2.11's allocator takes a capture that failed for one that still goes on
                 return None
             if graph.memory > self.max_memory:
                 needed, allowed = (size / 2**30 for size in (graph.memory, self.max_memory))
@@ -176,26 +178,31 @@ def weights_key(policy: HunyuanVideo15Policy) -> int:
 
 
 class CudaRecorder:
-    """Records into one memory pool: graphs that never run at the same time may share it."""
+    """Records into one memory pool: graphs that never run at the same time may share it. And on one stream, that of the
+    warm-up too, so that the workspace which cuBLAS takes for each stream is not part of a graph."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
-        """Record `run` after a warm-up on a side stream (Triton compiles, cuBLAS takes its workspace there)."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Record `run` after a warm-up (Triton compiles, cuBLAS takes its workspace)."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(self._stream)
         torch.cuda.synchronize()
         # As the capture is about to: given back there, the warm-up's memory would hide what the graph keeps.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                outputs = run()
+        finally:
+            torch.cuda.set_stream(current)  # which a capture that fails does not
         return graph.replay, outputs, torch.cuda.memory_reserved() - before
 
 
