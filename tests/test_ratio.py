@@ -268,7 +268,7 @@ def test_the_share_is_that_of_a_pull() -> None:
 
 
 def test_the_kl_of_the_paper_does_nothing(tmp_path: Any) -> None:
-    """At its lambda, 1e-7 to 1e-5, the KL has less than a thousandth of the gradient: without it, the same rewards."""
+    """At its lambda, 1e-7 to 1e-5, the KL has less than 1e-4 of the gradient: without it, the same rewards."""
     rewards = {}
     for strategy in ("dual", "none"):
         trainer = demo_trainer(tmp_path, kl__strategy=strategy, kl__warmup_steps=1, kl__feedback="paper",
@@ -276,7 +276,7 @@ def test_the_kl_of_the_paper_does_nothing(tmp_path: Any) -> None:
         rows = [trainer.iteration(index) for index in range(2)]
         rewards[strategy] = [row["reward/mean"] for row in rows]
         assert (rows[1]["kl/gradient_share"] > 0) == (strategy == "dual")
-        assert rows[1]["kl/gradient_share"] < 1e-3
+        assert rows[1]["kl/gradient_share"] < 1e-4
     assert rewards["dual"] == pytest.approx(rewards["none"], abs=5e-5)
 
 
