@@ -101,8 +101,8 @@ def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
     for rank in range(2):
         first, *words = (tmp_path / f"started.{rank}").read_text().splitlines()
         assert first == f"{rank}/2 {rank}/2 127.0.0.1:{10000 + 70123 % 50000} 1"
-        assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run", "--reward.name",
-                         "my rewards:One"]  # fmt: skip
+        assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run", "--train.grace_seconds",
+                         "1700", "--reward.name", "my rewards:One"]  # fmt: skip
     assert out == "rank 0 speaks\n"
     assert (tmp_path / "runs" / "a run.logs" / "rank-1.log").read_text() == "rank 1 speaks\n"
 
@@ -112,7 +112,7 @@ def test_a_run_that_is_there_is_continued(submit: Submit, tmp_path: Path) -> Non
     (tmp_path / "runs" / "config.yaml").touch()
     assert submit("config.yaml", "runs").wait(60) == 0
     words = (tmp_path / "started.0").read_text().split()
-    assert words[-5:] == ["train", "runs/config.yaml", "--output", "runs", "--resume"]
+    assert words[-7:] == ["train", "runs/config.yaml", "--output", "runs", "--resume", "--train.grace_seconds", "1700"]
 
 
 def test_what_fails_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
@@ -189,6 +189,8 @@ def test_the_script_is_one_that_slurm_and_bash_read() -> None:
     seconds = int(re.fullmatch(r"B:USR1@(\d+)", options["signal"] or "")[1])  # type: ignore[index]
     hours = int((options["time"] or "").split(":")[0])
     assert 600 <= seconds < 3600 * hours
+    # Of what Slurm grants; else the run would end 25 seconds after the signal, in the middle of an iteration.
+    assert 600 <= int(re.search(r"--train.grace_seconds (\d+)", SCRIPT.read_text())[1]) < seconds  # type: ignore[index]
     assert "trap" in SCRIPT.read_text()
 
 
@@ -247,5 +249,6 @@ def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
             assert options.training_script == "sage_fast"
             assert options.training_script_args[0] == "train"
             # torchrun's 30 s would kill ranks that write a checkpoint
-            assert getattr(options, "shutdown_timeout", 600) >= 600
+            grace = float(options.training_script_args[options.training_script_args.index("--train.grace_seconds") + 1])
+            assert 600 <= grace < getattr(options, "shutdown_timeout", 1800)
             assert options.max_restarts > 0

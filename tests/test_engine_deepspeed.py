@@ -252,7 +252,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
     monkeypatch.setattr("sage_fast.trainer.world_size", lambda: 2)
     overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
                  "train.prompts_per_iteration": "1", "train.group_size": "3", "train.optimizer_steps": "1",
-                 "eval.seeds_per_prompt": "1"}  # fmt: skip
+                 "eval.seeds_per_prompt": "1", "reward.on_failure": "stop"}  # fmt: skip
     setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", overrides))
     setup.encode(tmp_path, quiet=True)
     setup.reward = CompositeReward(Down(), setup.config.reward)
