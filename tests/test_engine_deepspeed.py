@@ -247,7 +247,8 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
 
     class Down:
         def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
-            raise OSError("scoring server went away")
+            # As one that gives no answer in time, and as one that fails.
+            raise (RewardError if where == "evaluation" else OSError)("scoring server went away")
 
     monkeypatch.setattr("sage_fast.trainer.world_size", lambda: 2)
     overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
