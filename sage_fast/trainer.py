@@ -280,8 +280,9 @@ class Trainer:
             of_all = (loss.total.detach(), loss.kl, policy.square(), kl.square())
             sums += torch.stack([values.sum() for values in of_all])
             bar.update(rows.stop - rows.start)
+        idly = transitions[:1] or [(0, min(batch.trajectories.steps))]  # one that is trained: others may not be finite
         for _ in range(idle):
-            self.engine.backward(0 * self._loss(batch, [(0, min(batch.trajectories.steps))], Metrics())[0].total.sum())
+            self.engine.backward(0 * self._loss(batch, idly, Metrics())[0].total.sum())
         record_losses(metrics, losses)
         with watch.waiting():
             value, observed, policy_square, kl_square = (all_reduce(sums) / sequence_size() / total).tolist()

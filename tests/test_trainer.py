@@ -19,7 +19,15 @@ from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
 from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
 from sage_fast.rewards import Scores, join_scores
-from sage_fast.rollout.schedule import check_trainable, draw_samples, iteration_table, trained_steps, update_schedule
+from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.schedule import (
+    Transition,
+    check_trainable,
+    draw_samples,
+    iteration_table,
+    trained_steps,
+    update_schedule,
+)
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate, generate
 from sage_fast.run.setup import Setup
@@ -430,6 +438,21 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
         assert row["velocity_grad_norm"] == pytest.approx(expected["velocity_grad_norm"], rel=1e-2)
     assert there.graphs is not None
     assert len(there.graphs) > 0
+
+
+def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 x NaN is NaN: a dropped sample whose latents are not finite would end the run."""
+    trainer = tiny_trainer(settings(train__parity_gate=False))
+    monkeypatch.setattr(trainer.policy.states, "behind", lambda count: 1)
+    update = trainer._update
+
+    def dropped(batch: Batch, mine: Sequence[Transition], total: int, *others: Any) -> None:
+        for state in batch.trajectories.states.values():
+            state[0] = math.nan
+        update(batch, [transition for transition in mine if transition[0] != 0], total, *others)
+
+    monkeypatch.setattr(trainer, "_update", dropped)
+    assert math.isfinite(trainer.iteration(0)["grad_norm"])
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
