@@ -440,6 +440,17 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
     assert len(there.graphs) > 0
 
 
+def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(train__optimizer_steps=2, train__parity_gate=False))
+    weights = sum(p.nbytes for p in trainer.policy.parameters().values())
+    monkeypatch.setattr("sage_fast.engine.plain.free_bytes", lambda device: 3 * weights)
+    assert trainer.engine.remember()
+    trainer.iteration(0)
+    assert not trainer.engine.remember()  # three times as much by now
+    monkeypatch.setattr("sage_fast.engine.plain.free_bytes", lambda device: 7 * weights)
+    assert trainer.engine.remember()
+
+
 def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 x NaN is NaN: a dropped sample whose latents are not finite would end the run."""
     trainer = tiny_trainer(settings(train__parity_gate=False))

@@ -54,6 +54,7 @@ class Engine:
         self._prepare()
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
         self._remembered: dict[str, Any] | None = None
+        self._remembered_bytes = 0
 
     def _prepare(self) -> None:
         self.optimizers = OPTIMIZERS[self.config.optimizer].make(self.policy.parameters(), self.config)
@@ -146,13 +147,15 @@ class Engine:
             "ema": self.ema,
             "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
         }
-        if self._remembered is None:
-            sizes: list[int] = []
-            recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
+        sizes: list[int] = []
+        recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
+        if sum(sizes) > self._remembered_bytes:  # at first, and once the optimizer has its state
+            self._remembered = None
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             fits = 2 * ranks * sum(sizes) < free_bytes(torch.device("cpu"))
             if not int(all_reduce(torch.tensor(int(fits), device=self.policy.device), "min")):
                 return False
+            self._remembered_bytes = sum(sizes)
         self._remembered = recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), state)
         return True
 
