@@ -118,7 +118,9 @@ def encode_cached(
                     if prompt in files:
                         _write(known[prompt], files[prompt])
             for prompt in block:
-                known[prompt] = broadcast_object(known.get(prompt), sources[prompt])
+                sent = broadcast_object(known.get(prompt), sources[prompt])
+                # From the file where this rank sees it: mapped, it is the page cache's, once for all ranks of a node.
+                known[prompt] = (_read(files[prompt]) if prompt in files else None) or sent
             bar.update(len(block))
     return {prompt: known[prompt] for prompt in prompts}
 
