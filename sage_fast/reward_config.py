@@ -109,10 +109,11 @@ class RewardConfig(RewardEntry):
     """Further calls after one that raised, hung in a process of its own, or gave a value that is not finite."""
     max_dropped: float = within(0.2, least=0, most=1)
     """Largest share of dropped samples in an iteration or an evaluation; above it the run stops, with a checkpoint."""
-    timeout_seconds: float = within(1800.0, least=0)
-    """Longest wait for one call of a reward, or of `eval.judge`, which scores up to sampling.batch_size videos. A
-    process of its own is then ended and started again; a call within the run's process cannot be ended, and the run
-    stops. 0: no limit."""
+    timeout_seconds: float = within(300.0, least=0)
+    """Longest wait for one call of a reward, or of `eval.judge`, which scores up to sampling.batch_size videos, and for
+    the start of its process. A process of its own is then ended and started again; a call within the run's process
+    cannot be ended, and the run stops. After twice this, the videos of a batch that have no score are dropped. The
+    other ranks wait meanwhile: keep it at most a tenth of `timeout_minutes`. 0: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -104,6 +104,10 @@ class Returns:
         }.get(self.what, {"a": torch.ones(count)})
 
 
+def gradients(videos: Tensor, prompts: list[str]) -> dict[str, list[float]]:
+    return {"on": [float((videos * torch.ones(1, requires_grad=True)).requires_grad)] * len(prompts)}
+
+
 class Named:
     """One part of any name."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,14 +20,16 @@ import pytest
 import torch
 
 import sage_fast.rewards.http as reward_http
-from sage_fast.config import RewardConfig, SamplingConfig
+from sage_fast.config import Config, RewardConfig, SamplingConfig
 from sage_fast.console import say_nothing
 from sage_fast.errors import UserError
 from sage_fast.rewards import CompositeReward, Scores
-from sage_fast.rewards.caller import Beside
+from sage_fast.rewards.caller import FALLS, SECONDS_TO_LOOK, Beside, Worker
 from sage_fast.rewards.composite import Source
+from sage_fast.rewards.failure import NoAnswer, RewardFailure
 from sage_fast.rewards.http import HttpReward, read_question
-from sage_fast.rewards.process import FALLS, RewardProcess
+from sage_fast.rewards.process import RewardProcess
+from sage_fast.rewards.score import TIMEOUTS
 from sage_fast.rewards.server import RewardServer
 from tests.reward_faults import Fingerprint, Returns, fingerprints
 
@@ -71,8 +75,8 @@ def process() -> Iterator[Any]:
     yield make
     for reward in made:
         caller = reward.sources[0].caller
-        assert isinstance(caller, Beside)
-        caller.close()
+        if isinstance(caller, Beside):
+            caller.close()
 
 
 def test_a_process_that_dies_or_hangs_is_started_again_and_its_videos_are_scored_again(
@@ -114,13 +118,83 @@ def test_a_failing_sample_is_dropped_within_the_runs_process_too(how: str, secon
     assert scores.retried == (1 if how == "nan" else 3)
 
 
-def test_a_process_that_always_dies_is_given_up() -> None:
+def test_a_process_that_always_dies_rests_and_is_started_again() -> None:
     process = RewardProcess(config(args={"how": "exit", "poison": "x"}), "reward.name", "cpu", 60)
-    process._falls = FALLS - 1
-    with pytest.raises(Exception, match="exit status 3"):
-        process(VIDEOS[:1], ["x"])
-    with pytest.raises(Exception, match=f"crashed or hung {FALLS} times in a row, and is not started again"):
-        process(VIDEOS[:1], ["a"])
+    worker = Worker(process)
+    worker._falls = FALLS - 1
+    with pytest.raises(NoAnswer, match="exit status 3; no answer 5 times in a row: it is called again after 60 s"):
+        worker(VIDEOS[:1], ["x"])
+    with pytest.raises(NoAnswer, match="no answer 5 times in a row; it is called again after 60 s"):
+        worker(VIDEOS[:1], ["a"])
+    worker._rests_until = time.monotonic()
+    assert worker(VIDEOS[:1], ["a"])["print"].tolist() == fingerprints(VIDEOS[:1]).float().tolist()
+    assert worker._falls == 0
+    process.close()
+
+
+def test_a_worker_that_rests_takes_no_videos_while_another_works() -> None:
+    works = threading.Event()
+
+    def dies(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        raise NoAnswer("its process ended: exit status 1")
+
+    def dies_later(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        if not works.is_set():
+            dies(videos, prompts)
+        time.sleep(0.02)
+        return {"print": fingerprints(videos).float()}
+
+    works.set()
+    caller = Beside([dies, dies_later])
+    reward = CompositeReward([Source(entry=config(), key="reward.name", caller=caller, needed={"print"})], config())
+    chunks = [scores for _ in range(5) for scores in in_chunks(reward)]
+    assert sum(scores.dropped for scores in chunks) == 4, "the chunks of two videos in which it failed five times"
+    told = "its process ended: exit status 1; no answer 5 times in a row: it is called again after 60 s; called again"
+    assert sum(told in note for scores in chunks for note in scores.notes) == 1
+    works.clear()
+    chunks = [scores for _ in range(2) for scores in in_chunks(reward)]
+    assert all(scores.dropped == 2 for scores in chunks), "none works: they do not wait"
+    time.sleep(2 * SECONDS_TO_LOOK)  # both wait for jobs
+    works.set()
+    caller._workers[1]._rests_until = 0
+    time.sleep(2 * SECONDS_TO_LOOK)
+    assert not any(scores.dropped for scores in in_chunks(reward)), "one works again"
+
+
+def test_a_rest_grows_until_there_is_an_answer() -> None:
+    problem: list[Exception] = []
+
+    def call(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+        for error in problem:
+            raise error
+        return {}
+
+    def rests() -> list[float]:
+        found = []
+        for _ in range(12):
+            with pytest.raises(type(problem[0])):
+                worker(VIDEOS[:1], ["a"])
+            found.append(max(0, round(worker._rests_until - time.monotonic())))
+            worker._rests_until = 0
+        return found
+
+    worker = Worker(call)
+    problem[:] = [NoAnswer("gone")]
+    assert rests() == [0, 0, 0, 0, 60, 120, 240, 480, 960, 1800, 1800, 1800]
+    problem.clear()
+    worker(VIDEOS[:1], ["a"])
+    problem[:] = [NoAnswer("gone")]
+    assert rests()[:6] == [0, 0, 0, 0, 60, 120]
+    problem[:] = [RewardFailure("the reward's own")]
+    assert rests() == [0] * 12
+    problem[:] = [NoAnswer("gone")]
+    assert rests()[:6] == [0, 0, 0, 0, 60, 120]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_is_called_without_gradients(workers: int, process: Any) -> None:
+    name = "tests.reward_faults:gradients"
+    assert process(name=name, weights={"on": 1.0}, workers=workers)(VIDEOS[:2], PROMPTS[:2]).rewards.tolist() == [0, 0]
 
 
 def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
@@ -254,6 +328,31 @@ def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
         CompositeReward.of(config(name="http://"))
     with pytest.raises(UserError, match="did you mean 'float16'"):
         CompositeReward.of(config(name="http://127.0.0.1:9", args={"dtype": "flaot16"}))
+
+
+def test_a_server_that_hangs_is_left_alone_before_the_other_ranks_give_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        hangs.setblocking(False)
+
+        def requests() -> int:
+            count = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    hangs.accept()[0].close()
+                    count += 1
+            return count
+
+        url = f"http://127.0.0.1:{hangs.getsockname()[1]}"
+        reward = CompositeReward.of(config(name=url, timeout_seconds=0.2, args={"retry_seconds": 0}))
+        scores = reward(VIDEOS[:4], PROMPTS[:4])
+        assert scores.dropped == 4
+        assert "last TimeoutError" in scores.notes[-1]
+        assert requests() == TIMEOUTS, "not one by one"
+        for chunk in in_chunks(reward):
+            assert chunk.dropped == 2
+        assert "no answer 5 times in a row; it is called again after 60 s" in chunk.notes[-1]
+        assert TIMEOUTS + requests() == FALLS
+    assert FALLS * RewardConfig().timeout_seconds <= 60 * Config().timeout_minutes / 2
 
 
 def test_a_server_scores_on_its_own_device() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,13 +17,20 @@ from torch import Tensor
 
 from sage_fast.errors import RewardError
 from sage_fast.reward_config import RewardEntry
-from sage_fast.rewards.failure import RewardFailure
+from sage_fast.rewards.failure import NoAnswer, RewardFailure, failure
 from sage_fast.rewards.load import score_of
 from sage_fast.rewards.score import Call, checked
 from sage_fast.rewards.timeout import OverdueError, call_within
 
 Result = TypeVar("Result")
 Jobs = queue.Queue[tuple[Callable[[Call], Any], Future[Any]] | None]
+
+FALLS = 5
+"""Calls in a row without an answer after which a worker rests."""
+FIRST_REST, LONGEST_REST = 60.0, 1800.0
+"""Seconds of a rest: the first, doubled each time up to the longest, until there is an answer."""
+SECONDS_TO_LOOK = 0.2
+"""After which a worker that rests looks again whether another one works; if none does, it takes jobs, which fail."""
 
 
 class Caller(Protocol):
@@ -59,7 +67,7 @@ class Inline:
             videos = videos.to(self.device)
         version = videos._version
         try:
-            with _same_device():
+            with _same_device(), torch.no_grad():
                 returned = call_within(self.timeout, score_of(self.reward), videos, list(prompts))
         except OverdueError as error:
             raise RewardError(
@@ -81,9 +89,11 @@ class Beside:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._jobs: Jobs = queue.Queue(maxsize=len(calls))
-        for place, call in enumerate(calls):
+        self._workers = [Worker(call) for call in calls]
+        for place, worker in enumerate(self._workers):
             # A daemon: a call that hangs keeps no process from ending.
-            threading.Thread(target=_serve, args=(self._jobs, call), name=f"reward-{place}", daemon=True).start()
+            arguments = (self._jobs, worker, self._workers)
+            threading.Thread(target=_serve, args=arguments, name=f"reward-{place}", daemon=True).start()
         self.close = weakref.finalize(self, _close, self._jobs, list(calls), os.getpid())
 
     def submit(self, work: Callable[[Call], Result]) -> Future[Result]:
@@ -93,14 +103,62 @@ class Beside:
         return future
 
 
-def _serve(jobs: Jobs, call: Call) -> None:
-    prepare = getattr(call, "prepare", None)
+class Worker:
+    """A call that rests for a while after `FALLS` of them in a row without an answer: what makes it fail, such as a GPU
+    without memory, may pass, and calls that hang must not add up to the longest wait of the other ranks."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._falls, self._rests_until = 0, 0.0
+
+    @property
+    def rests(self) -> bool:
+        return time.monotonic() < self._rests_until
+
+    def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        """
+        Raises:
+            NoAnswer: it rests; or as the call, with a word in the first line if it rests now.
+        """
+        if self.rests:
+            left = self._rests_until - time.monotonic()
+            raise NoAnswer(f"no answer {self._falls} times in a row; it is called again after {left:.0f} s")
+        try:
+            parts = self.call(videos, prompts)
+        except Exception as error:
+            if isinstance(error, RewardFailure) and not isinstance(error, NoAnswer):
+                self._falls = 0
+                raise
+            self._falls += 1
+            if self._falls < FALLS:
+                raise
+            rest = min(FIRST_REST * 2 ** min(self._falls - FALLS, 9), LONGEST_REST)
+            self._rests_until = time.monotonic() + rest
+            what, line, frames = failure(error).partition("\n")
+            told = f"{what}; no answer {self._falls} times in a row: it is called again after {rest:.0f} s"
+            raise NoAnswer(told + line + frames) from error
+        self._falls = 0
+        return parts
+
+
+def _serve(jobs: Jobs, worker: Worker, workers: list[Worker]) -> None:
+    prepare = getattr(worker.call, "prepare", None)
     if prepare is not None:
         prepare()
-    while (job := jobs.get()) is not None:
+    while True:
+        rests = worker.rests
+        if rests and not all(other.rests for other in workers):
+            time.sleep(SECONDS_TO_LOOK)
+            continue
+        try:
+            job = jobs.get(timeout=SECONDS_TO_LOOK if rests else None)
+        except queue.Empty:
+            continue
+        if job is None:
+            return
         work, future = job
         try:
-            future.set_result(work(call))
+            future.set_result(work(worker))
         except BaseException as error:
             future.set_exception(error)
         del job, work, future  # an idle thread would keep the last videos

@@ -243,8 +243,14 @@ class CompositeReward:
         texts = list(prompts)
         outcomes: dict[int, Future[Outcome]] = {}
         for i, source in sorted(enumerate(self.sources), key=lambda item: not item[1].beside):
-            given, retries = videos.cpu() if source.beside else videos, self.config.retries
-            work = functools.partial(score, videos=given, prompts=texts, needed=source.needed, retries=retries)
+            work = functools.partial(
+                score,
+                videos=videos.cpu() if source.beside else videos,
+                prompts=texts,
+                needed=source.needed,
+                retries=self.config.retries,
+                timeout=self.config.timeout_seconds,
+            )
             outcomes[i] = source.caller.submit(work)
         return Pending(self, texts, [outcomes[i] for i in sorted(outcomes)])
 

@@ -23,6 +23,10 @@ class RewardFailure(Exception):
     """
 
 
+class NoAnswer(RewardFailure):
+    """A failure that is no word of the reward itself: it crashed, hung, could not start or was not reached."""
+
+
 def failure(error: BaseException) -> str:
     """File, line, type and message on the first line; then the reward's own frames, as a traceback shows them."""
     if isinstance(error, RewardFailure):

@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sage_fast.errors import nearest
-from sage_fast.rewards.failure import RewardFailure
+from sage_fast.rewards.failure import NoAnswer, RewardFailure
 
 SCHEMA = "sage-fast-reward/1"
 LARGEST_ANSWER = 64 * 2**20
@@ -55,7 +55,7 @@ class HttpReward:
     """
 
     def __init__(
-        self, url: str, dtype: str = "float16", retry_seconds: float = 300.0, timeout_seconds: float = 1800.0
+        self, url: str, dtype: str = "float16", retry_seconds: float = 300.0, timeout_seconds: float = 300.0
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
@@ -72,7 +72,8 @@ class HttpReward:
         """Each part float32 `[B]`; NaN for null.
 
         Raises:
-            RewardFailure: no answer in time, or an answer that is an error, in the server's words.
+            NoAnswer: none in time.
+            RewardFailure: an answer that is an error, in the server's words.
         """
         name = uuid.uuid4().hex
         body = question(videos, prompts, name, self.dtype)
@@ -91,7 +92,7 @@ class HttpReward:
             known = self.retry_seconds if self._answered else min(self.retry_seconds, SECONDS_TO_FIND)
             left = start + known - time.monotonic()
             if left <= 0:
-                raise RewardFailure(f"{self.url}: no scores within {time.monotonic() - start:.0f} s; last {problem}")
+                raise NoAnswer(f"{self.url}: no scores within {time.monotonic() - start:.0f} s; last {problem}")
             time.sleep(min(left, wait * random.uniform(0.5, 1.0)))  # ranks that fail together do not return together
             wait = min(2 * wait, LONGEST_WAIT)
         if status != 200:

@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.reward_config import RewardEntry
-from sage_fast.rewards.failure import RewardFailure, failure
+from sage_fast.rewards.failure import NoAnswer, RewardFailure, failure
 
-FALLS = 5
-"""Times in a row, without an answer in between, that a process may crash or hang; then it is not started again."""
 LARGEST_ANSWER = 64 * 2**20
 """Bytes."""
 SECONDS_TO_END = 5.0
@@ -54,7 +52,7 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
         self._busy = self._closed = False
-        self._falls = self._number = 0
+        self._number = 0
         self._problem: RewardFailure | None = None
 
     def prepare(self) -> None:
@@ -62,13 +60,13 @@ class RewardProcess:
         try:
             self._start()
         except Exception as error:
-            self._problem = RewardFailure(failure(error))
+            self._problem = NoAnswer(failure(error))
 
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """
         Raises:
-            RewardFailure: it raised, with its traceback; or its process crashed or gave no answer in time and was
-                ended: the next call starts another.
+            RewardFailure: it raised, with its traceback.
+            NoAnswer: its process crashed, or gave no answer in time and was ended: the next call starts another.
         """
         if self._problem is not None:
             problem, self._problem = self._problem, None
@@ -87,7 +85,6 @@ class RewardProcess:
         finally:
             os.close(memory)
         answer = self._answer(self._number, f"no answer within {self.timeout:g} s for {len(prompts)} videos")
-        self._falls = 0
         if "error" in answer:
             raise RewardFailure(answer["error"])
         return {part: torch.tensor(values, dtype=torch.float32) for part, values in answer["parts"].items()}
@@ -102,8 +99,6 @@ class RewardProcess:
     def _start(self) -> None:
         if self._closed:
             raise RewardFailure("its process was ended with the run")
-        if self._falls >= FALLS:
-            raise RewardFailure(f"its process crashed or hung {FALLS} times in a row, and is not started again")
         ours, theirs = socket.socketpair()
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         command = [sys.executable, "-P", "-c", _START, path, str(theirs.fileno()), str(os.getpid())]
@@ -116,10 +111,10 @@ class RewardProcess:
         settings = {"name": self.entry.name, "args": self.entry.args}
         with self._ends_with_the_process():
             self._channel.send_bytes(json.dumps({"entry": settings, "key": self.key, "device": self.device}).encode())
-        answer = self._answer(0, f"its process was not ready within {self.timeout:g} s")
+        answer = self._answer(0, f"its process was not ready within reward.timeout_seconds = {self.timeout:g}")
         if "error" in answer:
             self._fall()
-            raise RewardFailure(answer["error"])
+            raise NoAnswer(answer["error"])
 
     def _answer(self, number: int, overdue: str) -> dict[str, Any]:
         """That to the question of this number; any other is thrown away."""
@@ -135,7 +130,7 @@ class RewardProcess:
                         raise EOFError
                     if deadline is not None and time.monotonic() > deadline:
                         self._fall()
-                        raise RewardFailure(f"{overdue}; its process was ended")
+                        raise NoAnswer(f"{overdue}; its process was ended")
                 answer = json.loads(self._channel.recv_bytes(LARGEST_ANSWER))
                 if answer["number"] == number:
                     self._busy = False
@@ -148,11 +143,10 @@ class RewardProcess:
             yield
         except (EOFError, OSError, ValueError) as error:
             how = self._fall()
-            raise RewardFailure(f"its process ended: {how}") from error
+            raise NoAnswer(f"its process ended: {how}") from error
 
     def _fall(self) -> str:
         """The process is gone, or has to be; how it ended, in words."""
-        self._falls += 1
         process = self._process
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):

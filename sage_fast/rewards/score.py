@@ -4,6 +4,8 @@ up."""
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -11,6 +13,10 @@ from torch import Tensor
 
 from sage_fast.errors import RewardError
 from sage_fast.rewards.failure import RewardFailure, failure, first_line
+
+TIMEOUTS = 2
+"""Times `reward.timeout_seconds` after which no other call is made for a batch: a reward that hangs is called once
+more, but not for each of B videos while the other ranks wait."""
 
 Call = Callable[[Tensor, list[str]], dict[str, Tensor]]
 """Scores videos or raises; what it returns has been through `checked`."""
@@ -59,12 +65,20 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
     return dict(sorted(parts.items()))
 
 
-def score(call: Call, videos: Tensor, prompts: Sequence[str], needed: Collection[str] | None, retries: int) -> Outcome:
+def score(
+    call: Call,
+    videos: Tensor,
+    prompts: Sequence[str],
+    needed: Collection[str] | None,
+    retries: int,
+    timeout: float = 0.0,
+) -> Outcome:
     """Call for all videos, `retries` times more for those without scores, and at last one by one for those whose call
     raised, so that only what fails alone is without scores.
 
     Args:
         needed: parts that have to be finite; None: all.
+        timeout: seconds of a call; after `TIMEOUTS` times as many no other one is begun. 0: no limit.
 
     Raises:
         RewardError: the reward hangs where nothing can end the call.
@@ -73,9 +87,12 @@ def score(call: Call, videos: Tensor, prompts: Sequence[str], needed: Collection
     rows: dict[str, Tensor] = {}
     errors: list[str | None] = [None] * count
     raised = False
+    deadline = time.monotonic() + TIMEOUTS * timeout if timeout else math.inf
 
     def attempt(chosen: list[int]) -> None:
         nonlocal raised
+        if time.monotonic() >= deadline:
+            return
         raised = False
         try:
             parts = call(videos if len(chosen) == count else videos[chosen], [prompts[i] for i in chosen])

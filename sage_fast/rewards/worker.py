@@ -57,7 +57,9 @@ def main(descriptor: int, parent: int) -> None:
         answer: dict[str, Any] = {"number": question["number"]}
         try:
             count = len(question["prompts"])
-            parts = checked(score(_videos(memory, question["shape"]).to(device), question["prompts"]), count)
+            with torch.no_grad():
+                returned = score(_videos(memory, question["shape"]).to(device), question["prompts"])
+            parts = checked(returned, count)
             answer["parts"] = {part: values.tolist() for part, values in parts.items()}
         except BaseException as error:  # SystemExit too: the process goes on
             answer["error"] = failure(error)
