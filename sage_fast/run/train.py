@@ -93,7 +93,7 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     tell(trajectories)
     if resume:
         tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
-    writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
+    writer = MetricsWriter(config, run, facts["run_id"], start, tell) if rank() == 0 else None
     stop.training = True
     try:
         _iterate(trainer, setup, run, start, start_weights, writer, tell, stop)
@@ -136,9 +136,9 @@ def _iterate(
             stop.boundary(trainer.device)
             whole = _Whole(trainer)
             row = trainer.iteration(index)
+            done, trainer.mid_iteration = index + 1, False  # before anything that can fail: it is whole
             if writer is not None:
                 writer.write(row)
-            done, trainer.mid_iteration = index + 1, False
             tell(format_row(row, config.train.iterations))
             if evaluated := due():
                 _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
