@@ -18,7 +18,7 @@ from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.engine import check_engine
 from sage_fast.environment import command_line, environment
-from sage_fast.errors import UserError
+from sage_fast.errors import RankError, Stopped, UserError
 from sage_fast.files import aside, read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
@@ -87,7 +87,7 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     start = _resume(trainer, run, tell) if resume else 0
     if resume:  # after all that could refuse the new settings
         if rank() == 0:
-            remove_partials(run)
+            remove_partials(run, tell)
         replace_settings(config, tell)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
@@ -159,8 +159,10 @@ def _iterate(
             try:
                 _save(trainer, run, done, writer, stop)
                 tell(f"stopped after {done} iterations; continue with --resume")
-            except OSError as error:
+            except (OSError, RankError) as error:
                 tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
+                if isinstance(reason, Stopped):  # whose status would say that nothing is lost
+                    raise
         raise
 
 
@@ -197,7 +199,8 @@ def _save(trainer: Trainer, run: Path, iteration: int, writer: MetricsWriter | N
             writer.sync()
         save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
         if rank() == 0:
-            prune_checkpoints(run, trainer.config.train.keep_checkpoints, trainer.config.train.keep_best)
+            config = trainer.config.train
+            prune_checkpoints(run, config.keep_checkpoints, config.keep_best, speaker(trainer.quiet))
 
 
 def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
