@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, the ones that are kept, files that appear whole, and the lock of a run folder."""
 
+import errno
 import json
 import os
 import resource
@@ -13,7 +14,7 @@ from sage_fast.console import say_nothing
 from sage_fast.errors import UserError
 from sage_fast.files import append_line, aside, write_atomic
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
-from sage_fast.run.folder import locked
+from sage_fast.run.folder import locked, remove_partials
 from sage_fast.run.train import train
 from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.trainer import Trainer
@@ -110,6 +111,25 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
     prune_checkpoints(tmp_path, keep, best)
     assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == left
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+
+
+def test_what_cannot_be_removed_is_told_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, where a file that something has open keeps its folder from being removed."""
+    for iteration in (1, 2, 3):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+    rmdir, told = os.rmdir, list[str]()
+
+    def busy(path: str, **options: int) -> None:
+        if "iteration-000001" in str(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    prune_checkpoints(tmp_path, 1, False, told.append)
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [3]
+    remove_partials(tmp_path, told.append)
+    assert [" ".join(line.split()).startswith("note: ") for line in told] == [True, True]
+    assert all("iteration-000001.old.partial': Directory not empty" in " ".join(line.split()) for line in told)
 
 
 def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:

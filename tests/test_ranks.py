@@ -22,12 +22,14 @@ from sage_fast.cli import main
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.errors import UserError
+from sage_fast.files import read_json
 from sage_fast.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
 from sage_fast.policy.text import TextEmbedding, pass_lengths
 from sage_fast.rewards import Reward, Scores
 from sage_fast.rollout.loop import equal_runs
 from sage_fast.rollout.schedule import check_trainable, deal, draw_samples
 from sage_fast.rollout.scoring import gather_scores
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from tests.ranks import run_ranks, screens
@@ -185,6 +187,27 @@ def parts() -> dict[str, float]:
     return metrics.reduce()
 
 
+def stale_view(folder: Path) -> Record:
+    """What is saved and loaded by ranks of which the first alone sees new folders, as in NFS's caches of names."""
+    is_dir, is_file = Path.is_dir, Path.is_file
+    trainer = tiny_trainer(settings(train__ema_decay=0.9))
+    state = (trainer.engine, trainer.state_dict(), trainer.anchor)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() > 0:
+            patch.setattr(Path, "is_dir", lambda path: "checkpoints" not in path.parts and is_dir(path))
+            patch.setattr(Path, "is_file", lambda path: path.name != "anchor.safetensors" and is_file(path))
+        for iteration in (1, 2, 2):
+            save_checkpoint(folder, iteration, *state)
+        found = load_checkpoint(folder, trainer.engine)
+    (newest,) = (folder / "checkpoints").glob("*2")
+    files = {path.name for path in newest.iterdir()}
+    return {
+        "iteration": None if found is None else found[0],
+        "anchor": found is not None and found[2] is not None,
+        "not in the manifest": sorted(files - read_json(newest / "manifest.json")["files"].keys()),
+    }
+
+
 def waiting() -> dict[str, Any]:
     """The last rank is the slow one."""
     watch = Stopwatch(torch.device("cpu"))
@@ -228,6 +251,7 @@ def all_cases(folder: Path, count: int) -> None:
         name: train(settings(**given), reward, name == IN_BATCHES) for name, (given, reward) in CASES.items()
     }
     result |= {"encode": encode(folder / str(count)), "parts": parts(), "waiting": waiting()}
+    result["stale"] = stale_view(folder / f"stale-{count}")
     torch.save(result, folder / f"{count}-{rank()}.pt")
     shutdown()
 
@@ -355,6 +379,13 @@ def test_parts_of_a_reward_are_matched_by_name(results: Any, count: int) -> None
         assert means == pytest.approx(
             {"reward_part/vq": vq / count, "reward_part/mq": mq / count, "reward_part/seen": 1}
         )
+
+
+@several
+def test_the_first_rank_says_which_checkpoints_there_are(results: Any, count: int) -> None:
+    """In what is left as it is, in what a manifest lists and in what is loaded."""
+    for of_rank in results[count]:
+        assert of_rank["stale"] == {"iteration": 2, "anchor": True, "not in the manifest": ["manifest.json"]}
 
 
 @several

@@ -16,12 +16,13 @@ from torch import Tensor
 from benchmarks.scaling import exchange_bytes
 from sage_fast.cli import main
 from sage_fast.distributed import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
-from sage_fast.errors import RewardError, UserError
+from sage_fast.errors import RewardError, RunError, UserError
 from sage_fast.measure.plan import plan
 from sage_fast.policy.checkpointing import MODES, set_checkpointing
 from sage_fast.policy.load import Model, load_model, transformer_config, vae_config
 from sage_fast.policy.sequence import SequenceParallel, check_sequence_parallel
 from sage_fast.policy.text import collate
+from sage_fast.rewards.composite import Pending
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
 from sage_fast.settings import load
@@ -139,7 +140,35 @@ def all_of_it(folder: Path) -> None:
         trainer.iteration(0)
     except RewardError as error:
         (folder / f"failure{rank()}.txt").write_text(str(error))
+    (folder / f"evaluated{rank()}.json").write_text(json.dumps(evaluations_that_fail(folder / "embeddings")))
     shutdown()
+
+
+def evaluations_that_fail(folder: Path) -> list[str]:
+    """What an inline reward that is overdue on one rank raises, and a disk that is full on one, in the first of three
+    chunks of videos: the second one has been sampled by then."""
+    given = {"model.sequence_parallel": 2, "sampling.batch_size": 1, "eval.num_prompts": 6, "timeout_minutes": 0.3,
+             "eval.steps": 1, "eval.seeds_per_prompt": 1, "eval.judge": "null"}  # fmt: skip
+    setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", {key: str(value) for key, value in given.items()}))
+    setup.encode(folder, quiet=True)
+    submit = setup.reward.submit
+
+    def overdue(videos: Tensor, prompts: Sequence[str]) -> Pending:
+        if rank() == 1:
+            raise RewardError("gave no answer")
+        return submit(videos, prompts)
+
+    def full(number: int, prompt: str, video: Tensor) -> None:
+        if rank() == 0:
+            raise OSError("no more disk")
+
+    raised = []
+    for scored, save in ((overdue, None), (submit, full)):
+        setup.reward.submit = scored
+        with pytest.raises((RunError, OSError)) as error:
+            evaluate(setup, iteration=0, save=save)
+        raised.append(f"{error.typename} {error.value}")
+    return raised
 
 
 def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
@@ -222,6 +251,13 @@ def test_a_reward_that_fails_on_one_rank_ends_all(four_ranks: Path) -> None:
     failures = [(four_ranks / f"failure{number}.txt").read_text() for number in range(4)]
     assert len(set(failures)) == 1
     assert "no more disk" in failures[0]
+
+
+def test_an_evaluation_that_fails_on_one_rank_ends_all(four_ranks: Path) -> None:
+    """Likewise, be it the reward or the writing of a video that fails, with another chunk of videos to come."""
+    raised = [json.loads((four_ranks / f"evaluated{number}.json").read_text()) for number in range(4)]
+    other = ["RankError rank 1 failed: RewardError: gave no answer", "RankError rank 0 failed: OSError: no more disk"]
+    assert raised == [[other[0], "OSError no more disk"], ["RewardError gave no answer", other[1]], other, other]
 
 
 def test_what_does_not_fit_is_said_before_a_model_is_loaded(

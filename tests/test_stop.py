@@ -1,16 +1,18 @@
 """What a signal does to a run, and what an error leaves of it: the state between two iterations, or nothing."""
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from sage_fast.errors import NonFiniteError, Stopped
 from sage_fast.files import read_json, read_metrics
+from sage_fast.run import trackers
 from sage_fast.run.stop import SIGNALS, TWICE, Stop
 from sage_fast.run.train import train
 from sage_fast.run.weights import checkpoints
@@ -150,3 +152,21 @@ def test_an_error_after_the_only_update_saves_nothing_of_its_iteration(
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["iteration-000002"]
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
     assert "stopped within iteration 3, whose updates are lost; continue with --resume, from" in capsys.readouterr().out
+
+
+def test_an_iteration_whose_row_cannot_be_written_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk that has room again when its checkpoint is written."""
+    write, calls = trackers.append_line, list[str]()
+
+    def failing(file: BinaryIO, line: str) -> None:
+        calls.append(line)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        write(file, line)
+
+    monkeypatch.setattr(trackers, "append_line", failing)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(config(tmp_path / "run"), quiet=True)
+    assert [row["iteration"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    newest = read_json(checkpoints(tmp_path / "run")[-1] / "state.json")
+    assert (newest["iteration"], newest["optimizer_steps"]) == (2, 2)

@@ -339,8 +339,8 @@ class FailsOnOneRank(TestbedReward):
         return super().__call__(videos, prompts)
 
 
-def start_two(place: Place, run: str, *options: str, fault: Fault | None = None) -> list[int]:
-    """Two gloo ranks, as torchrun would start them; the fault is the second one's."""
+def start_two(place: Place, run: str, *options: str, fault: Fault | None = None, first: bool = False) -> list[int]:
+    """Two gloo ranks, as torchrun would start them; the fault is the second one's, or the first one's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -348,7 +348,7 @@ def start_two(place: Place, run: str, *options: str, fault: Fault | None = None)
     bounded = ["--timeout_minutes", "0.5", *options]
     return [
         place.start(run, *bounded, fault=of_rank, **shared, RANK=rank, LOCAL_RANK=rank)
-        for rank, of_rank in (("0", None), ("1", fault))
+        for rank, of_rank in (("0", fault if first else None), ("1", None if first else fault))
     ]
 
 
@@ -365,6 +365,20 @@ def test_two_ranks_stop_together(place: Place) -> None:
     assert iteration_of(checkpoints(run)[-1]) == done
     place.finish("together", "--train.iterations", str(done + 1))
     assert f"goes on after {done} iterations" in place.log("together")
+
+
+def test_two_ranks_that_cannot_write_what_they_stop_with_say_so(place: Place) -> None:
+    """0 would tell a scheduler that nothing is lost."""
+    fault = Fault("state.json", do="full")
+    ranks = start_two(
+        place, "unsaved", "--train.iterations", "1000", "--train.checkpoint_interval", "999", fault=fault, first=True
+    )
+    place.wait_for("unsaved", "2/1000")
+    os.kill(ranks[1], signal.SIGTERM)
+    assert [place.server.wait(process) for process in ranks] == [1, 1], place.log("unsaved")
+    assert "and no checkpoint could be written: [Errno 28] No space left on device" in place.log("unsaved")
+    assert "sage-fast train: '" in place.log("unsaved")
+    assert checkpoints(place.here / "unsaved") == []
 
 
 @pytest.mark.fault("a reward raises on one of two ranks", "both end, with the checkpoint of the last iteration")

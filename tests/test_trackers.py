@@ -1,19 +1,25 @@
 """A run and its files: what trackers are told, what `--resume` goes on with, what colleagues can read."""
 
+import errno
 import json
 import os
 import shlex
 import sqlite3
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
+from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sage_fast.console import Say, say_nothing
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_metrics
 from sage_fast.report.videos import contact_sheet
@@ -24,11 +30,11 @@ from sage_fast.run.train import train
 from tests.tiny import settings
 
 
-def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
+def write(run: Path, names: list[str], start: int = 0, tell: Say = say_nothing) -> list[Path]:
     """Two iterations between two evaluations of two videos, as a run writes them; returns the videos."""
     run.mkdir(exist_ok=True)
     config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
-    writer = MetricsWriter(config, run, "0a1b2c3d", start)
+    writer = MetricsWriter(config, run, "0a1b2c3d", start, tell)
     clips, sheet = [torch.rand(3, 3, 32, 32)] * 2, run / f"{start}.png"
     videos = save_videos(clips, ["a", "b"], run / f"videos-{start}", 8)
     contact_sheet(clips, ["a", "b"]).save(sheet)
@@ -81,6 +87,25 @@ def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:
     assert not (tmp_path / "tensorboard").exists()
 
 
+def test_a_row_that_finds_no_room_is_written_before_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or there is no checkpoint: the record of a run that is resumed has no gap."""
+
+    def full(file: object, line: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = MetricsWriter(settings(tracking__trackers=[]), tmp_path, "0a1b2c3d")
+    with monkeypatch.context() as patch:
+        patch.setattr(trackers, "append_line", full)
+        for fails in (lambda: writer.write({"iteration": 0}), writer.sync):
+            with pytest.raises(OSError, match="No space left"):
+                fails()
+    writer.sync()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"iteration": 0}]
+    writer.close()
+
+
 def test_wandb_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -97,6 +122,37 @@ def test_wandb_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monke
         media = [path.read_bytes() for path in sorted((folder / "files" / "media" / "videos").rglob("*.mp4"))]
         assert sorted(media) == sorted([video.read_bytes() for video in videos] * 2)
         assert len(list((folder / "files" / "media" / "images").rglob("*.png"))) == 2
+
+
+def records(file: Path) -> Iterator[Any]:
+    """Those of a wandb log, which has a header of 7 bytes before the first one and before each."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place = file.read_bytes(), 7
+    while place < len(content):
+        _, size, _ = struct.unpack_from("<IHB", content, place)
+        yield Record.FromString(content[place + 7 : place + 7 + size])
+        place += 7 + size
+
+
+def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops what has a `step` that is not beyond the last one, as those of a run that went back to a checkpoint."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = settings(tracking__trackers=["wandb"])
+    for start, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):  # the first one is not closed, and is still the run
+        writer = MetricsWriter(config, tmp_path, "0a1b2c3d", start)
+        for iteration, reward in enumerate(rewards, start):
+            writer.write({"iteration": iteration, "reward/mean": reward})
+    writer.close()
+    wandb.teardown()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-0a1b2c3d.wandb")
+    found = list(records(file))
+    rows = [{item.nested_key[-1]: json.loads(item.value_json) for item in record.history.item} for record in found]
+    assert [row["reward/mean"] for row in rows if row] == [1, 2, 3, 4]
+    assert [row["iterations"] for row in rows if row] == [1, 2, 2, 3]
+    assert {record.metric.step_metric for record in found if record.metric.glob_name == "*"} == {"iterations"}
 
 
 def test_trackio_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +180,60 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "wandb", LoggedOut)
     with pytest.raises(RunError, match="tracker 'wandb' does not start: log in first"):
         write(tmp_path, ["wandb"])
+
+
+class Dying(TensorBoardTracker):
+    """Its service goes away after the first row."""
+
+    def __init__(self, project: str, folder: Path) -> None:
+        super().__init__("dying", folder)
+        self.asked: list[int] = []
+        dying.append(self)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        assert step is not None
+        self.asked.append(step)
+        if step > 1:
+            raise BrokenPipeError("the service went away\nat its socket")
+        super().log(values, step, **options)
+
+    def finish(self) -> None:
+        raise BrokenPipeError("the service went away")
+
+
+dying: list[Dying] = []
+
+
+def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it raises ends no run, and costs neither the record nor the other trackers anything."""
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Dying)
+    config = settings(tracking__trackers=["mlflow", "tensorboard"])
+    told: list[str] = []
+    writer = MetricsWriter(config, tmp_path, "0a1b2c3d", 0, told.append)
+    for i in range(6):
+        writer.write({"iteration": i, "reward/mean": 10.0 + i})
+    writer.close()
+    assert dying.pop().asked == [1, 2, 3, 4], "three chances"
+    assert " ".join(" ".join(told).split()) == (
+        "note: tracker 'mlflow' failed (BrokenPipeError: the service went away); it is left out if it fails 3 times, "
+        "and metrics.jsonl has every row"
+    )
+    assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4, 5, 6]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
+
+
+def test_a_tracker_that_cannot_be_closed_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: TensorBoardTracker) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(TensorBoardTracker, "finish", fail)
+    told: list[str] = []
+    writer = MetricsWriter(settings(tracking__trackers=["tensorboard"]), tmp_path, "0a1b2c3d", 0, told.append)
+    os.close(writer._file.fileno())  # nor does the record, whose rows are on the disk with the last checkpoint
+    writer.close()
+    text = " ".join(" ".join(told).split())
+    assert "tracker 'tensorboard' failed (OSError: [Errno 116] Stale file handle)" in text
+    assert "metrics.jsonl: [Errno 9] Bad file descriptor" in text
 
 
 def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@
 
 A checkpoint is the state between two iterations, never within one. Its folder is written aside, and appears under its
 name once every file in it is on the disk; the manifest holds their sizes and SHA-256, and loading verifies them.
+
+What there is in a folder is for the first rank to say: the others may not see it yet on a file system of a network.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.console import Say, say_nothing, say_wrapped
-from sage_fast.distributed import all_gather_object, barrier, rank, world_size
+from sage_fast.distributed import all_gather_object, barrier, broadcast_object, rank, together, world_size
 from sage_fast.engine import Engine
-from sage_fast.errors import UserError
+from sage_fast.errors import RankError, UserError, reason
 from sage_fast.files import PARTIAL, read_json, remove_folder, sync, write_json
 from sage_fast.policy.hunyuan import State
 from sage_fast.report.comparison import mean_and_error, read_scores
@@ -42,9 +44,10 @@ def save_checkpoint(
 
     Raises:
         OSError: a file cannot be written; the checkpoints before are left as they were.
+        RankError: another rank cannot read what was written; likewise.
     """
     folder = run / "checkpoints" / f"iteration-{iteration:06d}"
-    if folder.is_dir() and _fault(folder) is None:
+    if broadcast_object(folder.is_dir(), 0) and _fault(folder) is None:
         return
     partial = folder.with_name(folder.name + PARTIAL)
     if rank() == 0:
@@ -58,7 +61,12 @@ def save_checkpoint(
         if rank() == 0:
             write_json({"iteration": iteration, "optimizer_steps": engine.steps, **counters}, partial / "state.json")
         barrier()
-        described = all_gather_object(_describe(partial))
+        names = broadcast_object(
+            sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file()), 0
+        )
+        with together():
+            own = _describe(partial, _share(names))
+        described = all_gather_object(own)
         if rank() == 0:
             files = {name: entry for part in described for name, entry in part.items()}
             write_json({"files": dict(sorted(files.items()))}, partial / MANIFEST)
@@ -69,22 +77,29 @@ def save_checkpoint(
                 remove_folder(other)
             partial.replace(folder)
             sync(folder.parent)
-    except OSError:
+    except (OSError, RankError):
         if rank() == 0:  # on a full disk it would be in the way of everything else
             shutil.rmtree(partial, ignore_errors=True)
         raise
     barrier()
 
 
-def prune_checkpoints(run: Path, keep: int, keep_best: bool) -> None:
-    """Remove all but the last `keep`, and the best by evaluation; the first rank calls."""
+def prune_checkpoints(run: Path, keep: int, keep_best: bool, tell: Say = say_nothing) -> None:
+    """Remove all but the last `keep`, and the best by evaluation; the first rank calls.
+
+    Args:
+        tell: told of what cannot be removed.
+    """
     found = checkpoints(run)
     kept = set(found[-keep:])
     if keep_best and (best := best_checkpoint(run)) is not None:
         kept.add(best)
     for folder in found:
         if folder not in kept:
-            remove_folder(folder)
+            try:
+                remove_folder(folder)
+            except OSError as error:
+                say_wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}", tell)
 
 
 def best_checkpoint(run: Path) -> Path | None:
@@ -112,13 +127,13 @@ def load_checkpoint(
         UserError: there are checkpoints, and none is sound.
     """
     faults = []
-    for folder in reversed(checkpoints(run)):
+    for folder in reversed(broadcast_object(checkpoints(run), 0)):
         fault = _fault(folder)
         if fault is None:
-            counters = read_json(folder / "state.json")
+            counters, anchor = read_json(folder / "state.json"), folder / "anchor.safetensors"
             engine.load(folder, counters["optimizer_steps"])
-            anchor = folder / "anchor.safetensors"
-            return counters["iteration"], counters, engine.load_state(anchor) if anchor.is_file() else None
+            has_anchor = broadcast_object(anchor.is_file(), 0)
+            return counters["iteration"], counters, engine.load_state(anchor) if has_anchor else None
         faults.append(f"{folder.name}: {fault}")
         say_wrapped(f"note: checkpoint {folder.name} is damaged and is skipped: {fault}", tell)
     if faults:
@@ -134,12 +149,11 @@ def load_checkpoint(
 
 def _share(names: list[str]) -> list[str]:
     """Of this rank: reading what was written takes a share of the time."""
-    return sorted(names)[rank() :: world_size()]
+    return names[rank() :: world_size()]
 
 
-def _describe(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name -> size and checksum of this rank's share of the files, which are on the disk afterwards."""
-    names = _share([path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()])
+def _describe(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Name -> size and checksum of files, which are on the disk afterwards."""
     for name in names:
         sync(folder / name)
     return {name: digest(folder / name) for name in names}

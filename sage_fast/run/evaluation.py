@@ -23,6 +23,7 @@ from sage_fast.distributed import (
     sequence_rank,
     sequence_size,
     together,
+    world_size,
 )
 from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import JUDGE_PART
@@ -218,7 +219,10 @@ def evaluate(
     pending: dict[str, list[Pending]] = {prefix: [] for prefix in scored}
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    failure: RewardError | None = None
+    # As of `Trainer.in_step`: this rank makes the forwards that others wait in, whatever has failed.
+    gathers = world_size() > 1 and setup.model.policy.states.gathers
+    in_step = videos_of is None and (sequence_size() > 1 or gathers)
+    failure: RewardError | OSError | None = None
     with together():
         if videos_of is None:
             made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
@@ -231,15 +235,15 @@ def evaluate(
             try:
                 for prefix, reward in reversed(scored.items()):
                     pending[prefix].append(reward.submit(chunk, chunk_texts))
-            except RewardError as error:
-                if videos_of is not None or not setup.model.policy.states.gathers:
+                if save is not None and sequence_rank() == 0:
+                    for i, video in zip(chosen_texts, chunk.cpu()):
+                        save(first + i, texts[i], video)
+            except (RewardError, OSError) as error:
+                if not in_step:
                     raise
-                failure = error  # once the forwards are made that gather weights with those of other ranks
+                failure = error
                 continue
             order += chosen_texts
-            if save is not None and sequence_rank() == 0:
-                for i, video in zip(chosen_texts, chunk.cpu()):
-                    save(first + i, texts[i], video)
             # Copies: a view would keep the whole chunk.
             kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
             videos.update((i, video.to("cpu", copy=True)) for i, video in kept)

@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 import torch
 
 from sage_fast.config import Config
-from sage_fast.console import Say
+from sage_fast.console import Say, say_wrapped
 from sage_fast.distributed import all_gather_object, barrier, broadcast_object, initialize, rank
-from sage_fast.errors import UserError
+from sage_fast.errors import UserError, reason
 from sage_fast.files import PARTIAL, aside, read_json, read_metrics, remove, write_atomic
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
@@ -171,10 +171,17 @@ def replace_settings(config: Config, tell: Say) -> None:
     barrier()
 
 
-def remove_partials(run: Path) -> None:
-    """Remove what a killed run was writing; the one that holds the lock calls, before it writes."""
+def remove_partials(run: Path, tell: Say) -> None:
+    """Remove what a killed run was writing; the one that holds the lock calls, before it writes.
+
+    Args:
+        tell: told of what cannot be removed.
+    """
     for path in sorted(run.rglob(f"*{PARTIAL}")):
-        remove(path)
+        try:
+            remove(path)
+        except OSError as error:
+            say_wrapped(f"note: what a killed run left cannot be removed: {reason(error)}", tell)
 
 
 def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:

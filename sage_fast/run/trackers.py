@@ -8,7 +8,8 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,18 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL import Image
 
 from sage_fast.config import Config
+from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.errors import RunError, UserError, nearest
 from sage_fast.files import append_line, read_metrics, write_atomic
 from sage_fast.report.comparison import mean_and_error
 from sage_fast.settings import dump
+
+CHANCES = 3
+"""Calls of a tracker that may fail before it is left out."""
+
+WANDB_STEP = "iterations"
+"""What wandb draws its curves over: it drops what has a `step` of its own that is not beyond the last one, as have the
+rows of a run that went back to a checkpoint."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -42,32 +51,42 @@ def check_trackers(names: Iterable[str]) -> None:
 class MetricsWriter:
     """`metrics.jsonl`, and the trackers of `tracking.trackers`; made on the first rank only.
 
-    Trackers count completed iterations, as the report does: the row of iteration 0 is step 1.
+    Trackers count completed iterations, as the report does: the row of iteration 0 is step 1. One that fails once it
+    runs does not end the run.
 
     Args:
         config: resolved settings, shown by the trackers.
         run: folder; its name is the name of the run.
         run_id: the same after `--resume`, so that trackers that can go on with the same run do.
         iteration: the next iteration; rows from there on (of a run that is resumed) are dropped.
+        tell: told of a tracker that fails.
 
     Raises:
         RunError: a tracker does not start, such as one that asks for a login.
     """
 
-    def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:
+    def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0, tell: Say = say_nothing) -> None:
         path = run / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._trackers = [
-            _start(name, config, run.resolve(), run_id, iteration) for name in dict.fromkeys(config.tracking.trackers)
-        ]
+        self._trackers = {
+            name: _start(name, config, run.resolve(), run_id, iteration) for name in config.tracking.trackers
+        }
+        self._failures: Counter[str] = Counter()
+        self._tell = tell
         self._file = path.open("ab", buffering=0)
+        self._unwritten: list[str] = []
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one iteration, whole or not at all; numbers that are not finite are written as null."""
-        append_line(self._file, json.dumps({key: _finite(value) for key, value in row.items()}))
+        """Append one iteration, whole or not at all; numbers that are not finite are written as null.
+
+        Raises:
+            OSError: it cannot be written, and is kept for `sync`.
+        """
+        self._unwritten.append(json.dumps({key: _finite(value) for key, value in row.items()}))
+        self._append()
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
-        self._log(numbers, row["iteration"] + 1)
+        self._each(lambda tracker: _log(tracker, numbers, row["iteration"] + 1))
 
     def write_evaluation(self, scores: Mapping[str, Any], videos: Sequence[Path], sheet: Path) -> None:
         """Show mean held-out scores, videos and their contact sheet in the trackers.
@@ -80,22 +99,47 @@ class MetricsWriter:
         step = scores["iteration"]
         named = {"reward": scores["reward"], **scores["parts"]}
         means = {f"heldout/{name}": mean_and_error(scores["prompts"], values)[0] for name, values in named.items()}
-        self._log(means, step)
-        for tracker in self._trackers:
-            _show(tracker, dict(zip(videos, scores["prompts"])), sheet, step)
+        self._each(lambda tracker: _log(tracker, means, step))
+        self._each(lambda tracker: _show(tracker, dict(zip(videos, scores["prompts"])), sheet, step))
 
-    def _log(self, numbers: Mapping[str, float], step: int) -> None:
-        for tracker in self._trackers:
-            tracker.log(numbers, step=step)
+    def _append(self) -> None:
+        while self._unwritten:
+            append_line(self._file, self._unwritten[0])
+            del self._unwritten[0]
+
+    def _each(self, act: Callable[[Any], object]) -> None:
+        """Have each tracker do it; what one raises is told, and ends nothing: the record is `metrics.jsonl`."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # each tracker has exceptions of its own
+                self._failures[name] += 1
+                if self._failures[name] == 1:
+                    what = f"{type(error).__name__}: {error}".splitlines()[0]
+                    say_wrapped(
+                        f"note: tracker {name!r} failed ({what}); it is left out if it fails {CHANCES} times, and "
+                        "metrics.jsonl has every row",
+                        self._tell,
+                    )
+                if self._failures[name] == CHANCES:
+                    del self._trackers[name]
 
     def sync(self) -> None:
-        """The rows are on the disk, as those before a checkpoint have to be."""
+        """The rows are on the disk, as those before a checkpoint have to be.
+
+        Raises:
+            OSError: they are not.
+        """
+        self._append()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.finish()
+        """Raises nothing, which would hide the error that ends a run; rows since the last `sync` count for nothing."""
+        self._each(lambda tracker: tracker.finish())
+        try:
+            self._file.close()
+        except OSError as error:
+            say_wrapped(f"note: metrics.jsonl: {error}", self._tell)
 
 
 def _start(name: str, config: Config, run: Path, run_id: str, iteration: int) -> Any:
@@ -113,13 +157,22 @@ def _start(name: str, config: Config, run: Path, run_id: str, iteration: int) ->
         tracker = tracker_class(project, *[run] * tracker_class.requires_logging_directory)
     try:
         tracker.start()
+        if name == "tensorboard":  # its table of hyperparameters would be a second run beside this one
+            tracker.log({"config": textwrap.indent(dump(config), "    ")}, step=iteration)
+        else:
+            tracker.store_init_configuration(dict(_flat(dataclasses.asdict(config))))
+        if name == "wandb":
+            tracker.tracker.define_metric("*", step_metric=WANDB_STEP)
     except Exception as error:  # each tracker has exceptions of its own for a missing login or server
         raise RunError(f"tracker {name!r} does not start: {error}") from error
-    if name == "tensorboard":  # its table of hyperparameters would be a second run beside this one
-        tracker.log({"config": textwrap.indent(dump(config), "    ")}, step=iteration)
-    else:
-        tracker.store_init_configuration(dict(_flat(dataclasses.asdict(config))))
     return tracker
+
+
+def _log(tracker: Any, values: Mapping[str, Any], step: int) -> None:
+    if tracker.name == "wandb":
+        tracker.log({**values, WANDB_STEP: step})
+    else:
+        tracker.log(values, step=step)
 
 
 def _show(tracker: Any, videos: Mapping[Path, str], sheet: Path, step: int) -> None:
@@ -131,7 +184,7 @@ def _show(tracker: Any, videos: Mapping[Path, str], sheet: Path, step: int) -> N
             for number, (file, prompt) in enumerate(videos.items())
             if file.suffix == ".mp4"  # the trackers play no animated pictures
         }
-        tracker.log(media | {"heldout/videos": package.Image(str(sheet))}, step=step)
+        _log(tracker, media | {"heldout/videos": package.Image(str(sheet))}, step)
     elif tracker.name == "tensorboard":
         pixels = np.asarray(Image.open(sheet))[None]
         tracker.log_images({"heldout/videos": pixels}, step=step, dataformats="NHWC")

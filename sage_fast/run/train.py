@@ -18,7 +18,7 @@ from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.engine import check_engine
 from sage_fast.environment import command_line, environment
-from sage_fast.errors import UserError
+from sage_fast.errors import RankError, Stopped, UserError
 from sage_fast.files import aside, read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
@@ -87,13 +87,13 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     start = _resume(trainer, run, tell) if resume else 0
     if resume:  # after all that could refuse the new settings
         if rank() == 0:
-            remove_partials(run)
+            remove_partials(run, tell)
         replace_settings(config, tell)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
     if resume:
         tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
-    writer = MetricsWriter(config, run, facts["run_id"], start) if rank() == 0 else None
+    writer = MetricsWriter(config, run, facts["run_id"], start, tell) if rank() == 0 else None
     stop.training = True
     try:
         _iterate(trainer, setup, run, start, start_weights, writer, tell, stop)
@@ -136,9 +136,9 @@ def _iterate(
             stop.boundary(trainer.device)
             whole = _Whole(trainer)
             row = trainer.iteration(index)
+            done, trainer.mid_iteration = index + 1, False  # before anything that can fail: it is whole
             if writer is not None:
                 writer.write(row)
-            done, trainer.mid_iteration = index + 1, False
             tell(format_row(row, config.train.iterations))
             if evaluated := due():
                 _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
@@ -159,8 +159,10 @@ def _iterate(
             try:
                 _save(trainer, run, done, writer, stop)
                 tell(f"stopped after {done} iterations; continue with --resume")
-            except OSError as error:
+            except (OSError, RankError) as error:
                 tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
+                if isinstance(reason, Stopped):  # whose status would say that nothing is lost
+                    raise
         raise
 
 
@@ -197,7 +199,8 @@ def _save(trainer: Trainer, run: Path, iteration: int, writer: MetricsWriter | N
             writer.sync()
         save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
         if rank() == 0:
-            prune_checkpoints(run, trainer.config.train.keep_checkpoints, trainer.config.train.keep_best)
+            config = trainer.config.train
+            prune_checkpoints(run, config.keep_checkpoints, config.keep_best, speaker(trainer.quiet))
 
 
 def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
