@@ -35,8 +35,8 @@ def say(line: str) -> None:
 
 
 def say_wrapped(line: str, tell: Say) -> None:
-    """Tell one long line as lines of at most 80 columns, indented after the first."""
-    tell(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False))
+    """Tell one long line as lines of at most 80 columns, indented after the first; a path stays whole."""
+    tell(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
 
 
 def say_nothing(line: str) -> None:

@@ -220,9 +220,7 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
     if place.private:
         process = place.start("full", *slow)
         place.wait_for("full", "3/6")
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-            while file.write(bytes(1 << 16)):
-                pass
+        fill(filler)
     else:
         process = place.start("full", *slow, fault=Fault("state.json", nth=2, do="full"))
     assert place.server.wait(process) == 1, place.log("full")
@@ -230,6 +228,7 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
     assert not list(run.rglob("*.partial"))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
     if place.private:
+        fill(filler)  # what the run removed once it could not write
         assert place.server.wait(place.start("full", *slow, "--quiet")) == 1
         assert {path: path.read_bytes() for path in before} == before
         assert set(before) == {path for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
@@ -240,6 +239,13 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
     assert "Traceback" not in place.log("full")
     place.finish("full", *slow)
     assert outcome(run) == reference.outcome, place.log("full")
+
+
+def fill(file: Path) -> None:
+    """Let it grow until the disk is full."""
+    with contextlib.suppress(OSError), file.open("ab", buffering=0) as filler:
+        while filler.write(bytes(1 << 16)):
+            pass
 
 
 class SlowReward(TestbedReward):
