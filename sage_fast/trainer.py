@@ -116,11 +116,6 @@ class Trainer:
         self._first_step = 0  # of this process; not 0 after a resume
         self.graphs = step_graphs(self.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
 
-    @property
-    def in_step(self) -> bool:
-        """Whether other ranks' forwards wait for this one's, so that none leaves a rollout on its own."""
-        return sequence_size() > 1 or (world_size() > 1 and self.policy.states.gathers)
-
     # -- one iteration ------------------------------------------------------------------------------------------------
 
     def iteration(self, index: int) -> dict[str, object]:
@@ -147,7 +142,7 @@ class Trainer:
             needed = {"", *prompts, *(self.embeddings[prompt].negative for prompt in prompts)}
             embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in needed}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, speaker(self.quiet), in_step=self.in_step)
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, speaker(self.quiet), in_step=self.policy.in_step)
         with together():
             trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
             scorer.finish()

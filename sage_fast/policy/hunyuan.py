@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sage_fast.distributed import sequence_size, world_size
 from sage_fast.errors import UserError
 from sage_fast.ops.transition_step import guided
 from sage_fast.policy.conditioning import Conditioning, ConditioningTable
@@ -107,6 +108,11 @@ class HunyuanVideo15Policy:
     @property
     def uses_guidance(self) -> bool:
         return self.guidance_scale != 1
+
+    @property
+    def in_step(self) -> bool:
+        """Whether other ranks' forwards wait for this one's, so that none leaves a rollout on its own."""
+        return sequence_size() > 1 or (world_size() > 1 and self.states.gathers)
 
     @property
     def conditioning_is_frozen(self) -> bool:

@@ -23,7 +23,6 @@ from sage_fast.distributed import (
     sequence_rank,
     sequence_size,
     together,
-    world_size,
 )
 from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import JUDGE_PART
@@ -219,9 +218,7 @@ def evaluate(
     pending: dict[str, list[Pending]] = {prefix: [] for prefix in scored}
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    # As of `Trainer.in_step`: this rank makes the forwards that others wait in, whatever has failed.
-    gathers = world_size() > 1 and setup.model.policy.states.gathers
-    in_step = videos_of is None and (sequence_size() > 1 or gathers)
+    in_step = videos_of is None and setup.model.policy.in_step
     failure: RewardError | OSError | None = None
     with together():
         if videos_of is None:
@@ -241,7 +238,7 @@ def evaluate(
             except (RewardError, OSError) as error:
                 if not in_step:
                     raise
-                failure = error
+                failure = error  # once the forwards are made that others wait in
                 continue
             order += chosen_texts
             # Copies: a view would keep the whole chunk.

@@ -80,7 +80,7 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
         log_to(run / "logs" / f"rank-{rank():03d}.log")
     setup.encode(run / "embeddings", quiet=quiet)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
-    if not trainer.in_step:
+    if not trainer.policy.in_step:
         trainer.pause = stop.pause
     trainer.before_update = functools.partial(stop.before_update, trainer.device)
     start_weights = trainer.policy.snapshot() if lacks_before else None
