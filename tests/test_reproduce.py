@@ -179,6 +179,7 @@ def test_a_claim_from_the_runs_to_the_page(
         assert "sage-fast reproduce ema --quick" in shown
         assert "An average of the weights scores higher" in shown
     assert page.count("<svg") == 1
+    assert "`" not in page.split("<main")[-1].split("<svg")[0]  # Markdown's, of which HTML knows nothing
     assert not re.search(r'(src|href)="https?:', page)
 
     # Nothing is made again for the same settings, though they were written before one with a default was added.
