@@ -1,0 +1,157 @@
+"""Proof of a refactoring: train many tiny configurations and print, for each, a hash of all metrics and of the weights.
+
+    OMP_NUM_THREADS=1 python -m tests.golden_matrix [CASE...] > after.txt
+
+Run it in the tree before and in the tree after, on one machine, and diff the outputs: an empty diff means equal to the
+bit. Times and memory are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sage_fast.distributed import initialize, rank, shutdown
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.evaluation import evaluate
+from sage_fast.run.setup import load_setup
+from sage_fast.settings import load
+from sage_fast.trainer import Trainer
+from tests.ranks import run_ranks, screens
+from tests.tiny import settings, tiny_trainer
+
+DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+TWO_UPDATES = {"train__optimizer_steps": 2}
+TINY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{f"sampler-{name}": {"sampling__sampler": name} for name in ("flow", "dance", "cps", "exact")},
+    **{
+        f"kl-{strategy}-{term}": {"kl__strategy": strategy, "kl__velocity_term": term, **TWO_UPDATES}
+        for strategy, term in itertools.product(
+            ("none", "fixed", "stepwise", "moving", "dual"), ("rollout", "closed_form")
+        )
+    },
+    **{
+        f"ratio-{ratio}": {"objective__ratio": ratio, "objective__clip_range": 1.0, **TWO_UPDATES}
+        for ratio in ("centred", "normalised")
+    },
+    "clipped": {"objective__clip_range": 1e-6, "train__parity_gate": False, **TWO_UPDATES},
+    "log_prob": {"objective__surrogate": "log_prob"},
+    "nft": {"objective__surrogate": "nft", "kl__strategy": "moving", **TWO_UPDATES},
+    "nft-ode": {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"},
+    "window": {"sampling__sde_window": 2},
+    "fraction": {"train__timestep_fraction": 0.5},
+    "position": {"kl__position_fraction": 0.5},
+    "refreshed-anchor": {"kl__anchor_interval": 1, **TWO_UPDATES},
+    "guidance": {"sampling__guidance_scale": 3.0},
+    "shared-noise": {"sampling__shared_initial_noise": True},
+    "full": {"model__tuning": "full"},
+    "ema": {"train__ema_decay": 0.9},
+    "batch-std": {"objective__advantage_std": "batch"},
+    "share": {
+        "kl__feedback": "share", "kl__lambda_min": 1e-6, "kl__velocity_term": "closed_form", **TWO_UPDATES
+    },
+    "offload": {"sampling__offload_trajectories": True},
+    "muon": {"train__optimizer": "muon", "model__tuning": "full"},
+    "checkpointed": {"model__gradient_checkpointing": "attention"},
+}  # fmt: skip
+"""Case -> settings of `tests.tiny`, two iterations each."""
+
+LOADED: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "demo-bfloat16": {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1},
+    "demo-bfloat16-full": {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False},
+}
+"""Case -> settings over configs/demo.yaml: the testbed's weights, its reward and judge, and an evaluation."""
+FEW = {
+    "sampling.steps": 3, "train.prompts_per_iteration": 2, "train.group_size": 3, "train.optimizer_steps": 1,
+    "eval.steps": 2, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
+}  # fmt: skip
+
+RANKS: dict[str, dict[str, Any]] = {
+    "plain": {}, "zero2": {"train.engine": "zero2"}, "zero3": {"train.engine": "zero3"},
+    "zero3-full": {"train.engine": "zero3", "model.tuning": "full"}, "sequence": {"model.sequence_parallel": 2},
+}  # fmt: skip
+"""Case -> settings over configs/demo.yaml, on two ranks."""
+
+
+def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:
+    """Two hashes: of the metrics, and of the trained weights with their average and the anchor."""
+    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
+    trained = {name: trainer.policy.whole(p) for name, p in trainer.policy.parameters().items()}
+    weights = hashlib.sha256()
+    for state in (trained, trainer.engine.ema or {}, trainer.anchor or {}):
+        for _, tensor in sorted(state.items()):
+            weights.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    metrics = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    return f"{metrics.hexdigest()[:16]} {weights.hexdigest()[:16]}"
+
+
+def tiny(overrides: dict[str, Any]) -> str:
+    trainer = tiny_trainer(settings(**overrides))
+    return digest([trainer.iteration(index) for index in range(2)], trainer)
+
+
+def loaded(overrides: dict[str, Any]) -> str:
+    """As the command loads it: one iteration and an evaluation."""
+    setup = load_setup(load(DEMO, {key: str(value) for key, value in (FEW | overrides).items()}))
+    setup.encode(quiet=True)
+    trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    return digest([trainer.iteration(0), evaluate(setup, iteration=1).to_json()], trainer)
+
+
+def resumed() -> str:
+    """The second of two iterations, in a trainer that has loaded the checkpoint of the first."""
+    config = settings(train__ema_decay=0.9, train__weight_decay=0.01)
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = tiny_trainer(config), tiny_trainer(config)
+        rows = [first.iteration(0)]
+        save_checkpoint(Path(folder), 1, first.engine, first.state_dict(), first.anchor)
+        found = load_checkpoint(Path(folder), second.engine)
+        assert found is not None
+        second.load_state_dict(found[1], found[2])
+        return digest([*rows, second.iteration(found[0])], second)
+
+
+def on_two_ranks(name: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        statuses = run_ranks(_on_a_rank, 2, Path(folder), name)
+        assert statuses == [0, 0], "\n".join(screens(Path(folder)))
+        return (Path(folder) / "digest").read_text()
+
+
+def _on_a_rank(folder: Path, name: str) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    initialize()
+    found = loaded(RANKS[name])
+    if rank() == 0:
+        (folder / "digest").write_text(found)
+    shutdown()
+
+
+def cases() -> Iterator[tuple[str, Callable[[], str]]]:
+    for name, overrides in TINY.items():
+        yield name, lambda overrides=overrides: tiny(overrides)
+    for name, overrides in LOADED.items():
+        yield name, lambda overrides=overrides: loaded(overrides)
+    yield "resumed", resumed
+    for name in RANKS:
+        yield f"two-ranks-{name}", lambda name=name: on_two_ranks(name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    known = dict(cases())
+    if unknown := [name for name in sys.argv[1:] if name not in known]:
+        sys.exit(f"unknown case {unknown[0]!r}; expected some of {', '.join(known)}")
+    for name in sys.argv[1:] or known:
+        print(f"{name:28}{known[name]()}", flush=True)
