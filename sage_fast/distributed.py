@@ -133,6 +133,11 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     return tensor
 
 
+def data_sum(tensor: Tensor) -> Tensor:
+    """Sum over the ranks, in place, with samples that ranks share counted once."""
+    return all_reduce(tensor).div_(sequence_size())
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """The values of all ranks; small picklable things only."""
     return _gather_objects(value, world_size(), None) if dist.is_initialized() else [value]

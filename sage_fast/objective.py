@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sage_fast.config import AdvantageStd, Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
+from sage_fast.config import AdvantageStd, Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Ratio, Surrogate
 from sage_fast.ops import Row
+from sage_fast.process import FORWARD, REVERSE, Process
 
 
 def group_advantages(
@@ -62,11 +64,52 @@ def _nft(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: Object
     return advantage * log_ratio - objective.nft_beta * objective.advantage_clamp * kl_old
 
 
-SURROGATES = {"clip": _clipped_ratio, "log_prob": _plain_log_prob, "nft": _nft}
-"""What is maximised, `[B]`, of (log-ratio, KL to the rollout policy, advantage), each `[B]`, and the settings."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SurrogateRow:
+    """What the policy maximises, and what that needs.
+
+    Attributes:
+        value: (log-ratio, KL to the rollout policy, advantage, settings) -> `[B]`, maximised.
+        uses_ratio: it clips the ratio: `objective.ratio` applies, and rounding in the log-ratio does harm.
+        centred: it takes the log-ratio with the KL to the rollout policy added, whatever `objective.ratio` says.
+        process: what is scored: the steps of the rollout, or the final samples, noised again.
+    """
+
+    value: Callable[[Tensor, Tensor, Tensor, ObjectiveConfig], Tensor]
+    uses_ratio: bool = False
+    centred: bool = False
+    process: Process = REVERSE
+
+
+SURROGATES = {
+    "clip": SurrogateRow(value=_clipped_ratio, uses_ratio=True),
+    "log_prob": SurrogateRow(value=_plain_log_prob),
+    "nft": SurrogateRow(value=_nft, centred=True, process=FORWARD),
+}
 assert tuple(SURROGATES) == get_args(Surrogate), (
-    "a surrogate is named in config.Surrogate and has its function in SURROGATES"
+    "a surrogate is named in config.Surrogate and has its row in SURROGATES"
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RatioRow:
+    """How the log-ratio is prepared for a surrogate that clips the ratio.
+
+    Attributes:
+        centred: the KL to the rollout policy is added, so that its mean is zero.
+        normalised: it is multiplied by S_t, so that the clip acts alike at every step.
+    """
+
+    centred: bool
+    normalised: bool
+
+
+RATIOS = {
+    "plain": RatioRow(centred=False, normalised=False),
+    "centred": RatioRow(centred=True, normalised=False),
+    "normalised": RatioRow(centred=True, normalised=True),
+}
+assert tuple(RATIOS) == get_args(Ratio), "a ratio is named in config.Ratio and has its row in RATIOS"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,29 +151,28 @@ assert tuple(KL_STRATEGIES) == get_args(KLStrategyName), (
 )
 
 
-def uses_anchor(kl: KLConfig) -> bool:
-    """Whether there is a position term, and so an anchor."""
-    return KL_STRATEGIES[kl.strategy].anchor is not None
+def surrogate_of(objective: ObjectiveConfig) -> SurrogateRow:
+    return SURROGATES[objective.surrogate]
 
 
-def moves_anchor(kl: KLConfig) -> bool:
-    """Whether the anchor is refreshed during the run."""
-    return KL_STRATEGIES[kl.strategy].anchor == "moving"
+def strategy_of(kl: KLConfig) -> KLStrategy:
+    return KL_STRATEGIES[kl.strategy]
 
 
-def uses_velocity(kl: KLConfig) -> bool:
-    """Whether there is a velocity term."""
-    return KL_STRATEGIES[kl.strategy].velocity
+def uses_closed_form(kl: KLConfig) -> bool:
+    """Whether there is a velocity term, and it is the KL itself, not its estimate from the rollout's noise."""
+    return strategy_of(kl).velocity and kl.velocity_term == "closed_form"
 
 
 def centres_ratio(objective: ObjectiveConfig) -> bool:
     """Whether the KL to the rollout policy is added to the log-ratio."""
-    return objective.surrogate == "nft" or (objective.ratio != "plain" and objective.surrogate == "clip")
+    row = surrogate_of(objective)
+    return row.centred or (row.uses_ratio and RATIOS[objective.ratio].centred)
 
 
-def uses_forward_process(objective: ObjectiveConfig) -> bool:
-    """Whether training scores final samples that are noised again, not the steps of the rollout."""
-    return objective.surrogate == "nft"
+def normalises_ratio(objective: ObjectiveConfig) -> bool:
+    """Whether the log-ratio is multiplied by S_t."""
+    return surrogate_of(objective).uses_ratio and RATIOS[objective.ratio].normalised
 
 
 def stores_rollout_velocities(config: Config) -> bool:
@@ -138,7 +180,7 @@ def stores_rollout_velocities(config: Config) -> bool:
 
     In the first update of an iteration it is 0, and so is its gradient.
     """
-    needed = centres_ratio(config.objective) or (uses_velocity(config.kl) and config.kl.velocity_term == "closed_form")
+    needed = centres_ratio(config.objective) or uses_closed_form(config.kl)
     return needed and config.train.optimizer_steps > 1
 
 
@@ -172,15 +214,16 @@ def sage_loss(
     if centres_ratio(objective):
         # kl_old is not detached: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
         log_ratio = log_ratio + bias * kl_old
-        if objective.surrogate == "clip" and objective.ratio == "normalised":
+        if normalises_ratio(objective):
             log_ratio, weight = equalizer * log_ratio, weight / equalizer
+    surrogate, strategy = surrogate_of(objective), strategy_of(kl)
     ratio = torch.exp(log_ratio)
-    policy = -weight * SURROGATES[objective.surrogate](log_ratio, bias * kl_old, advantage, objective)
+    policy = -weight * surrogate.value(log_ratio, bias * kl_old, advantage, objective)
     velocity = kl_old if kl.velocity_term == "closed_form" else log_prob_old - log_prob
     regularizer = torch.zeros_like(policy)
-    if uses_anchor(kl):
+    if strategy.anchor is not None:
         regularizer = regularizer + kl.beta_pos * kl_anchor
-    if uses_velocity(kl):
+    if strategy.velocity:
         regularizer = regularizer + kl.beta_vel * velocity
     return Loss(
         total=policy + kl_weight * regularizer,
@@ -189,7 +232,7 @@ def sage_loss(
         kl_anchor=kl_anchor.detach(),
         kl_velocity=velocity.detach(),
         ratio=ratio.detach(),
-        clipped=((ratio.detach() - 1).abs() > objective.clip_range).float() * (objective.surrogate == "clip"),
+        clipped=((ratio.detach() - 1).abs() > objective.clip_range).float() * surrogate.uses_ratio,
     )
 
 
@@ -233,15 +276,37 @@ def gradient_norms(
 
     policy = slope.abs() * of_log_prob(log_prob_old if centres_ratio(objective) else log_prob)
     squares = torch.zeros_like(policy)
-    if uses_anchor(kl):
+    if strategy_of(kl).anchor is not None:
         squares = squares + (kl.beta_pos * of_kl(loss.kl_anchor)).square()
-    if uses_velocity(kl) and kl.velocity_term == "closed_form":
+    if uses_closed_form(kl):
         squares = squares + (kl.beta_vel * of_kl(loss.kl_velocity)).square()
     return policy, squares.sqrt()
 
 
-FEEDBACKS = {"paper": (0.9, 1.1), "ppo": (1.1, 0.9), "share": None, "none": None}
-"""Factors of lambda when the KL is too large, and when it is too small; None for what does not follow the KL."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedbackRow:
+    """How lambda follows what an optimizer step observes.
+
+    Attributes:
+        too_large, too_small: factors of lambda when the KL is, None for a lambda that does not follow the KL.
+        holds_share: it follows the KL's share of the gradient, and has no warm-up.
+        capped: lambda stays at most `kl.lambda_max`, not `kl.lambda_limit`.
+        starts_positive: lambda is multiplied from the start, so that `kl.lambda_min` has to be above 0.
+    """
+
+    too_large: float | None = None
+    too_small: float | None = None
+    holds_share: bool = False
+    capped: bool = False
+    starts_positive: bool = False
+
+
+FEEDBACKS = {
+    "paper": FeedbackRow(too_large=0.9, too_small=1.1, capped=True),
+    "ppo": FeedbackRow(too_large=1.1, too_small=0.9, starts_positive=True),
+    "share": FeedbackRow(holds_share=True, starts_positive=True),
+    "none": FeedbackRow(),
+}
 assert tuple(FEEDBACKS) == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
 LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
 """By which `share` moves lambda in one update at most, and while it has seen fewer than `kl.history` updates."""
@@ -257,6 +322,7 @@ class KLController:
 
     def __init__(self, config: KLConfig) -> None:
         self.config = config
+        self.row = FEEDBACKS[config.feedback]
         self.step = 0
         self.value = config.lambda_min
         self.history: deque[float] = deque(maxlen=config.history)
@@ -265,29 +331,27 @@ class KLController:
         """Record an optimizer step and move lambda.
 
         Args:
-            observed: the step's KL, or with feedback `share` the KL's share of the gradient; the same on every rank,
-                so that lambda is.
+            observed: the step's KL, or the KL's share of the gradient if `row.holds_share`; the same on every rank, so
+                that lambda is.
         """
-        config = self.config
+        config, row = self.config, self.row
         self.step += 1
-        if config.feedback == "share":
+        if row.holds_share:
             self._hold_share(observed)
             return
         self.history.append(observed)
         span = config.lambda_max - config.lambda_min
-        factors = FEEDBACKS[config.feedback]
         if self.step <= config.warmup_steps:
             self.value = config.lambda_min + span * self.step / config.warmup_steps
-        elif factors is None:
+        elif row.too_large is None or row.too_small is None:
             self.value = config.lambda_max
         else:
             mean = sum(self.history) / len(self.history)
-            too_large, too_small = factors
             if mean > 1.5 * config.target:
-                self.value *= too_large
+                self.value *= row.too_large
             elif mean < 0.5 * config.target:
-                self.value *= too_small
-            most = config.lambda_max if config.feedback == "paper" else config.lambda_limit
+                self.value *= row.too_small
+            most = config.lambda_max if row.capped else config.lambda_limit
             self.value = min(max(self.value, config.lambda_min), most)
 
     def _hold_share(self, share: float) -> None:
@@ -307,11 +371,11 @@ class KLController:
             "step": self.step,
             "value": self.value,
             "history": list(self.history),
-            "feedback": self.config.feedback,
+            "holds_share": self.row.holds_share,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from `state_dict`; a feedback that observes something else begins with an empty history."""
         self.step, self.value = state["step"], state["value"]
-        same = (state.get("feedback") == "share") == (self.config.feedback == "share")
+        same = state["holds_share"] == self.row.holds_share
         self.history = deque(state["history"] if same else [], maxlen=self.config.history)

@@ -17,7 +17,7 @@ from sage_fast.config import Config
 from sage_fast.console import Say
 from sage_fast.distributed import all_reduce
 from sage_fast.errors import ParityError
-from sage_fast.objective import centres_ratio
+from sage_fast.objective import centres_ratio, normalises_ratio, surrogate_of
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.replay import Replay
@@ -61,17 +61,17 @@ def check_parity(
         transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.prompts)))]
         runs = replay.runs([batch.prompts[i] for i, _ in transitions], config.train.batch_size)
         micros = [transitions[rows] for rows in runs]
-        return [*micros, *micros[-1:] * policy.states.behind(len(micros))]
+        return [micro for micro, _ in policy.states.lockstep(micros, micros[-1])]
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl = replay.score(batch, micro, v_old)
         at = on_device([t for _, t in micro], policy.device)
-        return (log_prob - batch.log_prob_old(micro)).detach(), biases[at] * kl
+        return (log_prob - batch.log_prob_old(micro, log_prob)).detach(), biases[at] * kl
 
     delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
     metrics = {"log_prob/parity": delta}
-    if config.objective.surrogate != "clip":
-        return metrics  # no ratio
+    if not surrogate_of(config.objective).uses_ratio:
+        return metrics
     check_replay(delta, config.objective.clip_range)
     if config.train.optimizer_steps > 1:
         velocity = functools.partial(replay.velocity, batch)
@@ -177,7 +177,7 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config,
     objective = config.objective
     bias, noise = rounding_of(near, far)
     used = noise if centres_ratio(objective) else bias + noise
-    if objective.ratio == "normalised":
+    if normalises_ratio(objective):
         used = used * equalizer.to(used)
     step = int(used.argmax())
     value = float(used[step])

@@ -14,10 +14,9 @@ from sage_fast.config import Config
 from sage_fast.console import Progress, say_wrapped, speaker
 from sage_fast.distributed import (
     all_gather_object,
-    all_reduce,
     data_rank,
     data_size,
-    sequence_size,
+    data_sum,
     together,
     world_size,
 )
@@ -29,11 +28,10 @@ from sage_fast.objective import (
     Loss,
     gradient_norms,
     group_advantages,
-    moves_anchor,
     sage_loss,
     stores_rollout_velocities,
-    uses_anchor,
-    uses_forward_process,
+    strategy_of,
+    surrogate_of,
 )
 from sage_fast.ops import Row
 from sage_fast.parity import check_parity
@@ -44,7 +42,7 @@ from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import idle_rollouts, initial_latents, rollout
+from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.schedule import (
     Sample,
@@ -54,7 +52,6 @@ from sage_fast.rollout.schedule import (
     draw_samples,
     iteration_table,
     position_steps,
-    scored_table,
     trained_steps,
     update_schedule,
 )
@@ -99,15 +96,15 @@ class Trainer:
         self.quiet = quiet
         self.engine = make_engine(self.policy, config.train, speaker(quiet))
         self.replay = Replay(self.policy, config, embeddings)
+        self.process = surrogate_of(config.objective).process
         self.kl = KLController(config.kl)
-        self.anchor = self.policy.snapshot() if uses_anchor(config.kl) else None
+        self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
         self.anchor_is_current = True
         self.anchor_step = 0
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
-        self.forward_process = uses_forward_process(config.objective)
-        scored = scored_table(self.full_table, config)
+        scored = self.process.table(self.full_table)
         self.equalizer = scored.equalizer(reduction).to(self.device, torch.float32)
         self.log_ratio_bias = scored.log_ratio_bias(reduction).to(self.device, torch.float32)
         self.pause: Callable[[], object] = lambda: None
@@ -131,7 +128,7 @@ class Trainer:
         steps = trained_steps(table, self.config, index)
         coefs, scored = (
             of.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
-            for of in (table, scored_table(table, self.config))
+            for of in (table, self.process.table(table))
         )
 
         samples = draw_samples(self.config, self.prompts, index)
@@ -139,7 +136,7 @@ class Trainer:
         mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
         prompts = [samples[i].prompt for i in mine]
         with watch("rollout"):
-            needed = {"", *prompts, *(self.embeddings[prompt].negative for prompt in prompts)}
+            needed = {*prompts, *(self.embeddings[prompt].negative for prompt in prompts)}
             embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in needed}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch, speaker(self.quiet), in_step=self.policy.in_step)
@@ -160,6 +157,7 @@ class Trainer:
 
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         batch = Batch(
+            process=self.process,
             table=table,
             coefs=scored,
             trajectories=trajectories,
@@ -169,10 +167,9 @@ class Trainer:
             anchor_velocities={},
         )
         with watch("anchor"):
-            if self.forward_process and trajectories.velocities:
-                self.replay.score_noised(batch, self.quiet)
+            self.process.score_old(self.replay, batch, self.quiet)
             batch.anchor_velocities = self._anchor_velocities(batch, position_steps(self.config, steps, index))
-        gated = self.config.train.parity_gate and not self.forward_process  # else nothing of the rollout is scored
+        gated = self.config.train.parity_gate and self.process.scores_rollout
         if gated and self.engine.steps == self._first_step:
             tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
             found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer, tell)
@@ -216,22 +213,19 @@ class Trainer:
         prompts = [sample.prompt for sample in samples]
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
-        keeps_velocities = stores_rollout_velocities(self.config) or (
-            self.anchor is not None and self.anchor_is_current and not self.forward_process
-        )
+        anchor_is_rollout = self.anchor is not None and self.anchor_is_current and self.process.scores_rollout
+        keeps_velocities = anchor_is_rollout or stores_rollout_velocities(self.config)
         trajectories = Trajectories(
             len(prompts),
             self.latent_shape,
-            steps,
+            self.process.successors(steps, len(table)),
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
-            final=len(table) if self.forward_process else None,
         )
         runs = self.replay.runs(prompts, self.config.sampling.batch_size)
-        idle = self.policy.states.behind(len(runs))
         with Progress("rollout", len(runs) * len(table), quiet=self.quiet, pause=self.pause) as bar:
-            for rows in runs:
+            for rows, real in self.policy.states.lockstep(runs, runs[-1]):
                 with watch("rollout"):
                     latents = rollout(
                         self.policy,
@@ -241,14 +235,13 @@ class Trainer:
                         prompts[rows],
                         seeds[rows],
                         initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                        record=None if self.forward_process else functools.partial(trajectories.record, rows),
+                        record=functools.partial(self.process.record, trajectories, rows),
                         on_step=bar.update,
                         graphs=self.graphs,
                     )
-                    if self.forward_process:
-                        trajectories.noise_again(rows, latents, seeds[rows].to(self.device), table.sigmas)
-                scorer.submit(latents, prompts[rows])
-            idle_rollouts(self.policy, table, coefs, conditioning, self.latent_shape, idle)
+                    self.process.finish(trajectories, rows, latents, seeds[rows].to(self.device), table.sigmas)
+                if real:
+                    scorer.submit(latents, prompts[rows])
         return trajectories
 
     # -- update -------------------------------------------------------------------------------------------------------
@@ -261,26 +254,23 @@ class Trainer:
         if total == 0:
             metrics.count("update/skipped", 1)
             return
-        # Gradients are averaged over the ranks; `total` counts the transitions of all of them, those that ranks share
-        # once: the gradients of a sequence group add up to as many times those of one process as it has ranks.
-        weight = data_size() / total
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.prompts[transition[0]]])
         runs = self.replay.runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
-        idle = self.policy.states.behind(len(runs))
-        for rows in runs:
-            loss, policy, kl = self._loss(batch, transitions[rows], metrics)
-            self.engine.backward(weight * loss.total.sum())
+        # One that is trained stands in: others may not be finite.
+        stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
+        for micro, real in self.policy.states.lockstep([transitions[rows] for rows in runs], stand_in):
+            loss, policy, kl = self._loss(batch, micro, metrics if real else Metrics())
+            self.engine.backward(real * loss.total.sum(), total)
+            if not real:
+                continue
             losses.append(dataclasses.replace(loss, total=loss.total.detach(), policy=loss.policy.detach()))
             of_all = (loss.total.detach(), loss.kl, policy.square(), kl.square())
             sums += torch.stack([values.sum() for values in of_all])
-            bar.update(rows.stop - rows.start)
-        idly = transitions[:1] or [(0, min(batch.trajectories.steps))]  # one that is trained: others may not be finite
-        for _ in range(idle):
-            self.engine.backward(0 * self._loss(batch, idly, Metrics())[0].total.sum())
+            bar.update(len(micro))
         record_losses(metrics, losses)
         with watch.waiting():
-            value, observed, policy_square, kl_square = (all_reduce(sums) / sequence_size() / total).tolist()
+            value, observed, policy_square, kl_square = (data_sum(sums) / total).tolist()
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.engine.steps}; nothing was updated")
         was, self.mid_iteration = self.mid_iteration, True
@@ -296,14 +286,14 @@ class Trainer:
         kl_norm, policy_norm = self.kl.value * math.sqrt(kl_square), math.sqrt(policy_square)
         share = kl_norm / max(kl_norm + policy_norm, 1e-30)
         metrics.add("kl/gradient_share", torch.tensor([share]))
-        self.kl.update(share if self.config.kl.feedback == "share" else observed)
+        self.kl.update(share if self.kl.row.holds_share else observed)
 
     def _loss(self, batch: Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
         """The loss, and the norms of the gradients of its two parts on the velocity, the KL's without lambda."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
         scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
-        old = batch.log_prob_old(micro) if batch.trajectories.log_probs else log_prob.detach()
+        old = batch.log_prob_old(micro, log_prob)
         config, at = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
             *scores,
@@ -331,7 +321,8 @@ class Trainer:
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
-        if moves_anchor(self.config.kl) and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
+        moving = strategy_of(self.config.kl).anchor == "moving"
+        if moving and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -99,8 +100,65 @@ def _exact(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-SAMPLERS = {"sage": _sage, "flow": _flow, "dance": _dance, "cps": _cps, "exact": _exact, "ode": _ode}
-assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row function in SAMPLERS"
+def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
+    if not c.any():  # eta = 0
+        return ()
+    notes = []
+    if 1 - s[0] < SAGE_CLAMP:
+        notes.append(
+            f"sage: step 0 is set by the clamp 1 - sigma >= {SAGE_CLAMP:g} (std {c[0]:.3g}); `exact` needs no clamp"
+        )
+    silent = int((c == 0).sum())
+    if silent:
+        notes.append(f"sage: {silent} step(s) lie wholly inside the clamp and are deterministic")
+    if n[-1] == 0:
+        notes.append(f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `exact` leaves none")
+    return tuple(notes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerRow:
+    """A sampler.
+
+    Attributes:
+        step: (s, n, eta) -> a, b, c; float64 `[T]` each.
+        largest_eta: above which it is not defined.
+        notes: (s, n, c) -> what was clamped or is unusual about these steps, one sentence each.
+    """
+
+    step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+    largest_eta: float = math.inf
+    notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
+
+
+SAMPLERS = {
+    "sage": SamplerRow(step=_sage, notes=_sage_notes),
+    "flow": SamplerRow(step=_flow),
+    "dance": SamplerRow(step=_dance),
+    "cps": SamplerRow(step=_cps, largest_eta=1.0),
+    "exact": SamplerRow(step=_exact),
+    "ode": SamplerRow(step=_ode),
+}
+assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row in SAMPLERS"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReductionRow:
+    """How a log-prob is taken over the elements of a sample.
+
+    Attributes:
+        sums: the elements are added, not averaged.
+        scaled: it is the log-prob of a Gaussian; else -mean((x_next - mean)^2).
+    """
+
+    sums: bool = False
+    scaled: bool = True
+
+
+REDUCTIONS = {"mean": ReductionRow(), "sum": ReductionRow(sums=True), "unscaled": ReductionRow(scaled=False)}
+assert tuple(REDUCTIONS) == get_args(Reduction), (
+    "a reduction is named in config.Reduction and has its row in REDUCTIONS"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,13 +217,12 @@ class TransitionTable:
 
     def _log_prob_weight(self, reduction: str, numel: int) -> Tensor:
         """The factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
-        if reduction not in get_args(Reduction):
-            raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, get_args(Reduction))}")
-        noisy = self.c > 0
-        if reduction == "unscaled":
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
+        row, noisy = REDUCTIONS[reduction], self.c > 0
+        if not row.scaled:
             return torch.where(noisy, -1.0, 0.0).double()
-        scale = numel if reduction == "sum" else 1
-        return torch.where(noisy, -scale / (2 * self.c.square()), 0.0)
+        return torch.where(noisy, -(numel if row.sums else 1) / (2 * self.c.square()), 0.0)
 
     def coefficients(self, numel: int, reduction: str = "mean") -> Tensor:
         """The table as the operators read it.
@@ -180,11 +237,11 @@ class TransitionTable:
             KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and quotients are taken here, in
             float64; w = k = m = 0 where c = 0.
         """
-        noisy = self.c > 0
-        scale = numel if reduction == "sum" else 1
         w = self._log_prob_weight(reduction, numel)
+        row, noisy = REDUCTIONS[reduction], self.c > 0
+        scale = numel if row.sums else 1
         k = torch.where(noisy, -scale * (self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
-        if reduction == "unscaled":
+        if not row.scaled:
             k = torch.zeros_like(k)
         m = torch.where(noisy, scale * self.b.square() / (2 * self.c.square()), 0.0)
         return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
@@ -201,7 +258,7 @@ class TransitionTable:
 
         `unscaled` is none: E[log-ratio] = -mean((mu - mu_old)^2) there, which is 2 c^2 times the KL.
         """
-        return 2 * self.c.square() if reduction == "unscaled" else torch.ones_like(self.c)
+        return torch.ones_like(self.c) if REDUCTIONS[reduction].scaled else 2 * self.c.square()
 
     def equalizer(self, reduction: str = "mean", eps: float = 1e-8) -> Tensor:
         """S_t = median(N) / (N_t + eps) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
@@ -218,7 +275,7 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     Args:
         sigmas: float64 `[T+1]`, strictly falling, in [0, 1].
         sampler: one of `SAMPLERS`.
-        eta: noise level, at least 0 (0 is the ODE for every sampler); `cps` is defined up to 1.
+        eta: noise level, from 0 (the ODE for every sampler) to the sampler's `largest_eta`.
 
     Raises:
         ValueError: unknown sampler, eta out of range, or a schedule that does not fall within [0, 1].
@@ -227,15 +284,17 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
         raise ValueError(f"unknown sampler {sampler!r}; {nearest(sampler, SAMPLERS)}")
     if not (math.isfinite(eta) and eta >= 0):
         raise ValueError(f"eta = {eta}: expected a finite number of at least 0; the nearest valid value is 0")
-    if sampler == "cps" and eta > 1:
-        raise ValueError(f"eta = {eta}: cps keeps n cos(eta pi/2) of the noise, so eta is at most 1")
+    row = SAMPLERS[sampler]
+    if eta > row.largest_eta:
+        raise ValueError(
+            f"eta = {eta}: {sampler} is defined up to {row.largest_eta:g}; the nearest is {row.largest_eta:g}"
+        )
     sigmas = sigmas.detach().to("cpu", torch.float64)
     s, n = sigmas[:-1], sigmas[1:]
     if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
-    a, b, c = SAMPLERS[sampler](s, n, float(eta))
-    notes = _sage_notes(s, n, c) if sampler == "sage" and eta > 0 else ()
-    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=notes)
+    a, b, c = row.step(s, n, float(eta))
+    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(s, n, c))
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:
@@ -246,17 +305,3 @@ def forward_table(sigmas: Tensor) -> TransitionTable:
     """
     s = sigmas[:-1]
     return TransitionTable(sampler="forward", sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))
-
-
-def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
-    notes = []
-    if 1 - s[0] < SAGE_CLAMP:
-        notes.append(
-            f"sage: step 0 is set by the clamp 1 - sigma >= {SAGE_CLAMP:g} (std {c[0]:.3g}); `exact` needs no clamp"
-        )
-    silent = int((c == 0).sum())
-    if silent:
-        notes.append(f"sage: {silent} step(s) lie wholly inside the clamp and are deterministic")
-    if n[-1] == 0:
-        notes.append(f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `exact` leaves none")
-    return tuple(notes)

@@ -62,7 +62,7 @@ def test_final_samples_are_noised_by_their_own_seeds() -> None:
     """The same in any batch, at each level anew, and not with the noise of the rollout."""
     shape, seeds, sigmas = (2, 3, 4, 4), torch.tensor([3, 5, 7]), torch.tensor([1.0, 0.7, 0.4, 0.0])
     x0 = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    whole, parts = (Trajectories(3, shape, [0, 2], CPU, final=3) for _ in range(2))
+    whole, parts = (Trajectories(3, shape, {0: 3, 2: 3}, CPU) for _ in range(2))
     for rows, batches in ((whole, [slice(0, 3)]), (parts, [slice(0, 1), slice(1, 3)])):
         for batch in batches:
             rows.noise_again(batch, x0[batch], seeds[batch], sigmas)

@@ -63,9 +63,9 @@ def test_surrogates_by_hand() -> None:
     new = ratio.log()
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
     kl, objective = torch.full_like(ratio, 0.3), ObjectiveConfig(clip_range=0.2, nft_beta=0.5, advantage_clamp=4.0)
-    clipped = SURROGATES["clip"](new, kl, advantage, objective)
+    clipped = SURROGATES["clip"].value(new, kl, advantage, objective)
     assert clipped.tolist() == pytest.approx([1.2 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2])
-    plain = SURROGATES["log_prob"](new, kl, advantage, objective)
+    plain = SURROGATES["log_prob"].value(new, kl, advantage, objective)
     assert plain.tolist() == pytest.approx((new * advantage).tolist())
 
 
@@ -136,6 +136,7 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     rows = trainer._rollout(samples, table, coefs, steps, conditioning, scorer, watch)
     rows.states, rows.log_probs = ({t: x.double() for t, x in of.items()} for of in (rows.states, rows.log_probs))
     batch = Batch(
+        process=trainer.process,
         table=table,
         coefs=coefs,
         trajectories=rows,

@@ -309,6 +309,25 @@ def test_a_kl_that_is_always_zero_is_refused() -> None:
         check_trainable(config)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"sampling__sampler": "cps", "sampling__eta": 1.5},
+            r"sampling.eta = 1.5: cps is defined up to 1; the nearest",
+        ),
+        ({"kl__feedback": "share", "kl__lambda_min": 0.0}, r"kl.lambda_min = 0.0: feedback 'share' multiplies lambda"),
+        (
+            {"kl__feedback": "share", "kl__strategy": "stepwise"},
+            r"kl.feedback = 'share': strategy 'stepwise'.*closed_form",
+        ),
+    ],
+)
+def test_what_a_row_cannot_do_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_trainable(settings(**overrides))
+
+
 def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tiny_trainer(settings(train__parity_gate=False))
     trainer.equalizer = trainer.equalizer * math.nan
@@ -454,7 +473,8 @@ def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkey
 def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 x NaN is NaN: a dropped sample whose latents are not finite would end the run."""
     trainer = tiny_trainer(settings(train__parity_gate=False))
-    monkeypatch.setattr(trainer.policy.states, "behind", lambda count: 1)
+    states = trainer.policy.states
+    monkeypatch.setattr(states, "lockstep", lambda items, last: [*((item, True) for item in items), (last, False)])
     update = trainer._update
 
     def dropped(batch: Batch, mine: Sequence[Transition], total: int, *others: Any) -> None:

@@ -237,7 +237,10 @@ def test_excess_noise_by_hand() -> None:
         (lambda: sigma_schedule(5, math.nan), "shift = nan"),
         (lambda: transition_table(sigma_schedule(5, 5.0), "sagee", 1.0), "'sagee'.*did you mean 'sage'"),
         (lambda: transition_table(sigma_schedule(5, 5.0), "sage", -0.1), "eta = -0.1.*nearest valid value is 0"),
-        (lambda: transition_table(sigma_schedule(5, 5.0), "cps", 1.5), "eta = 1.5.*at most 1"),
+        (
+            lambda: transition_table(sigma_schedule(5, 5.0), "cps", 1.5),
+            "eta = 1.5: cps is defined up to 1; the nearest is 1",
+        ),
         (lambda: transition_table(torch.tensor([0.0, 1.0]), "ode", 0.0), "strictly falling"),
         (lambda: transition_table(sigma_schedule(5, 5.0), "flow", 1.0).coefficients(4, "men"), "did you mean 'mean'"),
     ],

@@ -109,8 +109,8 @@ def memory(engine: str, tuning: str) -> dict[str, Any]:
         peaks[-1].__enter__()
         return original(*arguments)
 
-    def measured(value: Tensor) -> None:
-        backward(value)
+    def measured(*arguments: Any) -> None:
+        backward(*arguments)
         peaks[-1].__exit__(None, None, None)
 
     original, trainer._loss, trainer.engine.backward = trainer._loss, loss, measured  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ def checks(folder: Path) -> None:
             assert engine.deepspeed.data_parallel_group is dist.group.WORLD
         for number, loss in enumerate(losses(policy)):
             before = policy.snapshot()
-            engine.backward(loss)
+            engine.backward(loss, world_size())
             if number < 2:
                 if name == "plain":  # of dead ends, which a real model has frozen
                     zero |= {n for n, p in policy.parameters().items() if p.grad is not None and not p.grad.any()}

@@ -22,7 +22,7 @@ from torch import nn
 
 from sage_fast.config import Config
 from sage_fast.engine.settings import deepspeed_settings, stage_of
-from sage_fast.objective import uses_anchor
+from sage_fast.objective import strategy_of
 from sage_fast.optimizers import OPTIMIZERS
 
 
@@ -60,7 +60,7 @@ def held_bytes(config: Config, transformer: nn.Module, ranks: int = 1, checkpoin
     trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
     n = sum(p.numel() for p in trained.values())
     f = sum(p.numel() for p in transformer.parameters()) - n
-    stage, snapshots = stage_of(train), int(uses_anchor(config.kl)) + int(train.ema_decay > 0)
+    stage, snapshots = stage_of(train), int(strategy_of(config.kl).anchor is not None) + int(train.ema_decay > 0)
     share = 1 / ranks if stage else 1.0
     moments = sum(OPTIMIZERS[train.optimizer].state_bytes(name, p) * p.numel() for name, p in trained.items()) * share
     weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}

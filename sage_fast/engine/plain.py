@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sage_fast.config import TrainConfig
 from sage_fast.console import Say, say_nothing, say_wrapped
-from sage_fast.distributed import all_reduce, barrier, rank, world_size
+from sage_fast.distributed import all_reduce, barrier, data_size, rank, world_size
 from sage_fast.environment import free_bytes
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
@@ -64,9 +64,13 @@ class Engine:
         """That of the last update; before the first, that of the first."""
         return learning_rate(self.config, max(self.steps - 1, 0))
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch, a scalar loss that is a share of the mean over all ranks."""
-        loss.backward()
+    def backward(self, loss: Tensor, total: int) -> None:
+        """Add the gradients of `loss / total`: the sum over a micro-batch, as its share of the mean over an update.
+
+        `total` counts the transitions of all ranks, each once. Gradients are averaged over the ranks later, and those
+        of the ranks that share a sample add up, so that the number of data-parallel ranks is the factor.
+        """
+        (data_size() / total * loss).backward()
 
     def step(self) -> tuple[float, UpdateSize]:
         """Reduce, clip and apply the accumulated gradients; returns their norm before clipping, and the update's size.

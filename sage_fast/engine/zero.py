@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 
-from sage_fast.distributed import all_reduce, join_deepspeed, rank, world_size
+from sage_fast.distributed import all_reduce, data_size, join_deepspeed, rank, world_size
 from sage_fast.engine.memory import gathered_layers
 from sage_fast.engine.plain import Engine
 from sage_fast.engine.settings import deepspeed_settings, stage_of
 from sage_fast.errors import UserError
 from sage_fast.optimizers import BETAS
-from sage_fast.policy.hunyuan import State, WholeStates, check_names
+from sage_fast.policy.hunyuan import Item, State, WholeStates, check_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,9 +72,9 @@ class ZeroEngine(Engine):
     def _note(self, number: int, grad: Tensor) -> None:
         self._moves[number].logical_or_(grad.any())
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch; every rank calls as often as any other (`policy.states.behind`)."""
-        self.deepspeed.backward(self.deepspeed(loss))
+    def backward(self, loss: Tensor, total: int) -> None:
+        """Add the gradients of one micro-batch; every rank calls as often as any other (`policy.states.lockstep`)."""
+        self.deepspeed.backward(self.deepspeed(data_size() / total * loss))
 
     def _update(self, rate: float) -> float:
         all_reduce(moves := self._moves.int(), "max")
@@ -241,9 +241,10 @@ class _Parts(WholeStates):
     def _of(self, whole: Tensor, p: Tensor) -> Tensor:
         return _Parts.part(self, whole).to(p.device, copy=True)
 
-    def behind(self, count: int) -> int:
-        most = torch.tensor(count)
-        return int(all_reduce(most.to(_device()), "max")) - count
+    def lockstep(self, items: Sequence[Item], stand_in: Item) -> Iterator[tuple[Item, bool]]:
+        most = int(all_reduce(torch.tensor(len(items)).to(_device()), "max"))
+        yield from super().lockstep(items, stand_in)
+        yield from [(stand_in, False)] * (most - len(items))
 
 
 class _Shards(_Parts):

@@ -19,7 +19,7 @@ from sage_fast.config import Config
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
-from sage_fast.objective import stores_rollout_velocities, uses_anchor, uses_forward_process
+from sage_fast.objective import stores_rollout_velocities, strategy_of, surrogate_of
 from sage_fast.policy.checkpointing import MODES, activation_bytes
 from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
 from sage_fast.policy.load import TEXT_TOKENS, check_path, transformer_config, vae_config
@@ -29,6 +29,7 @@ from sage_fast.rollout.schedule import (
     configured_table,
     iteration_table,
     position_steps,
+    share_of,
     trained_steps,
 )
 from sage_fast.rollout.trajectories import trajectory_bytes
@@ -204,12 +205,13 @@ def plan(
     steps = trained_steps(iteration_table(configured_table(config), config, 0), config, 0)
     trained, anchored = len(steps), len(position_steps(config, steps, 0))
     passes = 2 if s.guidance_scale != 1 else 1
-    scored = trained * (uses_forward_process(config.objective) and stores_rollout_velocities(config))
+    process = surrogate_of(config.objective).process
+    scored = trained * (not process.scores_rollout and stores_rollout_velocities(config))
 
     forwards = {
         "rollout": samples * s.steps * passes,
         "training": samples * trained * passes,
-        "anchor": samples * (anchored * uses_anchor(config.kl) + scored) * passes,
+        "anchor": samples * (anchored * (strategy_of(config.kl).anchor is not None) + scored) * passes,
     }
     forward = forward_flops(built, tokens, text_tokens)
     asked = config.model.gradient_checkpointing
@@ -231,7 +233,7 @@ def plan(
     width = 2 if config.model.dtype == "bfloat16" else 4
     sharing = config.model.sequence_parallel
     check_heads(sharing, built.num_attention_heads)
-    mine = -(-samples // (ranks // sharing))
+    mine = len(share_of(samples, ranks // sharing, 0))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     held = held_bytes(config, transformer, ranks, mode)
     memory = {
@@ -281,7 +283,7 @@ def format_plan(plan: Plan) -> str:
 
     def work(label: str, count: int, flops: float) -> str:
         # Of the GPU that has the most samples.
-        share = 1 if label == "one forward of one sample" else -(-plan.samples // plan.ranks) / plan.samples
+        share = 1 if label == "one forward of one sample" else len(share_of(plan.samples, plan.ranks, 0)) / plan.samples
         return line(label, f"{count:,}" if count else "", f"{flops:.3g}", _duration(flops * share))
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
@@ -28,6 +28,7 @@ from sage_fast.policy.conditioning import Conditioning, ConditioningTable
 from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.text import TextBatch, TextEmbedding, collate
 
+Item = TypeVar("Item")
 State = dict[str, Tensor]
 """Trainable weights by name."""
 
@@ -61,10 +62,10 @@ class WholeStates:
         """This rank's share of whole tensors; the inverse of `gather`."""
         return whole
 
-    def behind(self, count: int) -> int:
-        """How many more forwards or backwards another rank is about to make than `count`, a collective to be called
-        before the first of them; 0 where ranks need not be in step."""
-        return 0
+    def lockstep(self, items: Sequence[Item], stand_in: Item) -> Iterator[tuple[Item, bool]]:
+        """(item, True) for each forward or backward that this rank makes, then (stand_in, False) until it has made as
+        many as any other, where ranks have to be in step. A collective before the first."""
+        yield from ((item, True) for item in items)
 
 
 def numel(p: Tensor) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from sage_fast.policy.conditioning import ConditioningTable
+from sage_fast.process import Process
 from sage_fast.rollout.schedule import Transition
 from sage_fast.rollout.trajectories import Trajectories, on_device
 from sage_fast.transitions import TransitionTable
@@ -18,6 +18,7 @@ from sage_fast.transitions import TransitionTable
 class Batch:
     """What the updates of one iteration share."""
 
+    process: Process
     table: TransitionTable
     coefs: Tensor
     trajectories: Trajectories
@@ -26,9 +27,9 @@ class Batch:
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]
 
-    def log_prob_old(self, micro: Sequence[Transition]) -> Tensor:
-        """The rollout's log-probs, `[B]`."""
-        return torch.stack([self.trajectories.log_probs[t][i] for i, t in micro])
+    def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
+        """Log-probs under the rollout policy, `[B]`; `log_prob` is that of the policy in training."""
+        return self.process.log_prob_old(self.trajectories, micro, log_prob)
 
     def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
         """The anchor's velocities; where there is none, that of another step, whose KL has weight 0."""

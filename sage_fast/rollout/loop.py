@@ -42,25 +42,6 @@ def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -
     )
 
 
-def idle_rollouts(
-    policy: HunyuanVideo15Policy,
-    table: TransitionTable,
-    coefs: Tensor,
-    conditioning: ConditioningTable,
-    shape: Sequence[int],
-    count: int,
-) -> None:
-    """Small ones beside those of ranks that make `count` more: weights are gathered only together.
-
-    Args:
-        conditioning: knows the empty prompt.
-        shape: (C, T, H, W) of a sample.
-    """
-    seeds = torch.zeros(1, dtype=torch.int64)
-    for _ in range(count):
-        rollout(policy, table, coefs, conditioning, [""], seeds, initial_latents(seeds, shape, policy.device))
-
-
 @torch.no_grad()
 def rollout(
     policy: HunyuanVideo15Policy,

@@ -99,7 +99,6 @@ class Replay:
         """Fill in the velocities and log-probs of the rollout's weights, which are the present ones, at final samples
         that were noised again: one forward each."""
         rows = batch.trajectories
-        rows.log_probs = {t: torch.empty(rows.count, device=rows.device) for t in rows.velocities}
         for t, run, micro in self._work(batch, sorted(rows.velocities), quiet):
             x, at = rows.gather(rows.states, micro), on_device(t, rows.device)
             v = self.velocity(batch, micro, x)
@@ -110,5 +109,5 @@ class Replay:
         """(step, samples, their transitions) of forwards at every sample and step; as many on every rank."""
         runs = self.runs(batch.prompts, self.config.sampling.batch_size)
         work = [(t, run, [(i, t) for i in range(run.start, run.stop)]) for t in steps for run in runs]
-        work += work[-1:] * self.policy.states.behind(len(work))
+        work = [item for item, _ in self.policy.states.lockstep(work, work[-1])]
         return progress(work, "anchor", len(work), "forward", quiet=quiet)

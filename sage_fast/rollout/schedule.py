@@ -13,11 +13,11 @@ from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
-from sage_fast.objective import uses_forward_process, uses_velocity
+from sage_fast.objective import FEEDBACKS, strategy_of, surrogate_of, uses_closed_form
 from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
-from sage_fast.transitions import TransitionTable, forward_table, sigma_schedule, transition_table
+from sage_fast.transitions import REDUCTIONS, SAMPLERS, TransitionTable, sigma_schedule, transition_table
 
 Transition = tuple[int, int]
 """(sample, step)."""
@@ -39,8 +39,8 @@ def iteration_table(table: TransitionTable, config: Config, iteration: int) -> T
 
 
 def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
-    """What training scores: the transitions of the rollout, or those from its noise levels to the final sample."""
-    return forward_table(table.sigmas) if uses_forward_process(config.objective) else table
+    """The transitions that training scores, one for each of `table`."""
+    return surrogate_of(config.objective).process.table(table)
 
 
 def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
@@ -57,10 +57,15 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     """What settings and ranks (None: those of this run) make impossible, before a model is loaded.
 
     Raises:
-        UserError: no stochastic step, equal samples, more optimizer steps than trained transitions, a KL that is always
-            0 or that needs the rollout's log-probs where there are none, or more ranks than samples.
+        UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
+            transitions, a KL that is always 0 or that needs the rollout's log-probs where there are none, a lambda that
+            cannot move, or more ranks than samples.
     """
     s, train = config.sampling, config.train
+    largest = SAMPLERS[s.sampler].largest_eta
+    require(
+        s.eta <= largest, "sampling.eta", s.eta, f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
+    )
     table = configured_table(config)
     starts = range(s.steps - s.sde_window + 1) if s.sde_window else [0]
     windows = [table.window(start, start + s.sde_window) if s.sde_window else table for start in starts]
@@ -82,19 +87,32 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
-    kl = config.kl
+    kl, surrogate = config.kl, surrogate_of(config.objective)
+    strategy, feedback = strategy_of(kl), FEEDBACKS[kl.feedback]
     require(
-        not (uses_forward_process(config.objective) and uses_velocity(kl) and kl.velocity_term == "rollout"),
+        surrogate.process.scores_rollout or not strategy.velocity or uses_closed_form(kl),
         "kl.velocity_term",
         kl.velocity_term,
         f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
         "closed_form, or kl.strategy = moving",
     )
-    if kl.strategy == "stepwise" and kl.velocity_term == "closed_form" and train.optimizer_steps == 1:
+    if strategy.anchor is None and uses_closed_form(kl) and train.optimizer_steps == 1:
         raise UserError(
-            "train.optimizer_steps = 1: the KL of kl.strategy = 'stepwise' in closed form is 0 in the first update of "
-            "an iteration; expected at least 2, or kl.strategy = 'none'"
+            f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
+            "update of an iteration; expected at least 2, or kl.strategy = 'none'"
         )
+    require(
+        kl.lambda_min > 0 or not feedback.starts_positive,
+        "kl.lambda_min",
+        kl.lambda_min,
+        f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07",
+    )
+    require(
+        not feedback.holds_share or not strategy.velocity or strategy.anchor is not None or uses_closed_form(kl),
+        "kl.feedback",
+        kl.feedback,
+        f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
+    )
     ranks = check_sequence_parallel(config.model.sequence_parallel, ranks or world_size())
     samples = train.prompts_per_iteration * train.group_size
     if samples < ranks:
@@ -112,7 +130,7 @@ def check_log_prob(config: Config, numel: int) -> None:
         UserError: neighbouring sums are further apart than a tenth of the clip range.
     """
     objective, c = config.objective, configured_table(config).c
-    if objective.log_prob != "sum" or objective.surrogate != "clip":
+    if not REDUCTIONS[objective.log_prob].sums or not surrogate_of(objective).uses_ratio:
         return
     size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())
     spacing = 2.0 ** (math.floor(math.log2(size)) - 23)
@@ -156,6 +174,12 @@ def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list
     return samples
 
 
+def share_of(count: int, ranks: int, rank: int) -> range:
+    """The numbers, out of `count`, that are rank's; the first ranks have one more where `ranks` does not divide."""
+    first, last = (-(-number * count // ranks) for number in (rank, rank + 1))
+    return range(first, last)
+
+
 def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
     """Deal an iteration's samples out: for each rank, the numbers of its own, those of one length side by side.
 
@@ -168,7 +192,7 @@ def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
         ranks: at most N.
         batch_size: samples that are denoised together.
     """
-    free = [(rank + 1) * len(tokens) // ranks - rank * len(tokens) // ranks for rank in range(ranks)]
+    free = [len(share_of(len(tokens), ranks, rank)) for rank in range(ranks)]
     load = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     left = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))

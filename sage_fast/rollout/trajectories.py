@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.objective import stores_rollout_velocities, uses_anchor, uses_forward_process
+from sage_fast.objective import stores_rollout_velocities, strategy_of, surrogate_of
 from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
 from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
 
@@ -19,15 +19,14 @@ class Trajectories:
     Args:
         count: N.
         shape: (C, T, H, W) of a sample's latents.
-        steps: the trained steps.
+        successors: step -> index of the latents that its transition leads to, for the trained steps.
         device: of the policy.
         velocities: type of the rollout policy's velocities to keep; None keeps none.
         offload: hold states and velocities in pinned host memory.
-        final: T, if all transitions lead to the final sample (`noise_again`), not to the next step.
 
     Attributes:
         states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
-        log_probs: step -> float32 `[N]`, on the device; of final samples none, until they are scored.
+        log_probs: step -> float32 `[N]`, on the device; filled by the rollout, or by `Replay.score_noised`.
         velocities: step -> `[N, C, T, H, W]`, guidance included.
     """
 
@@ -35,21 +34,20 @@ class Trajectories:
         self,
         count: int,
         shape: Sequence[int],
-        steps: Sequence[int],
+        successors: Mapping[int, int],
         device: torch.device,
         *,
         velocities: torch.dtype | None = None,
         offload: bool = False,
-        final: int | None = None,
     ) -> None:
         self.device = device
         self.count, self.shape = count, tuple(shape)
-        self.steps = frozenset(steps)
+        self.steps = frozenset(successors)
         self.offload = offload
-        self._after = {t: t + 1 if final is None else final for t in steps}
-        self.states = {t: self.empty(torch.float32) for t in sorted({*steps, *self._after.values()})}
-        self.log_probs = {t: torch.empty(count, device=device) for t in steps if final is None}
-        self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in steps}
+        self._after = dict(successors)
+        self.states = {t: self.empty(torch.float32) for t in sorted({*successors, *successors.values()})}
+        self.log_probs = {t: torch.empty(count, device=device) for t in successors}
+        self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in successors}
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """`[N, C, T, H, W]` on the device, or in pinned host memory if offloaded."""
@@ -97,8 +95,8 @@ def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int
     """Of `samples` rollouts with latents of `numel` elements: their stored states, and the velocities beside them."""
     trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
     # Untrained steps between trained ones leave up to two states a transition.
-    shared = trained == config.sampling.steps or uses_forward_process(config.objective)
+    shared = trained == config.sampling.steps or not surrogate_of(config.objective).process.scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
-    velocities = int(uses_anchor(config.kl)) + int(stores_rollout_velocities(config))
+    velocities = int(strategy_of(config.kl).anchor is not None) + int(stores_rollout_velocities(config))
     width = 2 if config.model.dtype == "bfloat16" and config.sampling.guidance_scale == 1 else 4
     return 4 * numel * samples * states, width * numel * samples * trained * velocities

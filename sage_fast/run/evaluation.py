@@ -33,6 +33,7 @@ from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.schedule import share_of
 from sage_fast.rollout.scoring import tell_failures
 from sage_fast.run.setup import Setup
 from sage_fast.seeding import sample_seeds
@@ -125,25 +126,20 @@ def video_chunks(
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = equal_runs([lengths[prompts[i]] for i in order], config.sampling.batch_size)
     graphs = step_graphs(model.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
-    idle = model.policy.states.behind(len(runs))
     pending = None
     with Progress("sample", len(runs) * len(table), quiet=quiet, pause=pause) as bar:
-
-        def sample(prompts: Sequence[str], seeds: Tensor) -> Tensor:
-            conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
-            x = initial_latents(seeds, shape, device)
-            return rollout(
-                model.policy, table, coefs, conditioning, prompts, seeds, x, on_step=bar.update, graphs=graphs
-            )
-
-        for run in runs:
+        for run, real in model.policy.states.lockstep(runs, slice(0, 0)):
             chosen = order[run]
-            latents = sample([prompts[i] for i in chosen], seeds[chosen])
-            if pending is not None:
-                yield pending[0], pending[1].result()
-            pending = chosen, model.decoder.submit(latents)
-        for _ in range(idle):  # beside ranks that make more: weights are gathered only together
-            sample([""], torch.zeros(1, dtype=torch.int64))
+            texts, keys = ([prompts[i] for i in chosen], seeds[chosen]) if real else ([""], seeds.new_zeros(1))
+            conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
+            x = initial_latents(keys, shape, device)
+            latents = rollout(
+                model.policy, table, coefs, conditioning, texts, keys, x, on_step=bar.update, graphs=graphs
+            )
+            if real:
+                if pending is not None:
+                    yield pending[0], pending[1].result()
+                pending = chosen, model.decoder.submit(latents)
         if pending is not None:
             yield pending[0], pending[1].result()
 
@@ -209,9 +205,8 @@ def evaluate(
     """
     config = setup.config
     texts, seeds = prompts_and_seeds(setup)
-    # Rounded up: the first rank, which writes the files, is never without a video.
-    first, last = (-(-number * len(texts) // data_size()) for number in (data_rank(), data_rank() + 1))
-    texts, seeds = texts[first:last], seeds[first:last]
+    share = share_of(len(texts), data_size(), data_rank())  # the first rank, which writes the files, always has a video
+    texts, seeds = [texts[i] for i in share], seeds[share.start : share.stop]
     scored: dict[str, CompositeReward] = {"": setup.reward}
     scored |= {JUDGE_PART: setup.judge} if setup.judge is not None else {}
     scored |= {f"{name}/": scorer for name, scorer in (scorers or {}).items()}
@@ -224,7 +219,7 @@ def evaluate(
         if videos_of is None:
             made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
         else:
-            made = videos_of(range(first, last))
+            made = videos_of(share)
         for chosen_texts, chunk in made:
             if failure is not None:
                 continue
@@ -234,7 +229,7 @@ def evaluate(
                     pending[prefix].append(reward.submit(chunk, chunk_texts))
                 if save is not None and sequence_rank() == 0:
                     for i, video in zip(chosen_texts, chunk.cpu()):
-                        save(first + i, texts[i], video)
+                        save(share[i], texts[i], video)
             except (RewardError, OSError) as error:
                 if not in_step:
                     raise

@@ -32,6 +32,7 @@ from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
+from sage_fast.rollout.schedule import share_of
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.testbed.model import BASE
 from sage_fast.testbed.text import embed
@@ -212,7 +213,7 @@ def choose_checkpointing(config: Config, model: Model) -> str:
 
 def _samples(config: Config) -> int:
     """Of an iteration, on this rank."""
-    return -(-config.train.prompts_per_iteration * config.train.group_size // data_size())
+    return len(share_of(config.train.prompts_per_iteration * config.train.group_size, data_size(), 0))
 
 
 def _trajectories(config: Config, model: Model) -> int:

@@ -1,0 +1,119 @@
+"""A row added to a table works everywhere by what it says it can do; no code compares its name.
+
+The rows here live in these tests alone: each is added to the setting's choices and to its table, as CONTRIBUTING says.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from sage_fast import config as schema
+from sage_fast.config import Config, ObjectiveConfig
+from sage_fast.errors import UserError
+from sage_fast.objective import FEEDBACKS, KL_STRATEGIES, SURROGATES, SurrogateRow
+from sage_fast.rollout.schedule import check_log_prob, check_trainable
+from sage_fast.transitions import SAMPLERS
+from tests.tiny import settings, tiny_trainer
+
+PACKAGE = Path(schema.__file__).parent
+
+
+def cispo(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Advantage x log-prob, weighted by the clipped ratio (arXiv 2506.13585)."""
+    weight = log_ratio.exp().clamp(1 - objective.clip_range, 1 + objective.clip_range).detach()
+    return weight * advantage * log_ratio
+
+
+def config_with(monkeypatch: pytest.MonkeyPatch, table: dict[str, Any], row: Any, **overrides: Any) -> Config:
+    """Settings that name `row`, which is added to `table` as `mine`, for a setting given as `"mine"`."""
+    monkeypatch.setitem(table, "mine", row)
+    known = {key: value for key, value in overrides.items() if value != "mine"}
+    config = settings(**known)
+    (key,) = overrides.keys() - known.keys()
+    section, field = key.split("__")
+    setattr(getattr(config, section), field, "mine")
+    return config
+
+
+UPDATED_TWICE = {"train__optimizer_steps": 2, "objective__clip_range": 1e-6, "train__parity_gate": False}
+
+
+def iteration(config: Config) -> dict[str, Any]:
+    return tiny_trainer(config).iteration(0)
+
+
+def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clip fraction, centring, and both gates, as for `clip`."""
+    row = SurrogateRow(value=cispo, uses_ratio=True)
+    mine = config_with(monkeypatch, SURROGATES, row, objective__surrogate="mine", **UPDATED_TWICE)
+    found, clip = iteration(mine), iteration(settings(**UPDATED_TWICE))
+    assert found["ratio/clip_fraction"] == pytest.approx(clip["ratio/clip_fraction"], abs=0.2)
+    assert found["ratio/clip_fraction"] > 0.2
+
+    mine.objective.ratio = "centred"
+    assert iteration(mine)["loss"] != found["loss"]
+
+    mine.train.parity_gate = True
+    mine.objective.clip_range, mine.objective.ratio = 1e-3, "plain"
+    assert "log_prob/rounding" in iteration(mine)
+
+    mine.objective.log_prob = "sum"
+    with pytest.raises(UserError, match="the nearest choice is 'mean'"):
+        check_log_prob(mine, 30_000_000)
+
+
+def test_a_surrogate_of_the_forward_process_trains_with_the_ode(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(SURROGATES["nft"])
+    given = {"objective__surrogate": "mine", "sampling__sampler": "ode", "kl__strategy": "none"}
+    mine = config_with(monkeypatch, SURROGATES, row, **given)
+    check_trainable(mine)
+    assert iteration(mine)["loss"] == iteration(settings(**given | {"objective__surrogate": "nft"}))["loss"]
+
+
+def test_a_strategy_with_the_rollout_policy_alone_is_refused_where_it_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = config_with(
+        monkeypatch, KL_STRATEGIES, KL_STRATEGIES["stepwise"], kl__strategy="mine", kl__velocity_term="closed_form"
+    )
+    with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of kl.strategy = 'mine' .*is 0"):
+        check_trainable(mine)
+    mine.kl.velocity_term, mine.kl.feedback, mine.kl.lambda_min = "rollout", "share", 1e-6
+    with pytest.raises(UserError, match=r"kl.feedback = 'share': strategy 'mine' has a gradient to hold only with"):
+        check_trainable(mine)
+
+
+def test_a_feedback_that_multiplies_lambda_needs_one_above_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"kl__velocity_term": "closed_form", "kl__lambda_min": 1e-6, "train__optimizer_steps": 2}
+    mine = config_with(monkeypatch, FEEDBACKS, FEEDBACKS["share"], kl__feedback="mine", **given)
+    found, share = iteration(mine), iteration(settings(kl__feedback="share", **given))
+    assert found["kl/lambda"] == share["kl/lambda"] > 1e-6
+    mine.kl.lambda_min = 0.0
+    with pytest.raises(UserError, match=r"kl.lambda_min = 0.0: feedback 'mine' multiplies lambda"):
+        check_trainable(mine)
+
+
+def test_a_sampler_is_refused_above_its_largest_eta(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = config_with(monkeypatch, SAMPLERS, SAMPLERS["cps"], sampling__sampler="mine", sampling__eta=1.5)
+    with pytest.raises(UserError, match=r"sampling.eta = 1.5: mine is defined up to 1; the nearest is 1"):
+        check_trainable(mine)
+
+
+SETTINGS = ("sampler", "surrogate", "ratio", "strategy", "feedback", "log_prob")
+"""Fields of the settings that name a row of a table."""
+
+
+def test_no_code_compares_the_name_of_a_row() -> None:
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            names = any(isinstance(side, ast.Attribute) and side.attr in SETTINGS for side in sides)
+            texts = [part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)]
+            if names and any(isinstance(text, str) for text in texts):
+                found.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
