@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from sage_fast.errors import UserError, nearest
-from sage_fast.section import Section, require, within
+from sage_fast.section import Section, is_finite, require, within
 
 OnFailure = Literal["drop", "stop"]
 
@@ -48,14 +47,14 @@ class RewardEntry(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            all(map(math.isfinite, self.weights.values())),
+            all(map(is_finite, self.weights.values())),
             self._key("weights"),
             self.weights,
             "expected finite weights",
         )
         for part, values in self.normalisation.items():
             require(
-                len(values) == 2 and all(map(math.isfinite, values)) and values[1] > 0,
+                len(values) == 2 and all(map(is_finite, values)) and values[1] > 0,
                 self._key(f"normalisation.{part}"),
                 values,
                 "expected [mean, std], two finite numbers of which the second is above 0, such as [3.68, 2.25]",

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
-from omegaconf import OmegaConf
 
 import sage_fast.data.embeddings
 import sage_fast.run.embed
@@ -30,6 +28,7 @@ from sage_fast.policy.load import load_model
 from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
 from sage_fast.run.evaluation import prompts_and_seeds
 from sage_fast.run.setup import load_setup
+from sage_fast.settings import dump, from_overrides, overrides_of
 from sage_fast.trainer import Trainer
 from tests.test_docs import REPOSITORY, blocks
 from tests.tiny import CPU, arguments, embeddings, settings, tiny_model
@@ -398,9 +397,9 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/prompts.md: other prompts beside those of the run, then training without text encoders in the checkpoint."""
-    own = ["model.path=model", "output=runs/page"]
-    own += [f"{key.removeprefix('--')}={value}" for key, value in zip(TINY[::2], TINY[1::2]) if "cache" not in key]
-    (there / "config.yaml").write_text(yaml.safe_dump(OmegaConf.to_container(OmegaConf.from_dotlist(own))))
+    own = overrides_of([*TINY, "--model.path", "model", "--output", "runs/page"])
+    del own["data.embedding_cache"]
+    (there / "config.yaml").write_text(dump(from_overrides(own)))
     (there / "more.csv").write_text('prompt,negative_prompt\na boat,\n"a fox",blurry\n')
     shutil.move(there / "cache", there / "embeddings")
     (page,) = blocks(REPOSITORY / "docs" / "prompts.md")
