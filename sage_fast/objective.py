@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config import AdvantageStd, Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
+from sage_fast.config.schema import AdvantageStd, Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Surrogate
 from sage_fast.ops import Row
 
 

@@ -17,7 +17,8 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 import sage_fast.data.embeddings
 import sage_fast.run.embed
 from sage_fast.cli import main
-from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.config.load import dump, from_overrides, overrides_of
+from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
 from sage_fast.errors import UserError
@@ -28,7 +29,6 @@ from sage_fast.policy.load import load_model
 from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
 from sage_fast.run.evaluation import prompts_and_seeds
 from sage_fast.run.setup import load_setup
-from sage_fast.settings import dump, from_overrides, overrides_of
 from sage_fast.trainer import Trainer
 from tests.test_docs import REPOSITORY, blocks
 from tests.tiny import CPU, arguments, embeddings, settings, tiny_model

@@ -18,10 +18,9 @@ from typing import Any, get_origin
 
 import yaml
 
-from sage_fast.config import Config
+from sage_fast.config.fields import is_unicode, meanings, own_settings, sections, settings_of
+from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.errors import UserError
-from sage_fast.reward_config import RewardEntry
-from sage_fast.section import is_unicode, meanings, own_settings, sections, settings_of
 
 _OF_ONE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
