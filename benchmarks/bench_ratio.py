@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 import torch
 
-from sage_fast.config import Config, DType, Ratio
+from sage_fast.config.load import load
+from sage_fast.config.schema import Config, DType, Ratio
 from sage_fast.environment import environment
 from sage_fast.errors import ParityError
 from sage_fast.files import write_json
 from sage_fast.run.setup import load_setup
-from sage_fast.settings import load
 from sage_fast.trainer import Trainer
 
 ITERATIONS, SEEDS = 6, (0, 1)

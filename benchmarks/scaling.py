@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from sage_fast.config import Config
+from sage_fast.config.load import load
+from sage_fast.config.schema import Config
 from sage_fast.environment import environment
 from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.measure.plan import attention_flops, build_meta_vae, decode_flops, forward_flops, plan, training_flops
 from sage_fast.policy.checkpointing import activation_bytes
 from sage_fast.policy.load import TEXT_TOKENS
-from sage_fast.settings import load
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "scaling.md"

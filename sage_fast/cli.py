@@ -19,7 +19,7 @@ from sage_fast.profiling import ranges, tools_of_environment
 from sage_fast.reproduce import command as reproducing
 
 if TYPE_CHECKING:
-    from sage_fast.config import Config
+    from sage_fast.config.schema import Config
 
 EPILOG = """examples:
   sage-fast train configs/demo.yaml --output runs/demo
@@ -58,7 +58,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
             command.usage = f"sage-fast {name} CONFIG [OPTION ...] [--SETTING VALUE ...]"
             command.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
         if name in show_settings:
-            from sage_fast.settings import add_settings
+            from sage_fast.config.load import add_settings
 
             command.epilog = "A setting is given as --key.path VALUE or --key.path=VALUE, the value as in YAML."
             add_settings(command)
@@ -196,7 +196,7 @@ def _output_is_closed() -> bool:
 def _overrides(command: str, rest: list[str]) -> dict[str, str]:
     if not rest:
         return {}
-    from sage_fast.settings import overrides_of
+    from sage_fast.config.load import overrides_of
 
     overrides = overrides_of(rest)
     if command not in WITH_SETTINGS:
@@ -216,8 +216,8 @@ def _tell_loading(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.config.load import load
     from sage_fast.run.resume import resumed_settings
-    from sage_fast.settings import load
 
     notes: list[str] = []
     if options.resume:

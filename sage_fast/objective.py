@@ -13,7 +13,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config import AdvantageStd, Config, Feedback, KLConfig, KLStrategyName, ObjectiveConfig, Ratio, Surrogate
+from sage_fast.config.schema import (
+    AdvantageStd,
+    Config,
+    Feedback,
+    KLConfig,
+    KLStrategyName,
+    ObjectiveConfig,
+    Ratio,
+    Surrogate,
+)
 from sage_fast.ops import Row
 from sage_fast.process import FORWARD, REVERSE, Process
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config import Optimizer, Schedule, TrainConfig
+from sage_fast.config.schema import Optimizer, Schedule, TrainConfig
 from sage_fast.errors import UserError
 
 Parameters = Mapping[str, Tensor]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.console import Say
 from sage_fast.distributed import all_reduce
 from sage_fast.errors import ParityError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.console import Progress, say_wrapped, speaker
 from sage_fast.distributed import (
     all_gather_object,

@@ -23,7 +23,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config import Reduction, Sampler
+from sage_fast.config.schema import Reduction, Sampler
 from sage_fast.errors import nearest
 
 SAGE_CLAMP = 3e-3

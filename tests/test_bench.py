@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
+from sage_fast.config.load import dump
 from sage_fast.measure import operators as bench
 from sage_fast.measure import rollout as rollout_bench
 from sage_fast.measure.harness import fresh_compilation
@@ -27,7 +28,6 @@ from sage_fast.measure.rung import SIZES as RUNGS
 from sage_fast.measure.stock import StockPolicy
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.projection import Projection
-from sage_fast.settings import dump
 from tests.tiny import settings
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sage_fast.config import Config, KLConfig, RewardConfig, SamplingConfig
+from sage_fast.config.fields import Section, meanings, own_settings, section_name, sections, settings_of, within
+from sage_fast.config.load import build, dump, keys_of, load, read_yaml
+from sage_fast.config.schema import Config, KLConfig, RewardConfig, SamplingConfig
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.errors import UserError
-from sage_fast.section import Section, meanings, own_settings, section_name, sections, settings_of, within
-from sage_fast.settings import build, dump, keys_of, load
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -78,8 +78,14 @@ def test_overrides_win_and_are_typed(tmp_path: Path) -> None:
         ({"sampling.eta": 1e200}, "sampling.eta = .*: expected at least 0 and at most 10; the nearest is 10"),
         ({"sampling.sde_window": -1}, "sampling.sde_window = -1: expected at least 0; the nearest is 0"),
         ({"sampling.guidance_scale": 0.5}, "sampling.guidance_scale = 0.5: expected at least 1; the nearest is 1"),
-        ({"sampling.sampler": "${kl.strategie}"}, "sampling.sampler: .*kl.strategie.* not found"),
-        ({"sampling.sampler": "${"}, "sampling.sampler = .*input"),
+        ({"sampling.sampler": "${kl.strategy}"}, "sampling.sampler = '.{kl.strategy}': expected one of sage, flow"),
+        ({"sampling.eta": "0.5"}, "sampling.eta = '0.5': expected a number"),
+        ({"sampling.cuda_graphs": 1}, "sampling.cuda_graphs = 1: expected true or false"),
+        ({"tracking.project": 2026}, "tracking.project = 2026: expected text, such as '2026'"),
+        ({"reward.weights.vq": 10**400}, "expected finite weights"),
+        ({"reward.normalisation.vq": [10**400, 1]}, "two finite numbers"),
+        ({"reward.weights": {1: 2}}, "reward.weights = {1: 2}: expected a mapping of names to numbers"),
+        ({"reward.args": {1: 2}}, "reward.args = {1: 2}: expected a mapping of names"),
         ({"reward.weights": "red"}, "reward.weights = 'red': expected a mapping of names to numbers"),
         ({"reward.weights": {"red": "much"}}, "reward.weights = {'red': 'much'}: expected a number"),
         ({"reward.weights": {"red": {"a": 1}}}, "reward.weights = .*: expected a number"),
@@ -204,7 +210,9 @@ def test_weights_on_the_command_line_replace_those_of_the_file(
     assert load(file, overrides).reward.weights == weights
 
 
-@pytest.mark.parametrize("text", ["@file", "%x", "[", "\t", "{a: 1, a: 2}", "'open", "a\0b", "!!python/name:os.x"])
+@pytest.mark.parametrize(
+    "text", ["@file", "%x", "[", "\t", "{a: 1, a: 2}", "'open", "a\0b", "!!python/name:os.x", "9" * 5000, "[" * 50_000]
+)
 def test_an_override_that_is_not_yaml(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("seed: 1\n")
     with pytest.raises(UserError, match=r"^--model.path .*: not a YAML value: .*--model.path \"'...'\"$"):
@@ -213,7 +221,13 @@ def test_an_override_that_is_not_yaml(text: str, tmp_path: Path) -> None:
 
 def test_overrides_that_are_text(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("seed: 1\n")
-    for text, value in (("007", "007"), ("2026-11-21", "2026-11-21"), ("'@file'", "@file"), ("a: b", "a: b")):
+    for text, value in (
+        ("1e-4", "1e-4"),
+        ("007", "007"),
+        ("2026-11-21", "2026-11-21"),
+        ("'@file'", "@file"),
+        ("a: b", "a: b"),
+    ):
         assert load(tmp_path / "c.yaml", {"output": text}).output == value
     assert load(tmp_path / "c.yaml", {"model.weights": "null"}).model.weights is None
     with pytest.raises(UserError, match=r"^--output: the value is empty"):
@@ -224,17 +238,32 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "holds no settings"),
-        ("a: [1, 2\n", "not valid YAML: line 2, column 1: did not find expected"),
+        ("a: [1, 2\n", r"not valid YAML: line 2, column 1: expected ',' or '\]'"),
         ("sampling:\n  eta: 1\n  eta: 2\n", "not valid YAML: line 3, column 3: found duplicate key eta"),
         ("- 1\n- 2\n", "expected a mapping"),
         ("a: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
-        ("null: 1\n", "not valid YAML"),
+        ("a: " + "[" * 50_000, "nested too deeply"),
+        ("null: 1\n", "not valid YAML: line 1, column 1: expected a name as key"),
+        ("seed: 1\n? [a, b]\n: 1\n", "not valid YAML: line 2, column 3: expected a name as key"),
+        (
+            "seed: " + "9" * 5000,
+            r"line 1, column 7: cannot read '9+\.\.\.9+' as int: Exceeds the limit \(4300 digits\)",
+        ),
+        (
+            "seed: 0x" + "f" * 5000,
+            r"line 1, column 7: cannot read '0xf+\.\.\.f+' as int: Exceeds the limit \(4300 digits\)",
+        ),
+        ("seed: 1" + ":59" * 300 + ".0", "line 1, column 7: cannot read .* as float: int too large"),
+        ("seed: 0x_\n", "line 1, column 7: cannot read '0x_' as int"),
+        ("seed: !!bool perhaps\n", "line 1, column 7: cannot read 'perhaps' as bool"),
+        ("reward: {args: &a {x: [*a]}}\n", "line 1, column 16: found a value that contains itself"),
         ("kl: {strategy: yes}\n", "kl.strategy = True: expected one of none, fixed"),
         (
             "tracking: {trackers: wandb}\n",
             r"trackers = .wandb.: expected a list of text, such as \[one, two\]",
         ),
-        ("a red circle moves left " * 20, "unknown setting 'a red .* \\[...\\]'; did you mean"),
+        ("a red circle moves left " * 20, "expected a mapping of settings"),
+        ("a red circle moves left " * 20 + ": 1", "unknown setting 'a red .* \\[...\\]'; did you mean"),
     ],
 )
 def test_config_file_messages(text: str, message: str, tmp_path: Path) -> None:
@@ -243,6 +272,24 @@ def test_config_file_messages(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message) as error:
         load(file)
     assert "\n" not in str(error.value)
+
+
+def test_what_yaml_is_read_as(tmp_path: Path) -> None:
+    """Beside YAML 1.1: `1e-4` is a number, a date is text, and nothing is put in the place of `${...}`."""
+    file = tmp_path / "c.yaml"
+    file.write_text("""
+        common: &common {a: 1, b: 2}
+        numbers: [1e-4, -1E+4, .5e3, 1.5e3, +1_0e-2, 1.0e-4, 1_000, .inf]
+        text: [2026-11-22, '1e-4', "${seed}", e4, 1e, .e4, 1.2.3e4]
+        merged: {<<: *common, b: 3}
+        """)
+    tree = read_yaml(file)
+    assert tree["numbers"] == [1e-4, -1e4, 500.0, 1500.0, 0.1, 1e-4, 1000, math.inf]
+    assert tree["text"] == ["2026-11-22", "1e-4", "${seed}", "e4", "1e", ".e4", "1.2.3e4"]
+    assert tree["merged"] == {"a": 1, "b": 3}
+    for text in tree["text"]:
+        file.write_text(dump(build({"output": text, "reward.args.x": [text]})))
+        assert load(file) == build({"output": text, "reward.args.x": [text]})
 
 
 def test_config_file_that_is_no_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sage_fast.cli import main
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.distributed import initialize
 from sage_fast.files import read_metrics
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments

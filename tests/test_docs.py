@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.settings import load
+from sage_fast.config.load import load
 from tests import faults
 
 REPOSITORY = Path(__file__).parent.parent

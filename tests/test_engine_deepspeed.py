@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from sage_fast import cli
+from sage_fast.config.load import build, load
 from sage_fast.engine import check_engine
 from sage_fast.engine.settings import OURS, deepspeed_settings
 from sage_fast.errors import RewardError, UserError
@@ -24,7 +25,6 @@ from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
-from sage_fast.settings import build, load
 from sage_fast.trainer import Trainer
 from tests import zero_runs
 from tests.ranks import command_on_ranks, run_ranks, screens

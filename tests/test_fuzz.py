@@ -21,7 +21,9 @@ from hypothesis import settings as case_settings
 from hypothesis import strategies as st
 
 from sage_fast.cli import main
-from sage_fast.config import Config, SamplingConfig
+from sage_fast.config.fields import sections, settings_of
+from sage_fast.config.load import build, dump, load, overrides_of
+from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, read_metrics
@@ -29,8 +31,6 @@ from sage_fast.report.comparison import paired_table, read_scores
 from sage_fast.report.page import checks, read_run, write_report
 from sage_fast.run.resume import resumed_settings
 from sage_fast.run.weights import load_run
-from sage_fast.section import sections, settings_of
-from sage_fast.settings import build, dump, load, overrides_of
 from tests.test_comparison import scores
 from tests.test_report import row
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from sage_fast import cli
+from sage_fast.config.load import load
 from sage_fast.rewards.load import load_reward
-from sage_fast.settings import load
 
 REPOSITORY = Path(__file__).parent.parent
 PARTS = ["install", "doctor", "tests", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration"]

@@ -18,13 +18,13 @@ from torch.distributed.run import get_args_parser
 
 import sage_fast.run.grid as grid
 from sage_fast.cli import main
-from sage_fast.config import Config
+from sage_fast.config.fields import settings_of
+from sage_fast.config.load import load
+from sage_fast.config.schema import Config
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics
 from sage_fast.run.grid import COLUMNS, is_finished, read_grid
 from sage_fast.run.resume import value_of
-from sage_fast.section import settings_of
-from sage_fast.settings import load
 from tests.fork_server import ForkServer
 from tests.test_cluster import RECORDER, SCANCEL, SCONTROL, SRUN
 

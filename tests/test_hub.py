@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.errors import UserError
 from sage_fast.policy.load import load_model, reachable
 from sage_fast.testbed.model import BASE

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from sage_fast.cli import main
+from sage_fast.config.load import load
 from sage_fast.files import read_metrics
 from sage_fast.report.videos import read_video
 from sage_fast.report.videoset import read_folder
 from sage_fast.run.init import init
-from sage_fast.settings import load
 from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments
 

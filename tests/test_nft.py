@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from sage_fast.config import KLConfig, ObjectiveConfig
+from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.errors import UserError
 from sage_fast.objective import sage_loss
 from sage_fast.ops import transition_score

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config import KLConfig, ObjectiveConfig
+from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.metrics import Metrics, Stopwatch
 from sage_fast.objective import KL_STRATEGIES, SURROGATES, KLController, group_advantages, sage_loss
 from sage_fast.rollout.batch import Batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sage_fast.config import TrainConfig
+from sage_fast.config.schema import TrainConfig
 from sage_fast.engine import Engine
 from sage_fast.errors import UserError
 from sage_fast.measure.plan import plan

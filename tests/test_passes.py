@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_fast.config import ModelConfig
+from sage_fast.config.schema import ModelConfig
 from sage_fast.policy.attention import ATTENTION
 from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.hunyuan import add_lora

@@ -8,7 +8,8 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.config import ModelConfig
+from sage_fast.config.load import build
+from sage_fast.config.schema import ModelConfig
 from sage_fast.measure.plan import (
     attention_flops,
     decode_flops,
@@ -23,7 +24,6 @@ from sage_fast.policy.forward import TextToVideoForward
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends
 from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.policy.vae import decode_frames
-from sage_fast.settings import build
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model
 

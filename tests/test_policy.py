@@ -15,7 +15,7 @@ from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.cli import main
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.measure import rollout as rollout_bench
 from sage_fast.measure.stock import StockPolicy
 from sage_fast.policy import decode

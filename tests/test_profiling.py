@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 
 from sage_fast import profiling
 from sage_fast.cli import main
+from sage_fast.config.load import load
 from sage_fast.measure import profile as iteration_profile
 from sage_fast.measure.plan import plan
 from sage_fast.measure.profile import (
@@ -38,7 +39,6 @@ from sage_fast.measure.profile import (
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.load import transformer_config, vae_config
 from sage_fast.profiling import annotate, ranges
-from sage_fast.settings import load
 from tests.test_cli import DEMO, SMALL
 from tests.tiny import settings, tiny_trainer
 

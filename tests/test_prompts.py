@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
-from omegaconf import OmegaConf
 
 import sage_fast.data.embeddings
 import sage_fast.run.embed
 from sage_fast.cli import main
-from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.config.load import dump, from_overrides, overrides_of
+from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
 from sage_fast.errors import UserError
@@ -398,9 +397,9 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/prompts.md: other prompts beside those of the run, then training without text encoders in the checkpoint."""
-    own = ["model.path=model", "output=runs/page"]
-    own += [f"{key.removeprefix('--')}={value}" for key, value in zip(TINY[::2], TINY[1::2]) if "cache" not in key]
-    (there / "config.yaml").write_text(yaml.safe_dump(OmegaConf.to_container(OmegaConf.from_dotlist(own))))
+    own = overrides_of([*TINY, "--model.path", "model", "--output", "runs/page"])
+    del own["data.embedding_cache"]
+    (there / "config.yaml").write_text(dump(from_overrides(own)))
     (there / "more.csv").write_text('prompt,negative_prompt\na boat,\n"a fox",blurry\n')
     shutil.move(there / "cache", there / "embeddings")
     (page,) = blocks(REPOSITORY / "docs" / "prompts.md")

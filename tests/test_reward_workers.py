@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import sage_fast.rewards.http as reward_http
-from sage_fast.config import Config, RewardConfig, SamplingConfig
+from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.console import say_nothing
 from sage_fast.errors import UserError
 from sage_fast.rewards import CompositeReward, Scores

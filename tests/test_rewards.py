@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.config import RewardConfig
+from sage_fast.config.schema import RewardConfig
 from sage_fast.errors import RewardError, UserError
 from sage_fast.rewards import CompositeReward, Judge, load_reward
 from sage_fast.rewards.timeout import call_within

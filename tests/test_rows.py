@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from sage_fast import config as schema
-from sage_fast.config import Config, ObjectiveConfig
+import sage_fast
+from sage_fast.config.schema import Config, ObjectiveConfig
 from sage_fast.errors import UserError
 from sage_fast.objective import FEEDBACKS, KL_STRATEGIES, SURROGATES, SurrogateRow
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
 from sage_fast.transitions import SAMPLERS
 from tests.tiny import settings, tiny_trainer
 
-PACKAGE = Path(schema.__file__).parent
+PACKAGE = Path(sage_fast.__file__).parent
 
 
 def cispo(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:

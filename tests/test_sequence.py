@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.scaling import exchange_bytes
 from sage_fast.cli import main
+from sage_fast.config.load import load
 from sage_fast.distributed import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
 from sage_fast.errors import RewardError, RunError, UserError
 from sage_fast.measure.plan import plan
@@ -25,7 +26,6 @@ from sage_fast.policy.text import collate
 from sage_fast.rewards.composite import Pending
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
-from sage_fast.settings import load
 from sage_fast.trainer import Trainer
 from tests.ranks import run_ranks, screens
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer

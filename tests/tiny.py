@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config import Config
+from sage_fast.config.load import build, load
+from sage_fast.config.schema import Config
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.run.setup import load_setup
-from sage_fast.settings import build, load
 from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.testbed.text import embed
 from sage_fast.testbed.world import train_prompts

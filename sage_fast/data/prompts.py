@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config import SamplingConfig
+from sage_fast.config.fields import is_unicode
+from sage_fast.config.schema import SamplingConfig
 from sage_fast.errors import UserError, nearest
-from sage_fast.section import is_unicode
 from sage_fast.seeding import permutation
 
 SIZES = ("width", "height", "num_frames")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sage_fast.config import TrainConfig
+from sage_fast.config.schema import TrainConfig
 from sage_fast.console import Say, say_nothing
 from sage_fast.engine.plain import Engine
 from sage_fast.engine.settings import check_engine

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.engine.settings import deepspeed_settings, stage_of
 from sage_fast.objective import strategy_of
 from sage_fast.optimizers import OPTIMIZERS

@@ -14,7 +14,7 @@ from accelerate.utils import recursively_apply
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sage_fast.config import TrainConfig
+from sage_fast.config.schema import TrainConfig
 from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.distributed import all_reduce, barrier, data_size, rank, world_size
 from sage_fast.environment import free_bytes

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config import TrainConfig
+from sage_fast.config.schema import TrainConfig
 from sage_fast.errors import UserError
 
 BUCKET = 100_000_000

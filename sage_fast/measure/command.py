@@ -34,8 +34,8 @@ def bench(options: argparse.Namespace) -> int:
     _check(options)
     save: Save = save_nothing if options.json is None else functools.partial(write_json, path=Path(options.json))
     if options.what == "iteration":
+        from sage_fast.config.load import load
         from sage_fast.measure import iteration
-        from sage_fast.settings import load
 
         config = load(options.config)
         paths = _known("path", options.path, iteration.PATHS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.console import progress, say
 from sage_fast.environment import environment
 from sage_fast.measure.harness import Save, head_line, save_nothing

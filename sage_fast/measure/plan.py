@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.autograd import DeviceType
 
-from sage_fast.config import Checkpointing, Config
+from sage_fast.config.schema import Checkpointing, Config
 from sage_fast.console import progress, say
 from sage_fast.distributed import initialize, world_size
 from sage_fast.environment import environment, format_bytes

@@ -13,7 +13,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.config import ModelConfig
+from sage_fast.config.schema import ModelConfig
 from sage_fast.measure.plan import attention_flops, decode_flops, forward_flops, training_flops
 from sage_fast.measure.stock import StockDecoder, StockPolicy
 from sage_fast.measure.verdict import in_one_line

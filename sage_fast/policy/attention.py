@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_fast.config import AttentionBackend
+from sage_fast.config.schema import AttentionBackend
 from sage_fast.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]

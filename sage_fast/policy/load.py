@@ -19,7 +19,7 @@ from diffusers import (
 from diffusers.guiders import ClassifierFreeGuidance
 from safetensors import SafetensorError
 
-from sage_fast.config import ModelConfig, SamplingConfig
+from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object, sequence_group, sequence_size
 from sage_fast.errors import UserError
 from sage_fast.policy.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention

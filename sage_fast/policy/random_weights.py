@@ -14,7 +14,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch import nn
 
-from sage_fast.config import RANDOM
+from sage_fast.config.schema import RANDOM
 from sage_fast.errors import UserError, nearest
 from sage_fast.policy.text import Encoder, TextEmbedding
 from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae

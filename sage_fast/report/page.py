@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from sage_fast.config.load import leaves
 from sage_fast.environment import PACKAGES
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics, write_atomic
@@ -31,7 +32,6 @@ from sage_fast.report.comparison import (
 from sage_fast.report.hacking import changes, verdict
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.videos import numbered
-from sage_fast.settings import leaves
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 

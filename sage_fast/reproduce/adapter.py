@@ -32,7 +32,7 @@ Shares = Mapping[tuple[float, str], tuple[float, float]]
 @functools.cache
 def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
     """The same weights in bfloat16 and in float32."""
-    from sage_fast.config import ModelConfig
+    from sage_fast.config.schema import ModelConfig
     from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
     from sage_fast.testbed.model import TestbedTransformer
 

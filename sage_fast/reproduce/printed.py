@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from sage_fast.config import Feedback, KLConfig
+from sage_fast.config.schema import Feedback, KLConfig
 from sage_fast.objective import KLController
 from sage_fast.report.charts import COLORS, GREY
 from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict

@@ -20,11 +20,11 @@ from typing import Any
 
 import yaml
 
-from sage_fast.config import Config
+from sage_fast.config.load import build, dump, leaves, load
+from sage_fast.config.schema import Config
 from sage_fast.console import Say
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, write_json
-from sage_fast.settings import build, dump, leaves, load
 
 SEEDS, QUICK_SEEDS = 5, 2
 QUICK: Mapping[str, object] = {

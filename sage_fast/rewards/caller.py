@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from sage_fast.config.schema import RewardEntry
 from sage_fast.errors import RewardError
-from sage_fast.reward_config import RewardEntry
 from sage_fast.rewards.failure import NoAnswer, RewardFailure, failure
 from sage_fast.rewards.load import score_of
 from sage_fast.rewards.score import Call, checked

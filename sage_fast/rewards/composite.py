@@ -11,9 +11,8 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from sage_fast.config import RewardConfig, SamplingConfig
+from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.errors import RewardError, UserError
-from sage_fast.reward_config import RewardEntry
 from sage_fast.rewards.caller import Beside, Caller, Inline
 from sage_fast.rewards.failure import failure, first_line
 from sage_fast.rewards.load import Reward, device_of, load_reward

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sage_fast.config.schema import RewardEntry
 from sage_fast.errors import UserError, nearest
-from sage_fast.reward_config import RewardEntry
 from sage_fast.rewards.failure import failure
 
 SHIPPED = {

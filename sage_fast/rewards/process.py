@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.reward_config import RewardEntry
+from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.failure import NoAnswer, RewardFailure, failure
 
 LARGEST_ANSWER = 64 * 2**20

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from sage_fast.config.schema import RewardEntry
 from sage_fast.errors import UserError
-from sage_fast.reward_config import RewardEntry
 from sage_fast.rewards.failure import failure
 from sage_fast.rewards.load import load_reward, score_of
 from sage_fast.rewards.score import checked

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.console import progress
 from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score

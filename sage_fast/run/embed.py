@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.data.embeddings import cache_key, fill_cache
 from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.distributed import initialize, rank, shutdown

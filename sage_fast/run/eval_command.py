@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sage_fast.config import AttentionBackend, Config
+from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.distributed import initialize, rank
 from sage_fast.errors import UserError
 from sage_fast.files import VIDEOS, write_atomic, write_json, writing

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.console import Progress, speaker
 from sage_fast.distributed import (
     all_gather_object,

@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from sage_fast.config import Config
+from sage_fast.config.load import dump, load
+from sage_fast.config.schema import Config
 from sage_fast.console import Say, say_wrapped
 from sage_fast.distributed import all_gather_object, barrier, broadcast_object, initialize, rank
 from sage_fast.errors import UserError, reason
@@ -27,7 +28,6 @@ from sage_fast.files import PARTIAL, aside, read_json, read_metrics, remove, wri
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
 from sage_fast.run.weights import checkpoints, iteration_of
-from sage_fast.settings import dump, load
 
 LOCK = "run.lock"
 

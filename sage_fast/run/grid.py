@@ -35,7 +35,7 @@ from sage_fast.errors import RunError, Stopped, UserError, nearest
 from sage_fast.files import read_json, read_metrics, write_atomic
 
 if TYPE_CHECKING:
-    from sage_fast.config import Config
+    from sage_fast.config.schema import Config
 
 KEYS = ("base", "output", "seeds", "axes")
 SUMMARY = "summary.md"
@@ -110,7 +110,7 @@ def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
     Raises:
         UserError: names the file and the key, or the cell.
     """
-    from sage_fast.settings import load, read_yaml
+    from sage_fast.config.load import load, read_yaml
 
     tree = read_yaml(file)
     for key in tree:
@@ -163,7 +163,7 @@ def _check_disjoint(file: Path, axes: Mapping[str, Mapping[str, Any]], overrides
     Raises:
         UserError: two axes, or an axis and an option, set the same: cells with other names would be the same run.
     """
-    from sage_fast.settings import leaves
+    from sage_fast.config.load import leaves
 
     owner = {"output": "the grid"}
     for axis, overlays in axes.items():

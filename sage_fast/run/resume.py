@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config import Config
+from sage_fast.config.fields import settings_of
+from sage_fast.config.load import keys_of, load
+from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.errors import UserError
-from sage_fast.reward_config import RewardEntry
-from sage_fast.section import settings_of
-from sage_fast.settings import keys_of, load
 
 KEPT = (
     "seed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_fast.config import Config
+from sage_fast.config.schema import Config
 from sage_fast.console import Say
 from sage_fast.data.prompts import Prompt
 from sage_fast.errors import UserError

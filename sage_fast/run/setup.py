@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from sage_fast.config import AttentionBackend, Config
+from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
 from sage_fast.distributed import (

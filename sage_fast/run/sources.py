@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config import Config
+from sage_fast.config.load import from_overrides
+from sage_fast.config.schema import Config
 from sage_fast.console import Say, say_nothing
 from sage_fast.errors import UserError
 from sage_fast.files import VIDEOS
 from sage_fast.run.weights import fault_of_weights, iteration_of, load_run
-from sage_fast.settings import from_overrides
 
 BASE = "base"
 """The source that is the model of the others without trained weights."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sage_fast.config import AttentionBackend, Config
+from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
 from sage_fast.engine import check_engine

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config import Config
+from sage_fast.config.load import load
+from sage_fast.config.schema import Config
 from sage_fast.console import Say, say_nothing
 from sage_fast.errors import UserError
 from sage_fast.files import read_json
-from sage_fast.settings import load
 
 MANIFEST = "manifest.json"
 """File of a checkpoint: size and SHA-256 of each of the others."""

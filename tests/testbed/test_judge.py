@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config import RewardConfig
+from sage_fast.config.schema import RewardConfig
 from sage_fast.errors import RewardError, UserError
 from sage_fast.rewards import Judge, load_reward
 from sage_fast.rewards.judge import TestbedJudge

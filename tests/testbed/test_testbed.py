@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.config.load import load
 from sage_fast.policy.load import load_model
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate
 from sage_fast.seeding import sample_seeds
-from sage_fast.settings import load
 from sage_fast.testbed.model import BASE, TestbedTransformer, load_vae
 from sage_fast.testbed.pretrain import pretrain
 from sage_fast.testbed.text import embed

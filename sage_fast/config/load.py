@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from sage_fast.config import Config
+from sage_fast.config.fields import is_unicode, meanings, own_settings, sections, settings_of
+from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.errors import UserError
-from sage_fast.reward_config import RewardEntry
-from sage_fast.section import is_unicode, kind, meanings, own_settings, sections, settings_of
 
 _OF_ONE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
@@ -83,8 +82,7 @@ def _laid_over(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         own = _entries_joined(layer)
         if not {"reward.args", "reward.name"} & layer.keys() and "reward.args" in own:  # an argument leaves the others
-            below = joined.get("reward.args", {})
-            settings_of(Config)["reward.args"].check(below)
+            below = settings_of(Config)["reward.args"].checked(joined.get("reward.args", {}))
             own["reward.args"] = below | own["reward.args"]
         if own.get("reward.several"):
             joined = {key: value for key, value in joined.items() if key not in _OF_ONE_REWARD}
@@ -104,55 +102,92 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if not path.exists():
         raise UserError(f"config {path}: no such file")
     try:
-        loaded = OmegaConf.load(path)
-    except RecursionError as error:
-        raise UserError(f"config {path}: nested too deeply; expected sections of settings") from error
-    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"config {path}: not valid YAML: {_where(error)}") from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise UserError(f"config {path}: expected a mapping of settings") from error  # a number or a word
-    if not isinstance(loaded, DictConfig):
-        raise UserError(f"config {path}: expected a mapping of settings")
-    if not loaded:
+        loaded = _parse(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        place = getattr(error, "problem_mark", None)
+        where = f"line {place.line + 1}, column {place.column + 1}: " if place else ""
+        raise UserError(f"config {path}: not valid YAML: {where}{_problem(error)}") from error
+    if loaded in (None, {}):
         raise UserError(f"config {path}: holds no settings")
-    container = OmegaConf.to_container(loaded)
-    assert isinstance(container, dict)
-    return container
+    if not isinstance(loaded, dict):
+        raise UserError(f"config {path}: expected a mapping of settings")
+    return loaded
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, in which 1e-4 is a number, a date is text, and no key of a mapping is given twice.
+
+    This is Python's own parser: libyaml's overflows the stack of the process when brackets are nested too deeply.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
+                raise yaml.MarkedYAMLError(problem="expected a name as key", problem_mark=key.start_mark)
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
+            names.add(key.value)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        if node in self.recursive_objects:
+            raise yaml.MarkedYAMLError(problem="found a value that contains itself", problem_mark=node.start_mark)
+        try:
+            value = super().construct_object(node, deep=True)
+            if isinstance(value, int):
+                str(value)  # fails if no message could show it
+        except (ValueError, KeyError, OverflowError) as error:
+            kind, why = node.tag.rpartition(":")[2], str(error).partition(";")[0]
+            problem = f"cannot read {reprlib.repr(node.value)} as {kind}: {why}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+        return value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text that `_Loader` would read as a number is quoted."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?|\.\d)[\d_]*[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
+
+
+def _parse(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        YAMLError: not YAML, a key twice, or nested too deeply.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deeply for settings") from error
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong with a YAML text, in one line."""
+    return getattr(error, "problem", None) or str(error).splitlines()[0]
 
 
 def build(settings: Mapping[str, Any]) -> Config:
     """A validated `Config` from dotted keys."""
-    tree, known = OmegaConf.structured(Config), settings_of(Config)
+    given: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
     for key, value in _entries_joined(settings).items():
-        if key not in known:
+        if key not in settings_of(Config):
             raise UserError(_unknown(key))
-        try:
-            OmegaConf.update(tree, key, value, merge=False)
-        except (ValidationError, OverflowError) as error:
-            known[key].check(value)
-            raise UserError(f"{key} = {value!r}: expected {kind(known[key].type)}") from error
-        except OmegaConfBaseException as error:
-            raise UserError(f"{key} = {value!r}: {str(error).splitlines()[0]}") from error
-    try:
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:  # ${...} that leads nowhere
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, Config)
-    return config
+        section, _, field = key.rpartition(".")
+        given[section][field] = value
+    inside = {name: section(**given[name]) for name, section in sections(Config).items() if name}
+    return Config(**given[""], **inside)
 
 
 def dump(config: Config) -> str:
     """The resolved tree as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def _where(error: Exception) -> str:
-    """What is wrong with a YAML file, and on which line, in one line."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
-    return str(error).splitlines()[0]
+    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -174,8 +209,7 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, setting in settings_of(Config).items():
         entries = {key.removeprefix(f"{name}."): joined.pop(key) for key in settings if key.startswith(f"{name}.")}
         if setting.is_mapping and entries:
-            setting.check(joined.get(name, {}))
-            joined[name] = joined.get(name, {}) | entries
+            joined[name] = setting.checked(joined.get(name, {})) | entries
     return joined
 
 
@@ -186,11 +220,11 @@ def _typed(key: str, text: str) -> Any:
     if not is_unicode(text):
         raise UserError(f"--{key} {text!r}: expected text in UTF-8")
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"--{key} {text!r}: not a YAML value: {why}; text with special characters needs quotes of its "
-                        f"own inside those of the shell: --{key} \"'...'\"") from error  # fmt: skip
+        value = _parse(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {_problem(error)}; text with special "
+                        f"characters needs quotes of its own inside those of the shell: "
+                        f"--{key} \"'...'\"") from error  # fmt: skip
     setting = settings_of(Config).get(key)
     return text if setting is not None and setting.is_text and not isinstance(value, str | None) else value
 

@@ -32,8 +32,7 @@ BOUNDS = {
     "below": ("below", operator.lt),
 }
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Any: "a value"}
-LARGEST = sys.float_info.max
-_PYTHON = {bool: bool, int: int, float: int | float, str: str}
+_PYTHON: dict[Any, Any] = {bool: bool, int: int, float: int | float, str: str}
 
 
 def within(
@@ -70,7 +69,7 @@ class Section:
     def __post_init__(self) -> None:
         section: type = type(self)
         for setting in own_settings(section):
-            setting.check(getattr(self, setting.field))
+            setattr(self, setting.field, setting.checked(getattr(self, setting.field)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,18 +113,23 @@ class Setting:
             return f"a multiple of {every}" if every == least else f"{every}k + {least}"
         return " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items())
 
-    def check(self, value: object) -> None:
-        """
+    def checked(self, value: object) -> Any:
+        """Return the value, where whole numbers have become floats if the setting's type says so.
+
         Raises:
             UserError: not of the type, not finite, out of bounds, or none of the choices.
         """
-        problem = _problem(self.type, value)
-        if problem is None and isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            value = _convert(self.type, value)
+        except ValueError as error:
+            raise UserError(f"{self.name} = {value!r}: {error}") from None
+        if isinstance(value, int | float) and not isinstance(value, bool):
             problem = self._out_of_bounds(value)
-        require(problem is None, self.name, value, str(problem))
+            require(problem is None, self.name, value, str(problem))
+        return value
 
     def _out_of_bounds(self, value: float) -> str | None:
-        if not -LARGEST <= value <= LARGEST:  # nor is NaN
+        if not is_finite(value):
             return f"expected a finite number, such as {self.default}"
         if every := self.bounds.get("every"):
             least = self.bounds["least"]
@@ -162,29 +166,46 @@ def kind(hint: Any) -> str:
     return " or ".join("null" if member is types.NoneType else KINDS[member] for member in _members(hint) or (hint,))
 
 
-def _problem(hint: Any, value: object) -> str | None:
-    """What is wrong with the type of a value, or with its choice; None if nothing is."""
+def _convert(hint: Any, value: Any) -> Any:
+    """Return the value as its type wants it, at any depth.
+
+    Raises:
+        ValueError: says what was expected.
+    """
+    origin, inside = get_origin(hint), get_args(hint)
     if hint is Any:
-        return None
-    if get_origin(hint) is Literal:
+        return value
+    if origin is Literal:
+        if value in inside:
+            return value
         off = value is False or value == "off"  # YAML reads off as False
-        return None if value in get_args(hint) else nearest("none" if off else str(value), get_args(hint))
-    if get_origin(hint) is dict:
+        raise ValueError(nearest("none" if off else str(value), inside))
+    if origin is dict:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            return f"expected {kind(hint)}"
-        return next((problem for item in value.values() if (problem := _problem(get_args(hint)[1], item))), None)
-    if get_origin(hint) is list:
+            raise ValueError(f"expected {kind(hint)}")
+        return {key: _convert(inside[1], item) for key, item in value.items()}
+    if origin is list:
         if not isinstance(value, list):
-            return f"expected {kind(hint)}"
-        return next((problem for item in value if (problem := _problem(get_args(hint)[0], item))), None)
+            raise ValueError(f"expected {kind(hint)}")
+        return [_convert(inside[0], item) for item in value]
     if value is None and types.NoneType in _members(hint):
         return None
     wanted = next(member for member in (*_members(hint), hint) if member is not types.NoneType)
     if not isinstance(value, _PYTHON[wanted]) or (isinstance(value, bool) and wanted is not bool):
-        return f"expected {kind(hint)}"
+        quoted = f", such as {str(value)!r}" if wanted is str and type(value) in (int, float) else ""
+        raise ValueError(f"expected {kind(hint)}{quoted}")
+    if wanted is float:
+        return float(value) if is_finite(value) else value
     if value == "":
-        return "expected text that is not empty"
-    return "expected text in UTF-8" if isinstance(value, str) and not is_unicode(value) else None
+        raise ValueError("expected text that is not empty")
+    if isinstance(value, str) and not is_unicode(value):
+        raise ValueError("expected text in UTF-8")
+    return value
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is one that a float can hold; `math.isfinite` fails on larger whole numbers."""
+    return -sys.float_info.max <= value <= sys.float_info.max  # false for NaN too
 
 
 def is_unicode(text: str) -> bool:
