@@ -6,26 +6,32 @@
 # make soak   every fault that a run must survive, 100 of them at random moments (writes docs/stopping.md's table), and long tests
 # make bench  operator benchmarks
 # make gpu    prove and measure everything on a GPU without network: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
+# make gpu-stack  what of it needs no GPU, under the software of such a machine: .venv-gpu-stack, 7 GB; docs/gpu.md
 
 PYTHON ?= python3
 VENV := .venv
+STACK := .venv-gpu-stack
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
 WHEELS ?= wheels
 OUT ?= runs/gpu
 
-.PHONY: install demo test check docs soak bench gpu clean
+.PHONY: install demo test check docs soak bench gpu gpu-stack clean
 
 install: $(VENV)/installed
 
 # torch comes first and builds are not isolated, so that the C++ operators are built against the torch that runs them.
-$(VENV)/installed: $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt setuptools ninja torch numpy
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[dev]"
+$(VENV)/installed $(STACK)/installed: $(SOURCES)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	sed -E '$(OTHER_PINS)' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -c $(@D)/constraints.txt setuptools ninja torch numpy
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -c $(@D)/constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $@
+
+$(STACK)/installed: OTHER_PINS = s/^torch==.*/torch==2.11.0/; s/^triton==.*/triton==3.6.0/; \
+  s/^transformers==.*/transformers==5.17.0/; s/^huggingface_hub==.*/huggingface_hub==1.33.0/; \
+  s/^setuptools==.*/setuptools==81.0.0/
 
 demo: install
 	rm -rf runs/demo
@@ -54,5 +60,12 @@ bench: install
 gpu:
 	PYTHON=$(PYTHON) scripts/gpu.sh $(WHEELS) $(OUT) $(PARTS)
 
+gpu-stack: $(STACK)/installed
+	$(STACK)/bin/python -m pytest tests/ops tests/test_graphs.py tests/test_attention.py tests/test_checkpointing.py \
+	  tests/test_forward.py tests/test_decode.py tests/test_pretend_cuda.py
+	$(STACK)/bin/sage-fast bench --compile
+	mkdir -p $(STACK)/wheels
+	PYTHON=$(STACK)/bin/python GPU_VENV=$(abspath $(STACK))/gpu scripts/gpu.sh --tiny $(STACK)/wheels runs/gpu-stack
+
 clean:
-	rm -rf $(VENV) build site *.egg-info sage_fast/*.so
+	rm -rf $(VENV) $(STACK) build site *.egg-info sage_fast/*.so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shlex
 import subprocess
@@ -48,18 +49,20 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that the package was imported from, `+changes` after it; None for an installed one."""
+    """The commit of the checkout that the package was imported from, `+changes` after it.
+
+    Where git cannot tell, as in a copy without `.git`, the environment variable COMMIT names it.
+    """
     folder = Path(__file__).resolve().parents[1]
-    if not (folder / ".git").exists():
-        return None
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    git = ["git", "--git-dir=.git"]  # this one, and none of a folder around it
+    commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "--untracked-files=no"])
     try:
         head, changes = (
             subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
             for command in commands
         )
-    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout that it does not trust
-        return None
+    except (OSError, subprocess.CalledProcessError):  # no git, or no `.git`
+        return os.environ.get("COMMIT") or None
     return head + "+changes" * bool(changes)
 
 

@@ -11,11 +11,13 @@
 # --print    show the commands, and run nothing
 #
 # PYTHON (python3) has torch; a virtual environment that sees its packages is made in GPU_VENV, so nothing is installed
-# into it. Each part has its time limit, and one that fails does not stop the next.
+# into it. COMMIT names the commit of a copy without .git. Each part has its time limit, and one that fails does not stop
+# the next. Parts stand in the order of their worth; all results are packed into OUT/results.tar.gz.
 set -u
 
-PARTS=(install doctor tests demo demo-bf16 operators rollout rollout-480p iteration ncu-step ncu-block)
-LIMITS=(120 180 300 120 120 240 300 480 480 150 200)
+PARTS=(install doctor tests operators rollout-480p iteration demo demo-bf16 decode-480p variables ncu-step sanitizer memcheck racecheck rollout ncu-block)
+LIMITS=(120 180 240 180 360 480 100 100 160 90 90 200 170 170 300 200)
+PACKED_BYTES=$((16 * 2**20))
 GPU_VENV=${GPU_VENV:-${TMPDIR:-/tmp}/sage-fast-gpu}
 
 fail() { echo "scripts/gpu.sh: $*" >&2; exit 2; }
@@ -32,9 +34,11 @@ while [[ ${1-} == --* ]]; do
 done
 (($# >= 2)) || fail "expected WHEELS OUT [PART...]; the parts are ${PARTS[*]}"
 [[ -d $1 ]] || fail "WHEELS '$1': no such folder; an empty one will do where nothing is missing"
+[[ ${COMMIT-} =~ ^([0-9a-f]{7,40})?$ ]] || fail "COMMIT '$COMMIT': expected a hash, as git rev-parse HEAD tells it"
 wheels=$(realpath "$1") out=$(realpath -m "$2")  # of where the command is given
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 shift 2
+$print || [[ -e .git || -n ${COMMIT-} ]] || echo "no .git and no COMMIT: the results will not name their commit" >&2
 
 chosen=()
 (($#)) || set -- "${PARTS[@]}"
@@ -68,7 +72,7 @@ install_part() {
 
 # Kernels under Nsight Compute where it is installed; else the same code without.
 ncu_part() {
-    local name=$1 options code=$3 ncu=()
+    local name=$1 options code=${!3} ncu=()
     read -ra options <<< "$2"
     if command -v ncu > /dev/null; then
         ncu=(ncu --force-overwrite --export "$out/$name" --clock-control none "${options[@]}")
@@ -79,6 +83,39 @@ ncu_part() {
     ((${#ncu[@]} == 0)) || ncu --import "$out/$name.ncu-rep" --page details > "$out/$name.txt"
 }
 
+# Tests under a tool of compute-sanitizer. Every tensor has an allocation of its own: its end is known.
+sanitizer_part() {
+    local tool=$1
+    shift
+    command -v compute-sanitizer > /dev/null || { echo "compute-sanitizer is not on the PATH: skipped"; return; }
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 --report-api-errors no \
+        --padding 4096 --target-processes application-only --kernel-name 'regex=^_[a-z_]+_kernel$' "$py" "$@"
+}
+
+# Attention at prompts of new lengths, forward and backward, with each of two variables of PyTorch.
+variables_part() {
+    local variable
+    for variable in "" TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 PYTORCH_ALLOC_CONF=expandable_segments:True; do
+        echo "with ${variable:-neither}"
+        env ${variable:+"$variable"} "$py" -c "$LENGTHS_CODE" || return
+    done
+}
+
+LENGTHS_CODE='
+import torch
+from sage_fast.measure import harness
+from sage_fast.policy.attention import ATTENTION, usable
+device = harness.best_device()
+gpu, dtype = device.type == "cuda", harness.usual_dtype(device)
+name = "cudnn" if "cudnn" in usable(device, dtype) else "sdpa"
+def attend(tokens):
+    q, k, v = (torch.randn(1, tokens, 16, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    ATTENTION[name](q, k, v, None).sum().backward()
+for tokens in range(32760, 32960, 25) if gpu else (60, 67):
+    timer = harness.host_timer(lambda: attend(tokens), device)
+    print(f"{name}, {tokens} tokens: first {1e3 * timer():.0f} ms, again {1e3 * timer():.0f} ms")
+if gpu:
+    print(f"peak: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB allocated, {torch.cuda.max_memory_reserved() / 1e9:.2f} GB reserved")'
 STEP_CODE='
 import torch
 from sage_fast.measure import harness, selftest
@@ -104,7 +141,8 @@ print("two blocks of", tokens, "tokens")'
 
 # The command of a part, one word a line; bench and profile write their JSON into $out.
 command_of() {
-    local sage=("$py" -m sage_fast) size=()
+    local sage=("$py" -m sage_fast) kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py tests/ops/test_norms.py) size=()
+    $tiny && kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py -k one-element)
     case $1 in
         install) printf '%s\n' install_part ;;
         doctor) printf '%s\n' "${sage[@]}" doctor --json "$out/doctor.json" ;;
@@ -124,7 +162,7 @@ command_of() {
             printf '%s\n' "${sage[@]}" train configs/demo.yaml --output "$GPU_VENV/$1" "${size[@]}"
             ;;
         operators)
-            size=(--size "480p batch 1" --size "480p batch 4" --size "720p batch 4" --size large)
+            size=(--size "720p batch 4" --size large --size "480p batch 4" --size "480p batch 1")
             $tiny && size=(--size tiny --repetitions 1)
             printf '%s\n' "${sage[@]}" bench "${size[@]}" --json "$out/operators.json"
             ;;
@@ -133,13 +171,19 @@ command_of() {
             $tiny && size=(--size tiny --repetitions 1)
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout.json"
             ;;
-        rollout-480p)
-            # The stock decode, whose tensors there have more than 2^31 elements, may end in an error after which nothing
-            # runs; the padded forward is on the smaller rungs.
-            size=(--size "480p 81 frames" --repetitions 1 --part forward --part decode --part train --budget 430
-                --path stock --path eager --path compiled --path contiguous --path "channels last")
-            $tiny && size=(--size tiny --repetitions 1)
+        rollout-480p)  # the padded forward is on the smaller rungs
+            size=(--size "480p 81 frames" --repetitions 1 --part forward --part train --budget 330
+                --path stock --path eager --path compiled)
+            $tiny && size=(--size tiny --repetitions 1 --part forward --part train)
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout-480p.json"
+            ;;
+        decode-480p)
+            # Without the stock decode, whose tensors there have more than 2^31 elements: it may end in an error after
+            # which nothing runs.
+            size=(--size "480p 81 frames" --budget 140)
+            $tiny && size=(--size tiny)
+            printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --repetitions 1 --part decode --path contiguous \
+                --path "channels last" --json "$out/decode-480p.json"
             ;;
         iteration)
             # The gate of the log-probs has a part of its own (demo): here it would end what is to be timed.
@@ -152,6 +196,10 @@ command_of() {
                 --reward.weights "{color: 1, steady: 1}" --objective.drop_equal_groups false \
                 --data.embedding_cache "$GPU_VENV/embeddings" --folder "$out/iteration"
             ;;
+        variables) printf '%s\n' variables_part ;;
+        # Of Triton's sanitizers, ConSan is in 3.6; with it, integers that overflow are an error.
+        sanitizer) printf '%s\n' env TRITON_INSTRUMENTATION_MODE=consan "$py" "${kernels[@]}" ;;
+        memcheck | racecheck) printf '%s\n' sanitizer_part "$1" "${kernels[@]}" ;;
         ncu-step)
             printf '%s\n' ncu_part ncu-step "--kernel-name regex:transition_step --launch-skip 1 --launch-count 1 --set full" STEP_CODE
             ;;
@@ -174,8 +222,8 @@ fi
 
 mkdir -p "$out" || exit 2
 status=$out/status.tsv  # part, verdict, seconds; the last line of a part counts
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 wheels out py
-export -f install_part ncu_part installed
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 wheels out py LENGTHS_CODE STEP_CODE BLOCK_CODE
+export -f install_part ncu_part sanitizer_part variables_part installed
 limit_of() { for i in "${!PARTS[@]}"; do if [[ ${PARTS[i]} == "$1" ]]; then echo "${LIMITS[i]}"; fi; done; }
 
 for part in "${chosen[@]}"; do
@@ -189,10 +237,8 @@ for part in "${chosen[@]}"; do
     ((limit > left)) && limit=$left
     mapfile -t words < <(command_of "$part")
     case $part in  # neither is written over
-        demo | demo-bf16) rm -rf "${GPU_VENV:?}/$part" ;;
-        iteration) rm -rf "$out/iteration" ;;
+        demo | demo-bf16 | iteration) rm -rf "${GPU_VENV:?}/$part" "${out:?}/$part" ;;
     esac
-    [[ $part == ncu-* ]] && { words[3]=${!words[3]}; }
     [[ ${words[0]} == *_part ]] && words=(bash -c '"$@"' _ "${words[@]}")
     echo "$part, at most $limit s: $log"
     # A time limit of its own, and a killed part leaves no process behind.
@@ -202,6 +248,9 @@ for part in "${chosen[@]}"; do
         124 | 137) verdict="timed out" ;;
         *) verdict=failed ;;
     esac
+    if [[ $part == demo* ]]; then
+        mkdir -p "$out/$part" && cp "$GPU_VENV/$part"/{run.json,metrics.jsonl} "$out/$part" 2>> "$log"
+    fi
     printf '%s\t%s\t%s\n' "$part" "$verdict" "$((SECONDS - start))" >> "$status"
 done
 
@@ -215,6 +264,12 @@ bad=0
         printf '%-14s%-11s%8s  %s\n' "$part" "$verdict" "$took" "$(grep -v '^\s*$' "$out/$part.log" | tail -n 1 | cut -c -120)"
     done
 } | tee "$out/table.txt"
+# One file to take home, the table in it.
+mapfile -t files < <(cd "$out" && find . -type f ! -name results.tar.gz -printf '%s\t%P\n' | sort -rn | cut -f 2)
+while tar -C "$out" -czf "$out/results.tar.gz" "${files[@]}" && (($(stat -c %s "$out/results.tar.gz") >= PACKED_BYTES)); do
+    echo "left out of results.tar.gz, which has room for $((PACKED_BYTES / 2**20)) MiB: ${files[0]}"
+    files=("${files[@]:1}")
+done
 for part in "${chosen[@]}"; do
     [[ $(grep -P "^$part\t" "$status" | tail -n 1 | cut -f 2) == ok ]] || bad=1
 done

@@ -135,6 +135,21 @@ def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys
     assert names["attention sdpa"].verdict == "ok"
 
 
+def test_the_file_has_every_row_before_the_next_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs, or is killed, leaves the rows before it."""
+    file = tmp_path / "doctor.json"
+
+    def hangs(device: torch.device, recorder: object = None) -> Check:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selftest, "graphs", hangs)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.doctor(str(file))
+    names = [check["name"] for check in json.loads(file.read_text())["checks"]]
+    assert {"torch", "transition_step, cpu, float32", "attention sdpa"} <= set(names)
+    assert "CUDA graph" not in names
+
+
 def test_a_package_that_runs_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> list[str]:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -47,6 +47,17 @@ def test_environment_is_enough_to_repeat_a_result() -> None:
         assert found.removesuffix("+changes") == head.stdout.strip()
 
 
+def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine to which a checkout was copied; one with `.git` is asked itself."""
+    monkeypatch.setenv("COMMIT", "0123abc")
+    if (Path(__file__).parents[1] / ".git").exists():
+        assert commit() != "0123abc"
+    monkeypatch.setattr("sage_fast.environment.__file__", str(tmp_path / "sage_fast" / "environment.py"))
+    assert commit() == "0123abc"
+    monkeypatch.delenv("COMMIT")
+    assert commit() is None
+
+
 def test_the_command_can_be_typed_again() -> None:
     assert (
         command_line(["/a/sage_fast/__main__.py", "train", "my config.yaml"])

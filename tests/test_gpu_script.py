@@ -3,12 +3,14 @@
 The pages' `scripts/gpu.sh wheels` and `scripts/gpu.sh --seconds` are what runs here.
 """
 
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,14 +18,22 @@ import pytest
 
 from sage_fast import cli
 from sage_fast.config.load import load
+from sage_fast.files import read_metrics
 from sage_fast.rewards.load import load_reward
 
 REPOSITORY = Path(__file__).parent.parent
-PARTS = ["install", "doctor", "tests", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration"]
-PARTS += ["ncu-step", "ncu-block"]
-LONGER = ["tests", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration", "ncu-block"]
+PARTS = ["install", "doctor", "tests", "operators", "rollout-480p", "iteration", "demo", "demo-bf16", "decode-480p"]
+PARTS += ["variables", "ncu-step", "sanitizer", "memcheck", "racecheck", "rollout", "ncu-block"]
+LONGER = ["tests", "operators", "rollout-480p", "iteration", "demo", "demo-bf16", "decode-480p", "rollout", "ncu-block"]
 """Commands that other tests run too: rehearsed by `make soak`."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else [part for part in PARTS if part not in LONGER]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# Says how it was called, and runs the program: its options end where that begins.
+PRETEND_SANITIZER = """#!/bin/bash
+echo "compute-sanitizer $*, caching ${PYTORCH_NO_CUDA_MEMORY_CACHING-on}"
+while [[ $1 == --* ]]; do [[ $1 == --*-* || $1 == --tool || $1 == --padding ]] && shift; shift; done
+exec "$@"
+"""
 # Hands out the operators that this checkout has built: what a compiler makes of them is not what is rehearsed.
 CACHED_COMPILER = """#!/bin/bash
 for ((i = 1; i <= $#; i++)); do
@@ -49,14 +59,17 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "rehearsed-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr("rehearsed-1.0.dist-info/RECORD", "")
-    (folder / "c++").write_text(CACHED_COMPILER)
-    (folder / "c++").chmod(0o755)
+    for name, text in {"c++": CACHED_COMPILER, "bin/compute-sanitizer": PRETEND_SANITIZER}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     return folder
 
 
 def gpu(machine: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     variables |= {"PYTHON": sys.executable, "GPU_VENV": str(machine / "venv"), "OMP_NUM_THREADS": "1"}
+    variables |= {"COMMIT": COMMIT, "PATH": f"{machine / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(
         ["bash", str(machine / "checkout" / "scripts" / "gpu.sh"), *arguments],
         cwd=machine, env=variables | environment, capture_output=True, text=True, timeout=1800,
@@ -92,15 +105,75 @@ def rehearsed(machine: Path) -> Path:
 def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     doctor = json.loads((rehearsed / "doctor.json").read_text())
     assert not [check for check in doctor["checks"] if check["verdict"] == "wrong"]
-    leave = {"operators": "operators.json", "rollout": "rollout.json", "rollout-480p": "rollout-480p.json",
+    leave = {"doctor": "doctor.json", "operators": "operators.json", "rollout": "rollout.json",
+             "rollout-480p": "rollout-480p.json", "decode-480p": "decode-480p.json",
              "iteration": "iteration/profile.json"}  # fmt: skip
     for part in leave.keys() & set(REHEARSED):
-        assert json.loads((rehearsed / leave[part]).read_text())["environment"]["torch"]
+        assert json.loads((rehearsed / leave[part]).read_text())["environment"]["commit"] == COMMIT
+    for part in {"demo", "demo-bf16"} & set(REHEARSED):
+        assert json.loads((rehearsed / part / "run.json").read_text())["commit"] == COMMIT
+        assert len(read_metrics(rehearsed / part / "metrics.jsonl")) == 1
+    if "rollout-480p" in REHEARSED:
+        rows = {
+            part: json.loads((rehearsed / leave[part]).read_text())["rows"] for part in ("rollout-480p", "decode-480p")
+        }
+        assert [row["part"] for row in rows["rollout-480p"]] == ["forward", "train"]
+        assert [list(row["seconds"]) for row in rows["decode-480p"]] == [["contiguous", "channels last"]]
+    for tool in ("memcheck", "racecheck"):
+        log = (rehearsed / f"{tool}.log").read_text()
+        assert re.match(rf"compute-sanitizer --tool {tool} .*caching 1\n", log)
+    for part in ("sanitizer", "memcheck", "racecheck"):
+        assert "100%" in (rehearsed / f"{part}.log").read_text()
+    variables = (rehearsed / "variables.log").read_text()
+    assert re.findall(r"^with (.*)$", variables, re.M) == [
+        "neither",
+        "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+    ]
+    assert len(re.findall(r" tokens: first \d+ ms, again \d+ ms$", variables, re.M)) == 6
     assert "transition_step of" in (rehearsed / "ncu-step.log").read_text()
     if "ncu-block" in REHEARSED:
         assert "two blocks of" in (rehearsed / "ncu-block.log").read_text()
     if "tests" in REHEARSED:
         assert "passed" in (rehearsed / "tests.log").read_text()
+
+
+def test_all_results_are_one_file_of_a_size_that_travels(rehearsed: Path, machine: Path) -> None:
+    """The largest file stays behind where all of them are too much, and is named."""
+    with tarfile.open(rehearsed / "results.tar.gz") as packed:
+        names = set(packed.getnames())
+    assert {"table.txt", "status.tsv", "doctor.json", *(f"{part}.log" for part in REHEARSED)} <= names
+    large = rehearsed / "of a profiler.ncu-rep"
+    large.write_bytes(os.urandom(17 * 2**20))
+    done = gpu(machine, "--tiny", "wheels", "out", "racecheck")
+    large.unlink()
+    assert done.returncode == 0
+    assert "left out of results.tar.gz, which has room for 16 MiB: of a profiler.ncu-rep" in done.stdout
+    with tarfile.open(rehearsed / "results.tar.gz") as packed:
+        assert set(packed.getnames()) == names
+
+
+def test_without_compute_sanitizer_its_parts_say_so(rehearsed: Path, machine: Path) -> None:
+    done = gpu(machine, "--tiny", "wheels", "out", "memcheck", PATH=os.environ["PATH"])
+    assert done.returncode == 0
+    assert re.search(r"^memcheck +ok +\d+  compute-sanitizer is not on the PATH: skipped$", done.stdout, re.M)
+
+
+def test_a_sanitizer_that_finds_something_fails_its_part(rehearsed: Path, machine: Path) -> None:
+    """Key material that overflows by mistake, which nothing else would notice."""
+    kernel = machine / "checkout" / "kernels" / "common.py"
+    text = kernel.read_text()
+    wrong = text.replace("tl.add(k0, 0x9E3779B9, sanitize_overflow=False)", "k0 + 0x9E3779B9")
+    assert wrong != text
+    kernel.write_text(wrong)
+    try:
+        done = gpu(machine, "--tiny", "wheels", "out", "sanitizer", "memcheck")
+    finally:
+        kernel.write_text(text)
+    assert done.returncode == 1
+    verdicts = table(machine)
+    assert (verdicts["sanitizer"], verdicts["memcheck"]) == ("failed", "ok")
+    assert "overflow detected" in (machine / "out" / "sanitizer.log").read_text()
 
 
 def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -> None:
@@ -125,7 +198,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
     text = config.read_text()
     config.write_text("sampling: {stepps: 3}\n")
     try:
-        done = gpu(machine, "--tiny", "wheels", "out", "4", "ncu-step")
+        done = gpu(machine, "--tiny", "wheels", "out", "7", "ncu-step")
     finally:
         config.write_text(text)
     assert done.returncode == 1
@@ -140,14 +213,16 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
 
 def test_what_is_asked_for_is_checked(machine: Path) -> None:
     for arguments, message in (
-        (["wheels", "out", "docter"], "part 'docter': expected a number to 11 or one of install doctor"),
-        *((["wheels", "out", part], f"part '{part}'") for part in ("12", "0", "08", "012", "doctor tests", "")),
+        (["wheels", "out", "docter"], "part 'docter': expected a number to 16 or one of install doctor"),
+        *((["wheels", "out", part], f"part '{part}'") for part in ("17", "0", "08", "017", "doctor tests", "")),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
         (["--fast", "wheels", "out"], "unknown option --fast"),
         (["wheels"], "expected WHEELS OUT"),
+        (["COMMIT=HEAD", "wheels", "out"], "COMMIT 'HEAD': expected a hash"),
     ):
-        done = gpu(machine, *arguments)
+        variables = dict(word.split("=") for word in arguments if "=" in word)
+        done = gpu(machine, *(word for word in arguments if "=" not in word), **variables)
         assert done.returncode == 2
         assert message in done.stderr
 
@@ -157,7 +232,7 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
     assert list(commands) == PARTS
-    for part in ("doctor", "demo", "demo-bf16", "operators", "rollout", "rollout-480p", "iteration"):
+    for part in ("doctor", "operators", "rollout-480p", "iteration", "demo", "demo-bf16", "decode-480p", "rollout"):
         _, _, package, *arguments = commands[part]
         assert package == "sage_fast"
         options, rest = cli._parser().parse_known_args(arguments)
@@ -165,8 +240,20 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
         assert part in ("demo", "demo-bf16", "iteration") or not overrides
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
-    for name in commands["tests"]:
+    for name in itertools.chain(*commands.values()):
         assert not name.startswith("tests/") or (REPOSITORY / name).exists()
+
+
+def test_an_error_of_the_stock_decode_costs_no_number(machine: Path) -> None:
+    """Its tensors have more than 2^31 elements at 480p: it runs on the small rungs only, in one of the last parts."""
+    done = gpu(machine, "--print", "wheels", "out")
+    commands = {row.split("\t")[0]: row.split("\t")[1:] for row in done.stdout.splitlines()}
+    decodes = [part for part, words in commands.items() if "rollout" in words and {"decode", "stock"} <= {*words}]
+    assert decodes == []
+    assert "--part" not in commands["rollout"]
+    assert PARTS.index("rollout") == len(PARTS) - 2
+    ladder = commands["rollout-480p"]
+    assert [ladder[i + 1] for i, word in enumerate(ladder) if word == "--part"] == ["forward", "train"]
 
 
 def test_the_calls_of_the_page_fit() -> None:
@@ -176,5 +263,8 @@ def test_the_calls_of_the_page_fit() -> None:
     assert re.search(rf"^LIMITS=\({' '.join(map(str, limits.values()))}\)$", script, re.M)
     assert re.search(rf"^PARTS=\({' '.join(PARTS)}\)$", script, re.M)
     calls = re.findall(r"^scripts/gpu.sh --seconds 540 wheels runs/gpu (.+)$", page, re.M)
-    assert sorted(part for call in calls for part in call.split()) == sorted(PARTS)
     assert all(sum(limits[part] for part in call.split()) <= 540 for call in calls)
+    assert [part for call in calls for part in call.split()] == PARTS
+    first = [part for call in calls[:3] for part in call.split()]
+    assert first[-3:] == ["operators", "rollout-480p", "iteration"]
+    assert sum(limits[part] for part in first) <= 30 * 60

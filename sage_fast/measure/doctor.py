@@ -6,6 +6,7 @@ Every row says ok, wrong, missing or slow, what was found, and what to do. Nothi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -24,7 +25,7 @@ from packaging.requirements import Requirement
 from sage_fast.console import say
 from sage_fast.environment import environment
 from sage_fast.files import write_json
-from sage_fast.measure.harness import best_device, head_line
+from sage_fast.measure.harness import Save, best_device, head_line, save_nothing
 from sage_fast.measure.verdict import VERDICTS, Check, Verdict, in_one_line, tried
 from sage_fast.ops import implementation
 from sage_fast.policy.attention import INSTALL
@@ -44,22 +45,30 @@ COMPILED = {"triton": "triton", "nvtx": "nvtx", "flash-attn": "flash_attn", "xfo
 """distribution -> module of those that can be installed and broken, of another torch or CUDA."""
 
 
-def run(device: torch.device | None = None, tell: Callable[[Check], object] = lambda check: None) -> dict[str, Any]:
+def run(
+    device: torch.device | None = None,
+    tell: Callable[[Check], object] = lambda check: None,
+    save: Save = save_nothing,
+) -> dict[str, Any]:
     """All checks, on `device` or on a GPU if there is one; what `sage-fast doctor` writes as JSON.
 
     Args:
         device: where.
         tell: told each check when it is done: kernels that compile for the first time take minutes, or hang.
+        save: told the result after every check.
     """
     start = time.perf_counter()
     device = device or best_device()
     about = environment(device)  # first: after an illegal access nothing can be asked any more
     torch.manual_seed(0)
-    checks = []
+    checks: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"environment": about, "seconds": 0.0, "checks": checks}
     for check in itertools.chain(packages(), tools(device), tried("the package", lambda: _selftest(device))):
         tell(check)
         checks.append(dataclasses.asdict(check))
-    return {"environment": about, "seconds": time.perf_counter() - start, "checks": checks}
+        result["seconds"] = time.perf_counter() - start
+        save(result)
+    return result
 
 
 def _selftest(device: torch.device) -> Iterator[Check]:
@@ -171,11 +180,10 @@ def tools(device: torch.device) -> Iterator[Check]:
 
 
 def doctor(json: str | None = None) -> int:
-    """Print the table, write it to the file `json`, and return the exit status: 1 if anything is wrong."""
-    result = run(tell=lambda check: say(format_check(check)))
+    """Print the table, write the file `json` after every row of it; the exit status: 1 if anything is wrong."""
+    save: Save = save_nothing if json is None else functools.partial(write_json, path=Path(json))
+    result = run(tell=lambda check: say(format_check(check)), save=save)
     say(format_summary(result))
-    if json is not None:
-        write_json(result, Path(json))
     return int(any(check["verdict"] == "wrong" for check in result["checks"]))
 
 

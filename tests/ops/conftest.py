@@ -1,10 +1,31 @@
 """What the tests of the Triton kernels share."""
 
+import dataclasses
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def _sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton's sanitizer needs where TRITON_INSTRUMENTATION_MODE=consan asks for it, as scripts/gpu.sh does.
+
+    A kernel takes memory for its notes from an allocator of the launching thread, so backward passes run in this one.
+    The interpreter knows no such mode, but can find 32-bit integers that overflow.
+    """
+    if os.environ.get("TRITON_INSTRUMENTATION_MODE") != "consan":
+        return
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True))
+    else:
+        triton.set_allocator(lambda size, alignment, stream: torch.zeros(size, dtype=torch.int8, device="cuda"))
+        torch.autograd.set_multithreading_enabled(False)
 
 
 @pytest.fixture
