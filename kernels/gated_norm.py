@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import WIDE_OPTIONS, rows_of_programs
+from sage_fast.kernels.common import WIDE_OPTIONS, power_of_2, rows_of_programs
 from sage_fast.kernels.norm_modulate import _normed, _rows, launch_backward
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def gated_norm(
             shift.stride(0),
             eps,
             ROWS=each,
-            WIDTH=triton.next_power_of_2(width),
+            WIDTH=power_of_2(width),
             **WIDE_OPTIONS,
         )
     return total, out

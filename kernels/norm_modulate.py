@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, rows_of_programs
+from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, power_of_2, rows_of_programs
 from torch import Tensor
 
 
@@ -154,7 +154,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int
             shift.stride(0),
             eps,
             ROWS=each,
-            WIDTH=triton.next_power_of_2(width),
+            WIDTH=power_of_2(width),
             **LAUNCH_OPTIONS,
         )
     return out
@@ -211,7 +211,7 @@ def launch_backward(
                 RESIDUAL=residual is not None,
                 GATED=gate is not None,
                 ROWS=each,
-                WIDTH=triton.next_power_of_2(width),
+                WIDTH=power_of_2(width),
                 **WIDE_OPTIONS,
             )
     sums = partial.sum(1) if rows > 0 else partial.new_zeros(len(partial), count, width)

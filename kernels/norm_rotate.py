@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, rows_of_programs
+from sage_fast.kernels.common import LAUNCH_OPTIONS, WIDE_OPTIONS, power_of_2, rows_of_programs
 from torch import Tensor
 
 
@@ -181,8 +181,8 @@ def norm_rotate(
             heads,
             width,
             eps,
-            HEADS=triton.next_power_of_2(heads),
-            WIDTH=triton.next_power_of_2(width),
+            HEADS=power_of_2(heads),
+            WIDTH=power_of_2(width),
             **LAUNCH_OPTIONS,
         )
     return query, key
@@ -231,8 +231,8 @@ def norm_rotate_backward(
                 PART=part,
                 WEIGHTS=weights,
                 TOKENS=each,
-                HEADS=triton.next_power_of_2(heads),
-                WIDTH=triton.next_power_of_2(width),
+                HEADS=power_of_2(heads),
+                WIDTH=power_of_2(width),
                 **WIDE_OPTIONS,
             )
     return d_joint, partial.sum((1, 2)).flatten(0, 1) if weights else partial.new_zeros(0, width)

@@ -400,7 +400,9 @@ class PretendCuda(TorchDispatchMode):
         self._kept -= size  # a graph is gone
 
     @contextlib.contextmanager
-    def _graph(self, graph: Graph, pool: object = None, stream: Stream | None = None) -> Iterator[None]:
+    def _graph(
+        self, graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         """As `torch.cuda.graph`, which waits for the device and empties the cache before it captures."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

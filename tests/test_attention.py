@@ -92,6 +92,28 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest
     assert "flash3" not in usable(gpu, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "allowed"),
+    [("12.8", False), ("12.9", True), ("12.10", True), ("13.0", True), ("9.2", False), (None, False)],
+)
+def test_cudnn_is_used_where_pytorch_uses_it(cuda: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below CUDA 12.9 PyTorch turned it off."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    gpu = torch.device("cuda")
+    assert ("cudnn" in usable(gpu, torch.bfloat16)) == allowed
+    assert "cudnn" not in usable(gpu, torch.float32)
+    if allowed:
+        check_attention("cudnn", gpu, torch.bfloat16)
+    else:
+        with pytest.raises(
+            UserError, match=rf"'cudnn' needs a PyTorch for CUDA 12.9 or newer, .* this is for {cuda}; "
+        ):
+            check_attention("cudnn", gpu, torch.bfloat16)
+
+
 def test_auto_measures_where_there_is_a_choice() -> None:
     measured = measure_attention((1, 64, 2, 64), DEVICE, DTYPE)
     names = usable(DEVICE, DTYPE)
@@ -127,6 +149,12 @@ def one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
 
 def not_finite(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     return ATTENTION["sdpa"](query, key, value, mask) * torch.nan
+
+
+def another_plan(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Right, but rounded otherwise where nothing asks for gradients, as cuDNN and xformers choose by."""
+    out = ATTENTION["sdpa"](query, key, value, mask)
+    return out if query.requires_grad else out * (1 + 2 * torch.finfo(out.dtype).eps)
 
 
 def broken(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -177,6 +205,31 @@ def test_auto_drops_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.Mon
     flash, xformers = model.notes
     assert flash.startswith("attention 'flash' is skipped: it is wrong: relative error")
     assert xformers.startswith("attention 'xformers' is skipped: it does not run: ImportError")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollouts_that_round_otherwise_are_found_out(dtype: torch.dtype) -> None:
+    trial = try_attention(another_plan, (2, 100, 2, 32), DEVICE, dtype)
+    assert trial.problem.startswith("its output under no_grad is not that with gradients to the bit")
+    assert trial.milliseconds > 0
+    assert trial.error < LARGEST_ERROR[dtype] / 2
+
+
+def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stop a run at the gate of the log-probs; who asks for it by name has it, and is told."""
+    with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
+    config = settings(model__dtype="float32")
+    model = tiny_model(config)
+    model.choose_attention("auto", config.sampling)
+    assert model.attention == "sdpa"
+    assert list(model.attention_milliseconds) == ["sdpa"]
+    (note,) = model.notes
+    assert note.startswith("attention 'cudnn' is skipped: its output under no_grad is not that with gradients")
+    model = tiny_model(config)
+    model.choose_attention("cudnn", config.sampling)
+    assert model.attention == "cudnn"
+    (note,) = model.notes
+    assert note.startswith("model.attention = 'cudnn': its output under no_grad is not that with gradients")
 
 
 def test_a_backend_asked_for_by_name_must_be_right_too(monkeypatch: pytest.MonkeyPatch) -> None:

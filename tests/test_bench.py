@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from sage_fast.measure.rung import SIZES as RUNGS
 from sage_fast.measure.stock import StockPolicy
 from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.policy.projection import Projection
+from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
 
 CPU = torch.device("cpu")
@@ -109,6 +111,28 @@ def test_a_rotation_is_larger_than_the_cache(operator: str, size: str) -> None:
     read = ("x", "v") if operator == "transition_step" else ("x", "x_next", "v", "v_anchor")
     tensors = [getattr(case, name) for case in rotation for name in read]
     assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) >= bench.ROTATION_BYTES >= 2 * 126 * 2**20
+
+
+def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
+    """A launch for each case would be what a kernel of microseconds, and the copy beside it, are timed by."""
+    with PretendCuda() as device:
+        cases = [bench.Case.make(bench.SIZES["tiny"], torch.device("cuda")) for _ in range(5)]
+        made: list[weakref.ref[Tensor]] = []
+        alive: list[int] = []
+
+        def count(case: bench.Case) -> Tensor:
+            alive.append(sum(out() is not None for out in made))
+            case.step.add_(1)
+            out = case.x + 1
+            made.append(weakref.ref(out))
+            return out
+
+        timer = bench._timer(torch.device("cuda"), count, cases)
+        assert alive[-5:] == [0, 1, 2, 3, 4]  # else each would be written over the last one's, in the cache
+        steps = [int(case.step) for case in cases]
+        assert timer() == pytest.approx(1e-3 / 5)  # a millisecond lies between any two events
+        assert [int(case.step) for case in cases] == [step + 1 for step in steps]
+        assert device.captures == 1
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ runs. The tests at the end need one.
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.seeding import sample_seeds
 from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.transitions import sigma_schedule, transition_table
+from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
@@ -138,6 +140,21 @@ def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         roll(policy, PROMPTS[:1] * count, 0, graphs)
     assert len(said) == 2
     assert "a step has 174 tokens" in said[1]
+
+
+def test_another_threads_calls_do_not_spoil_a_capture() -> None:
+    """Rewards run beside rollouts, in threads of their own."""
+    modes: list[str] = []
+
+    def graph(*arguments: Any, capture_error_mode: str = "global", **options: Any) -> Any:
+        modes.append(capture_error_mode)
+        return capture(*arguments, capture_error_mode=capture_error_mode, **options)
+
+    with PretendCuda():
+        capture, x = torch.cuda.graph, torch.zeros(2, device="cuda")
+        with mock.patch.object(torch.cuda, "graph", graph):
+            CudaRecorder()(lambda: (x.add_(1),))
+    assert modes == ["thread_local"]
 
 
 def test_the_cpu_has_none() -> None:

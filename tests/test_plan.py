@@ -148,7 +148,7 @@ def test_training_flops(tuning: str) -> None:
     ("tuning", "rank", "dtype"),
     [
         ("lora", 2, torch.bfloat16),
-        ("lora", 16, torch.bfloat16),
+        ("lora", 24, torch.bfloat16),
         ("lora", 16, torch.float32),
         ("full", 0, torch.float32),
         ("full", 0, torch.bfloat16),

@@ -67,6 +67,27 @@ def test_values_and_gradients(dtype: torch.dtype, up: float, shape: tuple[int, .
             torch.testing.assert_close(p.grad, q.grad, rtol=4 * unit, atol=4 * unit * size + 1e-30, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rank", "room"),
+    [(torch.bfloat16, 4, 64), (torch.bfloat16, 33, 128), (torch.float16, 32, 64), (torch.float32, 4, 8)],
+    ids=str,
+)
+def test_rows_of_16_bits_stay_whole_vectors(dtype: torch.dtype, rank: int, room: int) -> None:
+    """Two adapters; what is left of the room is zeros, whatever stood there, and has no gradient."""
+    model = layers(0.1, dtype, rank=rank)
+    projection = Projection(model, *model._modules)
+    projection.refresh(dtype)
+    assert projection.room == room
+    x = torch.full((5, 33 + room), torch.nan, dtype=dtype)
+    x[:, :33].normal_()
+    y = projection(x.requires_grad_())
+    assert y.isfinite().all()
+    assert not x[:, 33 + 2 * rank :].any()
+    (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
+    assert dx.isfinite().all()
+    assert not dx[:, 33 + 2 * rank :].any()
+
+
 @pytest.mark.soak
 def test_a_small_adapter_is_heard_in_bfloat16() -> None:
     """The share of the float32 response of the velocity; an adapter added to a rounded value gave 0.3 at 1e-4."""

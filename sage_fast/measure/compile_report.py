@@ -11,6 +11,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Specialisation:
         outputs: results of the second reduction stage, 1 for the step and 3 for the score.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
         residual, gated: whether the backward of the LayerNorm adds the residual's gradient, and that of a gate.
+        room: columns on the right of each row of a normalisation's result and of its gradient.
     """
 
     kernel: str
@@ -46,13 +48,16 @@ class Specialisation:
     sums: bool = False
     residual: bool = False
     gated: bool = False
+    room: int = 0
 
     def __str__(self) -> str:
         if self.outputs:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}"
         if "norm" in self.kernel:
-            return f"{self.x}, {NORM_SIZES}" + "".join(
-                f", {name}" for name in ("sums", "residual", "gated") if getattr(self, name)
+            return (
+                f"{self.x}, {NORM_SIZES}"
+                + "".join(f", {name}" for name in ("sums", "residual", "gated") if getattr(self, name))
+                + f", room {self.room}" * (self.room > 0)
             )
         parts = [f"{self.x} x", f"{self.v} v"]
         parts += [name for name in ("guidance", "anchor", "old") if getattr(self, name)]
@@ -70,7 +75,7 @@ class Row:
         registers: 32-bit registers a thread.
         spilled_bytes: stack a thread; these kernels have no local arrays and no calls, so all of it is spills.
         shared_bytes: shared memory a program.
-        load_bytes, store_bytes: the widest global load and store of one thread.
+        loads, stores: bytes that a thread moves with each global load and store of the code, the widest first.
     """
 
     kernel: str
@@ -79,8 +84,8 @@ class Row:
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    load_bytes: int
-    store_bytes: int
+    loads: list[int]
+    stores: list[int]
 
 
 _STEP, _FWD, _BWD = "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
@@ -201,7 +206,12 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
         return "fp32" if name == "eps" else "i32"
 
     aligned = ("_ptr", "_stride", "width")  # what Triton finds to be multiples of 16 at these sizes
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(aligned)}
+    unaligned = ("out_width", "grad_width") if s.room % 16 else ()
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name.endswith(aligned) and name not in unaligned
+    }
     source = ASTSource(kernel, {name: kind(name) for name in kernel.arg_names}, constants, attributes)
     options = common.WIDE_OPTIONS if "bwd" in s.kernel or "gated" in s.kernel else common.LAUNCH_OPTIONS
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -219,9 +229,9 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", output)}
 
 
-def _widest(ptx: str, access: str) -> int:
+def _widths(ptx: str, access: str) -> list[int]:
     found = re.findall(rf"\b{access}\.global(?:\.\w+)*?(?:\.v(\d))?\.[busf](\d+)\b", ptx)
-    return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+    return sorted((int(count or 1) * int(bits) // 8 for count, bits in found), reverse=True)
 
 
 def compile_report(
@@ -245,18 +255,24 @@ def compile_report(
                 registers=usage["REG"],
                 spilled_bytes=usage["STACK"],
                 shared_bytes=compiled.metadata.shared,
-                load_bytes=_widest(compiled.asm["ptx"], "ld"),
-                store_bytes=_widest(compiled.asm["ptx"], "st"),
+                loads=_widths(compiled.asm["ptx"], "ld"),
+                stores=_widths(compiled.asm["ptx"], "st"),
             )
         )
     return rows
 
 
+def _cells(row: Row) -> tuple[str, ...]:
+    """Accesses as `3 x 16, 2 x 4`."""
+    listed = (", ".join(f"{count} x {width}" for width, count in Counter(of).items()) for of in (row.loads, row.stores))
+    numbers = (row.registers, row.spilled_bytes, row.shared_bytes)
+    return row.kernel, row.specialisation, f"sm_{row.arch}", *map(str, numbers), *listed
+
+
 def format_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    header = ("kernel", "specialisation", "arch", "registers", "spilled B", "shared B", "widest load B", "store B")
-    cells = [header, *(tuple(str(value) for value in dataclasses.astuple(row)) for row in rows)]
-    cells = [(*row[:2], row[2] if row is header else f"sm_{row[2]}", *row[3:]) for row in cells]
+    header = ("kernel", "specialisation", "arch", "registers", "spilled B", "shared B", "loads B", "stores B")
+    cells = [header, *(_cells(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -91,6 +92,9 @@ assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
     "an attention backend is named in config.AttentionBackend and has its kernel in ATTENTION"
 )
 _PACKAGE = {"flash": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers"}
+CUDNN_CUDA = (12, 9)
+"""Below this CUDA PyTorch turned cuDNN's attention off (its pull request 171627): with strided operands, such as our
+values, it reads out of bounds. `sdpa_kernel` would force it on."""
 INSTALL = {
     "flash": "pip install 'sage-fast[flash-attn]' --no-build-isolation",
     "flash3": "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
@@ -107,12 +111,17 @@ def usable(device: torch.device, dtype: torch.dtype) -> list[str]:
     has = {name: importlib.util.find_spec(package) is not None for name, package in _PACKAGE.items()}
     fits = {
         "sdpa": True,
-        "cudnn": half and torch.backends.cudnn.is_available(),
+        "cudnn": half and torch.backends.cudnn.is_available() and _cuda_version() >= CUDNN_CUDA,
         "flash": half and has["flash"],
         "flash3": half and has["flash3"] and hopper,
         "xformers": has["xformers"],
     }
     return [name for name in ATTENTION if fits[name]]
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """That PyTorch was built for; empty for one without CUDA."""
+    return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
 
 
 def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -127,6 +136,10 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
         why = f"needs a CUDA device, and this is the {device.type}"
     elif asked in _PACKAGE and importlib.util.find_spec(_PACKAGE[asked]) is None:
         why = f"is not installed: {INSTALL[asked]}"
+    elif asked == "cudnn" and _cuda_version() < CUDNN_CUDA:
+        newest = ".".join(map(str, CUDNN_CUDA))
+        why = f"needs a PyTorch for CUDA {newest} or newer, below which it can read out of bounds, and this is for "
+        why += str(torch.version.cuda)
     elif dtype == torch.float32:
         why = "needs model.dtype = bfloat16"
     else:
@@ -146,14 +159,19 @@ class Trial:
     """What came of trying a backend.
 
     Attributes:
-        milliseconds: of a forward and a backward; NaN if it is not to be used.
+        milliseconds: of a forward and a backward; NaN if it does not run or is wrong.
         error: largest relative error of values and gradients; NaN if it does not run.
-        problem: why it is not to be used, or empty.
+        problem: why `auto` skips it, or empty.
     """
 
     milliseconds: float = float("nan")
     error: float = float("nan")
     problem: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it can serve a run that asks for it by name: it is right, in rollouts to another bit perhaps."""
+        return not math.isnan(self.milliseconds)
 
 
 def fastest(trials: Mapping[str, Trial]) -> str:
@@ -190,8 +208,11 @@ def try_attention(
     times = []
     try:
         results = forward_and_backward()
+        with torch.no_grad():
+            in_rollouts = attention(query.detach(), key.detach(), value.detach(), None)
+        same_bits = torch.equal(in_rollouts, results[0])
         errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
-        del results
+        del results, in_rollouts
         for _ in range(3):
             _synchronize(device)
             start = time.perf_counter()
@@ -206,7 +227,8 @@ def try_attention(
     if wrong:
         why = f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected at most {limit:.0e}"
         return Trial(error=largest, problem=why)
-    return Trial(milliseconds=statistics.median(times), error=largest)
+    differs = "its output under no_grad is not that with gradients to the bit: rollouts and training would disagree"
+    return Trial(milliseconds=statistics.median(times), error=largest, problem="" if same_bits else differs)
 
 
 def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor) -> list[float]:

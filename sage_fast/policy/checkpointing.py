@@ -13,6 +13,8 @@ from typing import Any
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from sage_fast.policy.projection import room_for
+
 MODES = ("none", "attention", "full")
 """From the fastest to the one that needs the least memory."""
 
@@ -20,16 +22,16 @@ ATTENTION_OPERATORS = ("scaled_dot_product", "flash_attn", "flash_attention", "e
 """Parts of the names of attention's operators: PyTorch's, those of flash-attn 2 and 3, and those of xformers."""
 
 # What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
-# and of the adapter's rank a token. tests/test_plan.py counts each; whoever changes the block changes them here.
-KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK, KEPT_RANKS = 17, 18, 6
+# and of the adapters' room a token. tests/test_plan.py counts each; whoever changes the block changes them here.
+KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 17, 18
 """From the forward of a video token in one block to its backward, beside the block's input and what attention gave: the
 normed rows of both matmuls and video after attention (3), q, k, v, and q and k after rotation (5), attention's output
 as a matmul's input (1), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
-room for the adapters: 3 r, r, r and r. Where all weights are trained, attention's output is no copy, and what both
-gates multiply is kept (-1, +2). Text tokens keep less, and are few."""
-GRADIENTS, GRADIENT_RANKS = 5, 1
+room for the adapters, one for three of them and three for one. Where all weights are trained, attention's output is no
+copy, and what both gates multiply is kept (-1, +2). Text tokens keep less, and are few."""
+GRADIENTS = 5
 """At work at the peak of the backward of one block, beside what is kept: the gradient of the stream (1) and that of the
-feed-forward's inner rows (4 d + r)."""
+feed-forward's inner rows (4 d and room for one adapter)."""
 
 
 def set_checkpointing(transformer: HunyuanVideo15Transformer3DModel, mode: str, *, gathered: bool = False) -> None:
@@ -82,13 +84,14 @@ def activation_bytes(
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     stream = bytes_per_value * d  # a block's input, and its output, which is computed again too
     of_attention = attention_output_bytes(architecture, bytes_per_value)
-    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + KEPT_RANKS * rank)
+    room, room_of_three = (room_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
+    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + room_of_three + 3 * room)
     kept, again = {
         "none": (stream + of_attention + inner, 0),
         "attention": (stream + of_attention, inner + stream),
         "full": (stream, of_attention + inner + stream),
     }[mode]
-    gradients = bytes_per_value * (GRADIENTS * d + GRADIENT_RANKS * rank)
+    gradients = bytes_per_value * (GRADIENTS * d + room)
     return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + again + gradients))
 
 

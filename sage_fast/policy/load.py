@@ -87,11 +87,12 @@ class Model:
             self.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
             asked = fastest(right)
         elif asked != "sdpa":
-            found = [
-                trial.problem for trial in all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
-            ]
-            if problem := next(filter(None, found), None):
-                raise UserError(f"model.attention = {asked!r}: {problem}; the nearest choice is 'auto'")
+            found: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
+            if worst := min((trial for trial in found if trial.problem), key=lambda trial: trial.works, default=None):
+                problem = f"model.attention = {asked!r}: {worst.problem}"
+                if not worst.works:
+                    raise UserError(f"{problem}; the nearest choice is 'auto'")
+                self.notes.append(f"{problem}; train.parity_gate tells whether it matters")
         self.attention = asked
         self.policy.forward.attention = ATTENTION[asked]
 

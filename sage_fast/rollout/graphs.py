@@ -198,8 +198,10 @@ class CudaRecorder:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
+        # A call of another thread, such as a reward's that works beside the rollout, would spoil a global capture.
+        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with capture:
                 outputs = run()
         finally:
             torch.cuda.set_stream(current)  # which a capture that fails does not

@@ -197,6 +197,11 @@ def test_several_tiles_a_program(monkeypatch):
     check_score(case, case.other, case.old)
 
 
+def test_power_of_2():
+    numbers = [*range(1, 1030), 2048, 2049, 2**31]
+    assert [common.power_of_2(n) for n in numbers] == [triton.next_power_of_2(n) for n in numbers]
+
+
 @pytest.mark.parametrize(
     ("numel", "expected"),
     [
