@@ -39,7 +39,7 @@ from sage_fast.policy.conditioning import ConditioningTable
 from sage_fast.policy.hunyuan import State
 from sage_fast.policy.load import Model
 from sage_fast.policy.text import TextEmbedding
-from sage_fast.rewards import CompositeReward
+from sage_fast.rewards.interface import Scorer
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import initial_latents, rollout
@@ -81,7 +81,7 @@ class Trainer:
         self,
         config: Config,
         model: Model,
-        reward: CompositeReward,
+        reward: Scorer,
         prompts: Sequence[str],
         embeddings: dict[str, TextEmbedding],
         quiet: bool = True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,12 @@ from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.console import say_nothing
 from sage_fast.errors import UserError
 from sage_fast.rewards import CompositeReward, Scores
-from sage_fast.rewards.caller import FALLS, SECONDS_TO_LOOK, Beside, Worker
-from sage_fast.rewards.composite import Source
-from sage_fast.rewards.failure import NoAnswer, RewardFailure
+from sage_fast.rewards.errors import RewardFailure, TransportFailure
+from sage_fast.rewards.failure_policy import FALLS, TIMEOUTS, Policy
 from sage_fast.rewards.http import HttpReward, read_question
-from sage_fast.rewards.process import RewardProcess
-from sage_fast.rewards.score import TIMEOUTS
+from sage_fast.rewards.process import ChildProcess
 from sage_fast.rewards.server import RewardServer
+from sage_fast.rewards.source import SECONDS_TO_LOOK, Source
 from tests.reward_faults import Fingerprint, Returns, fingerprints
 
 REPOSITORY = Path(__file__).parent.parent
@@ -60,6 +61,26 @@ def are_their_own(scores: Scores, first: int = 0, dropped: tuple[int, ...] = (),
     torch.testing.assert_close(scores.parts["print"], expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
+class Fake:
+    """A carrier that does what the test says."""
+
+    beside, patience = True, 0.0
+
+    def __init__(self, score: Callable[[torch.Tensor, list[str]], dict[str, torch.Tensor]]) -> None:
+        self._score = score
+
+    def score(self, videos: torch.Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, torch.Tensor]:
+        return self._score(videos, prompts)
+
+    def close(self) -> None:
+        pass
+
+
+def through(*carriers: Fake) -> tuple[CompositeReward, Source]:
+    source = Source(config(), "reward.name", carriers, config(), {"print"})
+    return CompositeReward([source], config()), source
+
+
 # -- one process, every failure ---------------------------------------------------------------------------------------
 
 
@@ -74,9 +95,8 @@ def process() -> Iterator[Any]:
 
     yield make
     for reward in made:
-        caller = reward.sources[0].caller
-        if isinstance(caller, Beside):
-            caller.close()
+        if reward.sources[0].beside:
+            reward.sources[0].close()
 
 
 def test_a_process_that_dies_or_hangs_is_started_again_and_its_videos_are_scored_again(
@@ -119,16 +139,17 @@ def test_a_failing_sample_is_dropped_within_the_runs_process_too(how: str, secon
 
 
 def test_a_process_that_always_dies_rests_and_is_started_again() -> None:
-    process = RewardProcess(config(args={"how": "exit", "poison": "x"}), "reward.name", "cpu", 60)
-    worker = Worker(process)
-    worker._falls = FALLS - 1
-    with pytest.raises(NoAnswer, match="exit status 3; no answer 5 times in a row: it is called again after 60 s"):
-        worker(VIDEOS[:1], ["x"])
-    with pytest.raises(NoAnswer, match="no answer 5 times in a row; it is called again after 60 s"):
-        worker(VIDEOS[:1], ["a"])
-    worker._rests_until = time.monotonic()
-    assert worker(VIDEOS[:1], ["a"])["print"].tolist() == fingerprints(VIDEOS[:1]).float().tolist()
-    assert worker._falls == 0
+    process = ChildProcess(config(args={"how": "exit", "poison": "x"}), "reward.name", "cpu")
+    policy = Policy(process, None, 0, 60)
+    policy.falls = FALLS - 1
+    why = "exit status 3; no answer 5 times in a row: it is called again after 60 s"
+    with pytest.raises(TransportFailure, match=why):
+        policy.call(VIDEOS[:1], ["x"])
+    with pytest.raises(TransportFailure, match="no answer 5 times in a row; it is called again after 60 s"):
+        policy.call(VIDEOS[:1], ["a"])
+    policy.rests_until = time.monotonic()
+    assert policy.call(VIDEOS[:1], ["a"])["print"].tolist() == fingerprints(VIDEOS[:1]).float().tolist()
+    assert policy.falls == 0
     process.close()
 
 
@@ -136,7 +157,7 @@ def test_a_worker_that_rests_takes_no_videos_while_another_works() -> None:
     works = threading.Event()
 
     def dies(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
-        raise NoAnswer("its process ended: exit status 1")
+        raise TransportFailure("its process ended: exit status 1")
 
     def dies_later(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
         if not works.is_set():
@@ -145,8 +166,7 @@ def test_a_worker_that_rests_takes_no_videos_while_another_works() -> None:
         return {"print": fingerprints(videos).float()}
 
     works.set()
-    caller = Beside([dies, dies_later])
-    reward = CompositeReward([Source(entry=config(), key="reward.name", caller=caller, needed={"print"})], config())
+    reward, source = through(Fake(dies), Fake(dies_later))
     chunks = [scores for _ in range(5) for scores in in_chunks(reward)]
     assert sum(scores.dropped for scores in chunks) == 4, "the chunks of two videos in which it failed five times"
     told = "its process ended: exit status 1; no answer 5 times in a row: it is called again after 60 s; called again"
@@ -156,7 +176,7 @@ def test_a_worker_that_rests_takes_no_videos_while_another_works() -> None:
     assert all(scores.dropped == 2 for scores in chunks), "none works: they do not wait"
     time.sleep(2 * SECONDS_TO_LOOK)  # both wait for jobs
     works.set()
-    caller._workers[1]._rests_until = 0
+    source._policies[1].rests_until = 0
     time.sleep(2 * SECONDS_TO_LOOK)
     assert not any(scores.dropped for scores in in_chunks(reward)), "one works again"
 
@@ -164,7 +184,7 @@ def test_a_worker_that_rests_takes_no_videos_while_another_works() -> None:
 def test_a_rest_grows_until_there_is_an_answer() -> None:
     problem: list[Exception] = []
 
-    def call(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
         for error in problem:
             raise error
         return {}
@@ -173,21 +193,21 @@ def test_a_rest_grows_until_there_is_an_answer() -> None:
         found = []
         for _ in range(12):
             with pytest.raises(type(problem[0])):
-                worker(VIDEOS[:1], ["a"])
-            found.append(max(0, round(worker._rests_until - time.monotonic())))
-            worker._rests_until = 0
+                policy.call(VIDEOS[:1], ["a"])
+            found.append(max(0, round(policy.rests_until - time.monotonic())))
+            policy.rests_until = 0
         return found
 
-    worker = Worker(call)
-    problem[:] = [NoAnswer("gone")]
+    policy = Policy(Fake(score), None, 0, 60)
+    problem[:] = [TransportFailure("gone")]
     assert rests() == [0, 0, 0, 0, 60, 120, 240, 480, 960, 1800, 1800, 1800]
     problem.clear()
-    worker(VIDEOS[:1], ["a"])
-    problem[:] = [NoAnswer("gone")]
+    policy.call(VIDEOS[:1], ["a"])
+    problem[:] = [TransportFailure("gone")]
     assert rests()[:6] == [0, 0, 0, 0, 60, 120]
     problem[:] = [RewardFailure("the reward's own")]
     assert rests() == [0] * 12
-    problem[:] = [NoAnswer("gone")]
+    problem[:] = [TransportFailure("gone")]
     assert rests()[:6] == [0, 0, 0, 0, 60, 120]
 
 
@@ -195,6 +215,14 @@ def test_a_rest_grows_until_there_is_an_answer() -> None:
 def test_a_reward_is_called_without_gradients(workers: int, process: Any) -> None:
     name = "tests.reward_faults:gradients"
     assert process(name=name, weights={"on": 1.0}, workers=workers)(VIDEOS[:2], PROMPTS[:2]).rewards.tolist() == [0, 0]
+
+
+def test_all_processes_make_their_reward_before_the_first_call(process: Any, tmp_path: Path) -> None:
+    process(args={"folder": str(tmp_path)}, workers=2)
+    end = time.monotonic() + 60
+    while len(list(tmp_path.glob("0/pid-*"))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(list(tmp_path.glob("0/pid-*"))) == 2
 
 
 def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
@@ -206,13 +234,12 @@ def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
 def test_scores_are_made_beside_what_comes_next_and_the_queue_is_bounded() -> None:
     gate, begun = threading.Event(), threading.Event()
 
-    def call(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
+    def score(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
         begun.set()
         assert gate.wait(60)
         return {"print": fingerprints(videos).float()}
 
-    caller = Beside([call])
-    reward = CompositeReward([Source(entry=config(), key="reward.name", caller=caller, needed={"print"})], config())
+    reward, _ = through(Fake(score))
     pending = [reward.submit(VIDEOS[:2], PROMPTS[:2])]
     assert begun.wait(60)
     pending.append(reward.submit(VIDEOS[2:4], PROMPTS[2:4]))
@@ -225,6 +252,24 @@ def test_scores_are_made_beside_what_comes_next_and_the_queue_is_bounded() -> No
     third.join(60)
     for place, scores in enumerate(pending):
         are_their_own(scores.result(), 2 * place)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+def test_a_call_that_failed_keeps_no_videos(seconds: float) -> None:
+    reward = CompositeReward(Fingerprint("raise", poison="x").score, config(timeout_seconds=seconds))  # type: ignore[arg-type]
+    videos = VIDEOS[:2].clone()
+    kept = weakref.ref(videos)
+    gc.disable()
+    try:
+        scores = reward(videos, ["x", "x"])
+        del videos
+        end = time.monotonic() + 5
+        while kept() is not None and time.monotonic() < end:
+            time.sleep(0.01)
+        assert scores.dropped == 2
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 # -- what a reward may return -----------------------------------------------------------------------------------------
@@ -287,7 +332,7 @@ def test_several_rewards_with_weights_normalisation_and_prefix() -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
-    monkeypatch.setattr(reward_http, "FIRST_WAIT", 0.05)
+    monkeypatch.setattr("sage_fast.rewards.failure_policy.FIRST_WAIT", 0.05)
     reward = CompositeReward(Fingerprint("raise", poison="prompt 6").score, config())  # type: ignore[arg-type]
     with RewardServer(reward, "127.0.0.1", 0, say_nothing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -322,7 +367,7 @@ def test_a_server_that_answers_500_and_comes_back(server: RewardServer, monkeypa
 def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_http, "SECONDS_TO_FIND", 0.2)
     reward = CompositeReward.of(config(name="http://127.0.0.1:9"))
-    with pytest.raises(UserError, match=r"http://127.0.0.1:9: no scores within 0 s; last ConnectionRefusedError"):
+    with pytest.raises(UserError, match=r"no scores within 0 s; last http://127.0.0.1:9: ConnectionRefusedError"):
         reward.check(SMALL, ["a"])
     with pytest.raises(UserError, match="expected an address such as"):
         CompositeReward.of(config(name="http://"))
@@ -346,7 +391,7 @@ def test_a_server_that_hangs_is_left_alone_before_the_other_ranks_give_up() -> N
         reward = CompositeReward.of(config(name=url, timeout_seconds=0.2, args={"retry_seconds": 0}))
         scores = reward(VIDEOS[:4], PROMPTS[:4])
         assert scores.dropped == 4
-        assert "last TimeoutError" in scores.notes[-1]
+        assert "TimeoutError" in scores.notes[-1]
         assert requests() == TIMEOUTS, "not one by one"
         for chunk in in_chunks(reward):
             assert chunk.dropped == 2
@@ -366,7 +411,7 @@ def test_a_server_scores_on_its_own_device() -> None:
     reward = CompositeReward(where, config())
     with RewardServer(reward, "127.0.0.1", 0, say_nothing, "meta") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2])["print"].tolist() == [0, 0]
+        assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2], 60, "id")["print"].tolist() == [0, 0]
         server.shutdown()
     assert seen == ["meta"]
 
@@ -403,12 +448,12 @@ def test_requests_that_are_none() -> None:
 
 
 def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
-    call = RewardProcess(config(), "reward.name", "cpu", 60)
-    caller = Beside([call])
-    assert caller.submit(lambda call: call(VIDEOS[:1], PROMPTS[:1])).result()["print"].shape == (1,)
-    child = call._process
+    carrier = ChildProcess(config(), "reward.name", "cpu")
+    source = Source(config(), "reward.name", [carrier], config(), None)
+    assert source.submit(Policy.call, VIDEOS[:1], PROMPTS[:1]).result()["print"].shape == (1,)
+    child = carrier._process
     assert child is not None
-    del caller
+    del source
     assert child.poll() == 0, "it had the time to clean up"
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,8 @@ import torch
 from sage_fast.config.schema import RewardConfig
 from sage_fast.errors import RewardError, UserError
 from sage_fast.rewards import CompositeReward, Judge, load_reward
-from sage_fast.rewards.timeout import call_within
+from sage_fast.rewards.errors import RewardFailure
+from sage_fast.rewards.inline import InProcess
 
 
 @pytest.fixture
@@ -130,28 +132,37 @@ def test_a_judge_that_hangs_is_named() -> None:
         judge(torch.zeros(2, 5, 3, 8, 8), ["a", "b"])
 
 
-def test_a_call_with_a_limit_is_one_without() -> None:
-    """The same thread every time, the caller's gradients, and the reward's own exceptions, TimeoutError too."""
-
-    def here() -> tuple[int, bool]:
-        return threading.get_ident(), torch.is_grad_enabled()
-
-    def times_out() -> None:
+def where(videos: torch.Tensor, prompts: list[str]) -> dict[str, list[int]]:
+    """The thread that calls, and whether gradients are on."""
+    if prompts == ["late"]:
         raise TimeoutError("the server's")
+    return {"thread": [threading.get_native_id()], "gradients": [torch.is_grad_enabled()]}
 
-    first = call_within(60, here)
-    assert first[0] != threading.get_ident()
-    with torch.no_grad():
-        assert call_within(60, here) == (first[0], False)
-    assert call_within(60, here) == (first[0], True)
-    with pytest.raises(TimeoutError, match="the server's"):
-        call_within(60, times_out)
-    assert call_within(0, here) == (threading.get_ident(), True)
+
+def test_a_call_with_a_limit_is_one_without() -> None:
+    """The same thread every time, no gradients, and the reward's own exceptions, TimeoutError too."""
+    carrier, videos = InProcess("my:reward", where), torch.zeros(1, 5, 3, 8, 8)
+    here = torch.tensor([threading.get_native_id()], dtype=torch.float32)
+    first = carrier.score(videos, ["a"], 60, "")
+    assert first["thread"] != here
+    assert carrier.score(videos, ["a"], 60, "") == first
+    assert first["gradients"] == 0
+    with pytest.raises(RewardFailure, match=r"test_rewards.py:\d+: TimeoutError: the server's"):
+        carrier.score(videos, ["late"], 60, "")
+    assert carrier.score(videos, ["a"], 0, "") == {"thread": here, "gradients": first["gradients"]}
 
 
 def test_a_fork_has_a_thread_of_its_own() -> None:
-    call_within(60, int)
+    carrier, videos = InProcess("my:reward", where), torch.zeros(1, 5, 3, 8, 8)
+    carrier.score(videos, ["a"], 60, "")
     child = os.fork()
     if child == 0:
-        os._exit(call_within(60, int, 7))
+        os._exit(7 + int(carrier.score(videos, ["a"], 60, "")["gradients"]))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_the_interface_imports_no_carrier_and_no_server() -> None:
+    code = "import sage_fast.trainer, sage_fast.run.evaluation, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "sage_fast.rewards.composite" in loaded
+    assert not {f"sage_fast.rewards.{name}" for name in ("http", "inline", "process", "server")} & set(loaded)

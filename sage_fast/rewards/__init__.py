@@ -5,7 +5,8 @@ A reward is a class made with the keyword arguments of `reward.args`, with `scor
 too.
 """
 
-from sage_fast.rewards.composite import CompositeReward, Judge, Scores, join_scores
-from sage_fast.rewards.load import SHIPPED, Reward, load_reward
+from sage_fast.rewards.composite import CompositeReward, Judge
+from sage_fast.rewards.interface import Reward, Scores, join_scores
+from sage_fast.rewards.load import SHIPPED, load_reward
 
 __all__ = ["SHIPPED", "CompositeReward", "Judge", "Reward", "Scores", "join_scores", "load_reward"]

@@ -11,10 +11,8 @@ import contextlib
 import http.client
 import json
 import math
-import random
 import ssl
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -25,95 +23,87 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sage_fast.errors import nearest
-from sage_fast.rewards.failure import NoAnswer, RewardFailure
+from sage_fast.rewards.errors import RewardFailure, TransportFailure
 
 SCHEMA = "sage-fast-reward/1"
 LARGEST_ANSWER = 64 * 2**20
 """Bytes."""
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
-"""Seconds before a request is sent again: the first, doubled each time up to the longest."""
 SECONDS_TO_FIND = 20.0
-"""For which a server that has never answered is tried: a wrong address is found at the start of a run."""
+"""Patience with a server that has never answered: a wrong address is found at the start of a run."""
 
 VideoType = Literal["float16", "float32", "uint8"]
 
 
 class HttpReward:
-    """Scores videos on a server; nothing listens or is kept open between two calls.
-
-    A connection that fails and a status of 500 and above, or 429, are tried again with growing waits, under the same
-    id, for `retry_seconds`. What the reward on the server raises is not: it is a failure of the reward.
+    """The carrier of a reward on a server; nothing listens or is kept open between two calls.
 
     Args:
         url: such as http://127.0.0.1:8000.
         dtype: what the values of the videos are rounded to on the way: float16 is finer than the 8 bits of a file.
-        retry_seconds: 0 tries once.
-        timeout_seconds: of a request; 0: no limit.
+        retry_seconds: how long a request is sent again; 0 tries once.
+        timeout_seconds: time limit of a request, in place of `reward.timeout_seconds`; 0: none.
 
     Raises:
         ValueError: not an address, or no such dtype.
     """
 
+    beside = True
+
     def __init__(
-        self, url: str, dtype: str = "float16", retry_seconds: float = 300.0, timeout_seconds: float = 300.0
+        self, url: str, dtype: str = "float16", retry_seconds: float = 300.0, timeout_seconds: float | None = None
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"{url!r}: expected an address such as http://127.0.0.1:8000")
         if dtype not in get_args(VideoType):
             raise ValueError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")
-        self.url, self.dtype = url, dtype
-        self.retry_seconds, self.timeout_seconds = float(retry_seconds), float(timeout_seconds)
+        self.url, self.dtype, self.retry_seconds, self._answered = url, dtype, float(retry_seconds), False
+        self.timeout_seconds = None if timeout_seconds is None else float(timeout_seconds)
         self._host, self._port, self._path = parts.hostname, parts.port, f"{parts.path.rstrip('/')}/score"
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._answered = False
 
-    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Each part float32 `[B]`; NaN for null.
+    @property
+    def patience(self) -> float:
+        return self.retry_seconds if self._answered else min(self.retry_seconds, SECONDS_TO_FIND)
+
+    def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
+        """Send one request; each part float32 `[B]`, NaN for null.
 
         Raises:
-            NoAnswer: none in time.
+            TransportFailure: no connection, no answer in time, or a status of 500 and above or 429.
             RewardFailure: an answer that is an error, in the server's words.
         """
-        name = uuid.uuid4().hex
-        body = question(videos, prompts, name, self.dtype)
-        start, wait = time.monotonic(), FIRST_WAIT
-        while True:
-            try:
-                status, text = self._post(body)
-                problem = f"status {status}: {_words(text)}"
-                if status < 500 and status != 429:
-                    self._answered = True
-                    break
-            except ssl.SSLError as error:
-                raise RewardFailure(f"{self.url}: {error}") from error
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"{type(error).__name__}: {error}"
-            known = self.retry_seconds if self._answered else min(self.retry_seconds, SECONDS_TO_FIND)
-            left = start + known - time.monotonic()
-            if left <= 0:
-                raise NoAnswer(f"{self.url}: no scores within {time.monotonic() - start:.0f} s; last {problem}")
-            time.sleep(min(left, wait * random.uniform(0.5, 1.0)))  # ranks that fail together do not return together
-            wait = min(2 * wait, LONGEST_WAIT)
+        limit = seconds if self.timeout_seconds is None else self.timeout_seconds
+        try:
+            status, text = self._post(question(videos, prompts, name, self.dtype), limit)
+        except ssl.SSLError as error:
+            raise RewardFailure(f"{self.url}: {error}") from error
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            raise TransportFailure(f"{self.url}: {type(error).__name__}: {error}") from error
+        lost = status >= 500 or status == 429
+        self._answered |= not lost
         if status != 200:
-            raise RewardFailure(f"{self.url}: {problem}")
+            raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_words(text)}")
         return parts_of(text, name, self.url)
 
-    def _post(self, body: bytes) -> tuple[int, bytes]:
-        deadline = time.monotonic() + self.timeout_seconds if self.timeout_seconds else math.inf
-        connection = self._connect(self._host, self._port, timeout=self.timeout_seconds or None)
+    def close(self) -> None:
+        pass
+
+    def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
+        deadline = time.monotonic() + seconds if seconds else math.inf
+        connection = self._connect(self._host, self._port, timeout=seconds or None)
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
                 connection.request("POST", self._path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            pieces: list[bytes] = []
+            text = bytearray()
             while piece := response.read1(1 << 16):
-                pieces.append(piece)
+                text += piece
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer within {self.timeout_seconds:g} s")
-                if sum(map(len, pieces)) > LARGEST_ANSWER:
+                    raise TimeoutError(f"no whole answer within {seconds:g} s")
+                if len(text) > LARGEST_ANSWER:
                     raise http.client.HTTPException(f"an answer of more than {LARGEST_ANSWER} bytes")
-            return response.status, b"".join(pieces)
+            return response.status, bytes(text)
         finally:
             connection.close()
 

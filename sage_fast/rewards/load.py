@@ -7,17 +7,19 @@ import importlib.metadata
 import inspect
 import operator
 import os
+import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardEntry
 from sage_fast.errors import UserError, nearest
-from sage_fast.rewards.failure import failure
+from sage_fast.rewards.errors import RewardFailure, failure
+from sage_fast.rewards.failure_policy import Carrier
 
 SHIPPED = {
     "testbed": "sage_fast.rewards.testbed:TestbedReward",
@@ -28,35 +30,55 @@ SHIPPED = {
 }
 """Short names of the rewards that come with the package."""
 
+CARRIERS = {
+    "inline": "sage_fast.rewards.inline:InProcess",
+    "process": "sage_fast.rewards.process:ChildProcess",
+    "http": "sage_fast.rewards.http:HttpReward",
+}
+"""Named by string, so that importing a reward's interface imports none of them."""
+
 GROUP = "sage_fast.rewards"
-"""The entry points of other packages: name = "package.module:Class"."""
-
-Score = Callable[[Tensor, list[str]], object]
+"""Entry points of other packages: name = "package.module:Class"."""
 
 
-class Reward(Protocol):
-    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        """Score `videos [B, F, 3, H, W]` in [0, 1] against their prompts; each part is `[B]`."""
-        ...
+def carrier(kind: str) -> Any:
+    """The class of a carrier."""
+    return pkgutil.resolve_name(CARRIERS[kind])
 
 
-def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu", timeout: float = 0.0) -> Any:
+def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
+    """Make a reward in this process, in processes of its own, or as clients of the server that has it.
+
+    Args:
+        device: device of this rank.
+
+    Raises:
+        UserError: as `load_reward`; a reward in a process of its own says so in its first call.
+    """
+    if entry.is_address:
+        return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if entry.workers:
+        places = range(rank * entry.workers, (rank + 1) * entry.workers)
+        return [carrier("process")(entry, key, device_of(entry, device, place)) for place in places]
+    own = device_of(entry, device, rank)
+    return [carrier("inline")(entry.name, load_reward(entry, key, own), own if entry.devices else None)]
+
+
+def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu") -> Any:
     """The reward named by `entry.name`; a class is made with `entry.args`, and with `device` if it takes that keyword.
 
     Modules in the current folder are found, after those that are installed.
 
     Args:
-        key: of the setting that holds the name, for messages.
-        timeout: seconds of a request, if the name is an address.
+        key: setting that holds the name, for messages.
 
     Raises:
         UserError: there is no such reward, or its module or class fails; with its traceback.
     """
     setting = f"{key} = {entry.name!r}"
     if entry.is_address:
-        from sage_fast.rewards.http import HttpReward
-
-        return _made(HttpReward, {"url": entry.name, "timeout_seconds": timeout} | entry.args, device, setting)
+        return _made(carrier("http"), {"url": entry.name} | entry.args, device, setting)
     reward = _found(entry.name, setting)
     if isinstance(reward, type):
         reward = _made(reward, entry.args, device, setting)
@@ -67,10 +89,46 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
     return reward
 
 
-def score_of(reward: Any) -> Score:
+def score_of(reward: Any) -> Callable[[Tensor, list[str]], object]:
     """What is called: its method `score`, or the reward itself; a layer that is called so is no method."""
     method = getattr(reward, "score", None)
     return method if inspect.isroutine(method) else reward
+
+
+def called(reward: Any, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+    """Call a reward without gradients; each part float32 `[B]` on the CPU, sorted by name.
+
+    Raises:
+        RewardFailure: it returned something else than parts; or whatever it raises.
+    """
+    with torch.no_grad():
+        return checked(score_of(reward)(videos, list(prompts)), len(prompts))
+
+
+def checked(returned: object, count: int) -> dict[str, Tensor]:
+    """What a reward returned, as parts float32 `[count]` on the CPU, sorted by name.
+
+    Raises:
+        RewardFailure: it is something else than a mapping of names to `count` numbers each.
+    """
+    if not isinstance(returned, Mapping):
+        raise RewardFailure(
+            f"returned {type(returned).__name__}; expected a mapping of parts to [B], such as {{'sharpness': scores}}"
+        )
+    parts = {}
+    for part, value in returned.items():
+        if not isinstance(part, str) or not part:
+            raise RewardFailure(f"returned a part named {part!r}; expected text")
+        try:
+            values = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RewardFailure(f"part {part!r}: expected numbers [{count}], got {type(value).__name__}") from error
+        if values.shape != (count,):
+            raise RewardFailure(f"part {part!r}: expected shape [{count}], got {list(values.shape)}")
+        if values.is_complex():
+            raise RewardFailure(f"part {part!r}: expected real numbers, got {values.dtype}")
+        parts[part] = values.float().cpu()
+    return dict(sorted(parts.items()))
 
 
 def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:

@@ -13,31 +13,31 @@ from sage_fast import __version__
 from sage_fast.console import Say
 from sage_fast.errors import RewardError
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.failure import failure, first_line
+from sage_fast.rewards.errors import failure, first_line
 from sage_fast.rewards.http import SCHEMA, answer, read_question
 
 LARGEST = 4 * 2**30
 """Bytes of a request: some 8 videos of 480p and 81 frames in float16."""
 SECONDS_OF_SILENCE = 60.0
-"""Within a request; then its connection is closed."""
+"""Longest pause within a request; then its connection is closed."""
 SECONDS_TO_DRAIN = 2.0
-"""For which the rest of a refused request is thrown away."""
+"""Time for which the rest of a refused request is read and thrown away."""
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Scores what is posted to /score; any other path tells what is served.
+    """Scores what is posted to /score; GET says what is served.
 
     Requests are read and scored one at a time, or as many as the rewards have workers: more of them would only hold
     their videos in memory.
 
     Args:
-        reward: has been checked.
-        host, port: to listen at; port 0 is a free one.
-        tell: told a line for each request.
-        device: that the rewards of this process get the videos on.
+        reward: what scores; it has been checked.
+        host, port: address to listen at; port 0 is a free one.
+        tell: gets a line for each request.
+        device: device on which rewards of this process get the videos.
 
     Raises:
-        OSError: the address is taken, or none of this machine.
+        OSError: the address is taken, or is not one of this machine.
     """
 
     def __init__(self, reward: CompositeReward, host: str, port: int, tell: Say, device: str = "cpu") -> None:

@@ -12,8 +12,7 @@ from sage_fast.distributed import all_gather_object, gather_objects_of_sequence,
 from sage_fast.errors import RewardError
 from sage_fast.metrics import Stopwatch
 from sage_fast.policy.decode import PendingVideos, VideoDecoder
-from sage_fast.rewards import CompositeReward, Scores, join_scores
-from sage_fast.rewards.composite import Pending
+from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
 
 
 def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
@@ -58,7 +57,7 @@ class VideoScorer:
     def __init__(
         self,
         decoder: VideoDecoder,
-        reward: CompositeReward,
+        reward: Scorer,
         watch: Stopwatch,
         tell: Say = say_nothing,
         *,

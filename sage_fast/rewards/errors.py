@@ -1,34 +1,39 @@
-"""What a reward that fails looks like: its own traceback, in words."""
+"""The two ways in which a call of a reward fails, and how a failure reads: with the reward's own traceback."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 FRAMES = 8
-"""Of a traceback, the last so many are shown."""
+"""Number of frames shown of a traceback, the innermost ones."""
 
 _OURS = {
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("caller", "composite", "load", "score", "timeout", "worker")
+    for name in ("composite", "errors", "failure_policy", "inline", "load", "process", "source")
 }
 _PYTHONS = ("<frozen ", "importlib/__init__.py", "concurrent/futures/_base.py")
 
 
 class RewardFailure(Exception):
-    """A call of a reward that gave no scores, told in words.
+    """The reward itself failed.
 
     Args:
-        text: as of `failure`: one line that says what happened, then the frames if there are any.
+        text: as `failure` makes it: one line that says what happened, then frames if there are any.
     """
 
 
-class NoAnswer(RewardFailure):
-    """A failure that is no word of the reward itself: it crashed, hung, could not start or was not reached."""
+class TransportFailure(RewardFailure):
+    """No answer from the reward: it crashed, hung, could not start or was not reached."""
 
 
 def failure(error: BaseException) -> str:
-    """File, line, type and message on the first line; then the reward's own frames, as a traceback shows them."""
+    """File, line, type and message in the first line; then the reward's own frames, as a traceback shows them."""
     if isinstance(error, RewardFailure):
         return str(error)
     if isinstance(error, SyntaxError):
@@ -40,6 +45,15 @@ def failure(error: BaseException) -> str:
         return what[0]
     first = f"{own[-1].filename}:{own[-1].lineno}: {what[0]}"
     return "\n".join([first, *"".join(traceback.format_list(own[-FRAMES:])).splitlines(), *what[1:]])
+
+
+def fulfil(future: Future[Result], function: Callable[..., Result], *arguments: Any) -> None:
+    """Call a function, and keep what it returns or raises."""
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # a cycle through the error's frames would keep the videos
 
 
 def first_line(text: str) -> str:

@@ -1,0 +1,179 @@
+"""The policy for a reward that fails, the same for every carrier.
+
+A call has `timeout` seconds. If the transport fails, it is sent again with growing waits while the carrier has
+patience. Videos without scores are then scored again, `retries` times, and at last one by one if the call raised: one
+bad video does not cost its batch. After `FALLS` calls in a row without an answer the carrier rests. A video that still
+has no score is dropped; no number is made up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+import uuid
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sage_fast.errors import RewardError
+from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure, first_line
+
+TIMEOUTS = 2
+"""Number of `reward.timeout_seconds` after which no further call is made for a batch: the other ranks wait."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
+"""Seconds before a call is sent again: the first wait, and the longest after doubling."""
+FALLS = 5
+"""Circuit breaker: consecutive calls without an answer after which a carrier rests; a full GPU, for one, may pass."""
+FIRST_REST, LONGEST_REST = 60.0, 1800.0
+"""Seconds of a rest: the first, and the longest after doubling; an answer resets it."""
+
+
+class Carrier(Protocol):
+    """Takes videos to one reward and its scores back, one call at a time; makes no second attempt.
+
+    Attributes:
+        beside: the reward runs outside this process, beside the rollout, and takes videos on the CPU.
+        patience: seconds for which a call is sent again after the transport failed.
+    """
+
+    beside: bool
+
+    @property
+    def patience(self) -> float: ...
+
+    def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
+        """Each part, float32 `[B]` on the CPU.
+
+        Args:
+            seconds: time limit; 0: none.
+            name: id of the call, the same when it is sent again.
+
+        Raises:
+            RewardFailure: the reward failed.
+            TransportFailure: no answer.
+            RewardError: the reward hangs where nothing can end it.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What one reward gave for B videos.
+
+    Attributes:
+        parts: name -> float32 `[B]`, NaN for a video that failed.
+        errors: video -> why it has no scores.
+        retried: number of videos without scores after the first call.
+        note: why the reward was called again; None if it was not.
+    """
+
+    parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+    retried: int = 0
+    note: str | None = None
+
+
+class Policy:
+    """Scores batches through one carrier.
+
+    Args:
+        needed: parts that have to be finite; None: all.
+        retries: further calls for videos without scores.
+        timeout: seconds of a call; 0: no limit.
+    """
+
+    def __init__(self, carrier: Carrier, needed: set[str] | None, retries: int, timeout: float) -> None:
+        self.carrier, self.needed, self.retries, self.timeout = carrier, needed, retries, timeout
+        self.falls, self.rests_until = 0, 0.0
+
+    @property
+    def rests(self) -> bool:
+        return time.monotonic() < self.rests_until
+
+    def score(self, videos: Tensor, prompts: list[str]) -> Outcome:
+        """Score a batch, in several calls if need be.
+
+        Raises:
+            RewardError: the reward hangs where nothing can end it.
+        """
+        outcome = Outcome()
+        errors, count = outcome.errors, len(prompts)
+        deadline = time.monotonic() + TIMEOUTS * self.timeout if self.timeout else math.inf
+        raised = self._attempt(outcome, videos, prompts, list(range(count)))
+        if errors:
+            outcome.retried = len(errors)
+            why = first_line(next(iter(errors.values())))
+            outcome.note = f"{why}; called again for {len(errors)} of {count} videos"
+        for _ in range(self.retries):
+            if errors and time.monotonic() < deadline:
+                raised = self._attempt(outcome, videos, prompts, list(errors))
+        for i in list(errors) if raised and len(errors) > 1 else []:
+            if time.monotonic() < deadline:
+                self._attempt(outcome, videos, prompts, [i])
+        for values in outcome.parts.values():
+            values[list(errors)] = torch.nan
+        return outcome
+
+    def call(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        """Make one call, sent again while the transport fails and the carrier has patience.
+
+        Raises:
+            RewardFailure, TransportFailure, RewardError: as `Carrier.score`.
+        """
+        if self.rests:
+            left = self.rests_until - time.monotonic()
+            raise TransportFailure(f"no answer {self.falls} times in a row; it is called again after {left:.0f} s")
+        name, start, wait = uuid.uuid4().hex, time.monotonic(), FIRST_WAIT
+        while True:
+            try:
+                parts = self.carrier.score(videos, prompts, self.timeout, name)
+            except TransportFailure as error:
+                spent = time.monotonic() - start
+                if spent >= self.carrier.patience:
+                    tried = f"no scores within {spent:.0f} s; last " if self.carrier.patience else ""
+                    raise self._count(f"{tried}{error}") from error
+                time.sleep(min(self.carrier.patience - spent, wait * random.uniform(0.5, 1.0)))  # ranks fail together
+                wait = min(2 * wait, LONGEST_WAIT)
+            except RewardFailure:
+                self.falls = 0
+                raise
+            else:
+                self.falls = 0
+                return parts
+
+    def _attempt(self, outcome: Outcome, videos: Tensor, prompts: list[str], chosen: list[int]) -> bool:
+        """Make one call for the chosen videos; whether it raised."""
+        try:
+            given = videos if len(chosen) == len(prompts) else videos[chosen]
+            parts = self.call(given, [prompts[i] for i in chosen])
+            if missing := (self.needed or set()) - parts.keys():
+                raise RewardFailure(f"returned {sorted(parts)}, without {sorted(missing)}")
+        except RewardError:
+            raise
+        except Exception as error:
+            outcome.errors |= dict.fromkeys(chosen, failure(error))
+            return True
+        for i in chosen:
+            outcome.errors.pop(i, None)
+        for part, values in parts.items():
+            outcome.parts.setdefault(part, torch.full((len(prompts),), torch.nan))[chosen] = values
+            for i, value in zip(chosen, values.tolist()):
+                if not math.isfinite(value) and (self.needed is None or part in self.needed):
+                    outcome.errors.setdefault(i, f"{part!r} is {value}, not finite")
+        return False
+
+    def _count(self, text: str) -> TransportFailure:
+        """Count a call without an answer, and let the carrier rest if there were too many."""
+        self.falls += 1
+        if self.falls >= FALLS:
+            rest = min(FIRST_REST * 2 ** min(self.falls - FALLS, 9), LONGEST_REST)
+            self.rests_until = time.monotonic() + rest
+            what, line, frames = text.partition("\n")
+            again = f"no answer {self.falls} times in a row: it is called again after {rest:.0f} s"
+            text = f"{what}; {again}{line}{frames}"
+        return TransportFailure(text)
