@@ -291,6 +291,7 @@ class PretendCuda(TorchDispatchMode):
             "graph_pool_handle": lambda: (0, 0),
             "CUDAGraph": Graph,
             "graph": self._graph,
+            "is_current_stream_capturing": lambda: self._capture is not None,
         }
 
     # -- what is written down -----------------------------------------------------------------------------------------

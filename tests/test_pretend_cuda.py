@@ -115,9 +115,11 @@ def test_a_replay_runs_the_operators_over_the_same_memory_and_no_python() -> Non
         x, calls = torch.ones(2, 3, device="cuda"), []
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
+            assert torch.cuda.is_current_stream_capturing()
             calls.append("python")
             y = x.t().exp()
             z = y.add(len(calls)).mul_(2)[1:]
+        assert not torch.cuda.is_current_stream_capturing()
         x.fill_(2)
         graph.replay()
         assert calls == ["python"]

@@ -33,7 +33,7 @@ from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from tests.ranks import run_ranks, screens
-from tests.tiny import FEW_STEPS, BrightnessReward, arguments, settings, tiny_trainer
+from tests.tiny import FEW_STEPS, BrightnessReward, arguments, rounding_of_advantages, settings, tiny_trainer
 
 COUNTS = (1, 2, 3, 4) if "SAGE_FAST_SOAK" in os.environ else (1, 4)
 Record = dict[str, Any]
@@ -318,8 +318,10 @@ def test_metrics_and_lambda_are_those_of_one_process(results: Any, count: int, c
             assert {k for k in row if not k.startswith("time/")} == {k for k in expected if not k.startswith("time/")}
             for key in ("reward/dropped", "reward/zero_std_groups", "optimizer_step"):
                 assert row[key] == expected[key], (index, key)
+            # Advantages are exact in the first iteration where a batch is one sample.
+            rounded = rounding_of_advantages(expected) if index or case == IN_BATCHES else 0
             for key in ("reward/mean", "reward/std", "advantage/abs_mean", "kl/lambda", "update/relative", "grad_norm"):
-                assert row.get(key) == close(expected.get(key), 1e-4), (index, key)
+                assert row.get(key) == close(expected.get(key), max(1e-4, rounded)), (index, key)
             for key in ("kl/anchor", "kl/gradient_share"):
                 assert row.get(key) == close(expected.get(key), 1e-3), (index, key)
             for norm, wanted in zip(row["velocity_grad_norm"], expected["velocity_grad_norm"], strict=True):
