@@ -16,7 +16,6 @@ from sage_fast import __version__, judging
 from sage_fast.errors import RunError, Stopped, UserError, reason
 from sage_fast.files import make_folder_of, writing
 from sage_fast.profiling import ranges, tools_of_environment
-from sage_fast.reproduce import command as reproducing
 
 if TYPE_CHECKING:
     from sage_fast.config import Config
@@ -93,7 +92,12 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     sample.add_argument("--quiet", action="store_true", help="no progress bar")
 
     judging.add_parsers(add)
-    reproducing.add_parsers(add)
+
+    sde = add("sde", "print and draw the transitions of the samplers: noise, excess noise, equalizer weights, warnings")
+    for option, kind, default in (("--steps", int, 20), ("--shift", float, 5.0), ("--eta", float, 1.0)):
+        sde.add_argument(option, type=kind, default=default, help=f"default: {default:g}")
+    sde.add_argument("--sampler", action="append", default=[], metavar="NAME", help="may be given several times")
+    sde.add_argument("--figure", metavar="FILE", help="draw them there, as .svg or .png")
 
     serve = add("serve-reward", "score videos for other runs, over HTTP")
     serve.add_argument("config", metavar="CONFIG", help="YAML file; its rewards are served")
@@ -143,22 +147,35 @@ class _Help(argparse.HelpFormatter):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for a mistake of the user, 1 for a run that failed.
+    """Run a command; returns the exit status: 2 for a mistake of the user, 1 for a run that failed."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
 
-    Errors that are raised on purpose, and those of the operating system, are shown in one line; any other is a mistake
-    of the program or of a plug-in, and keeps its traceback.
+
+def guarded(name: str, command: Callable[[], int]) -> int:
+    """Run a command; returns its exit status.
+
+    Errors that are raised on purpose, and those of the operating system, become one line after `name`. Any other is a
+    mistake of the program or of a plug-in, and keeps its traceback.
     """
     try:
         try:
-            status = _run(list(sys.argv[1:] if arguments is None else arguments))
-        except SystemExit:  # argparse has printed the help
+            return command()
+        finally:
             sys.stdout.flush()
-            raise
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
-        return PIPE_CLOSED
+    except (UserError, RunError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+            return PIPE_CLOSED
+        print(f"{name}: {reason(error)}", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        return stopped.status
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(arguments: list[str]) -> int:
@@ -168,22 +185,9 @@ def _run(arguments: list[str]) -> int:
         argcomplete.autocomplete(_parser(WITH_SETTINGS), always_complete_options=False)
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     options, rest = _parser(["train"] if help_asked else ()).parse_known_args(arguments)
-    try:
-        overrides = _overrides(options.command, rest)
-        with ranges(*tools_of_environment()):
-            return _COMMANDS[options.command](options, overrides)
-    except (UserError, RunError) as error:
-        print(f"sage-fast {options.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
-            raise
-        print(f"sage-fast {options.command}: {reason(error)}", file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        return stopped.status
-    except KeyboardInterrupt:
-        return 130
+    overrides = _overrides(options.command, rest)
+    with ranges(*tools_of_environment()):
+        return _COMMANDS[options.command](options, overrides)
 
 
 def _output_is_closed() -> bool:
@@ -353,6 +357,12 @@ def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _sde(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from sage_fast.tools.sde import sde
+
+    return sde(options)
+
+
 def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from sage_fast.run.init import init
 
@@ -372,7 +382,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, dict[str, str]], int]] = {
     "profile": _profile,
     "doctor": _doctor,
     "testbed": _testbed,
-    **{name: functools.partial(command, _tell) for name, command in (judging.COMMANDS | reproducing.COMMANDS).items()},
+    "sde": _sde,
+    **{name: functools.partial(command, _tell) for name, command in judging.COMMANDS.items()},
 }
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from sage_fast.cli import main
-from sage_fast.reproduce import adapter, gradients, printed, samplers
-from sage_fast.reproduce.figures import picture
-from sage_fast.reproduce.finding import Claim, Material
+from sage_fast.report.charts import picture
 from sage_fast.transitions import sigma_schedule, transition_table
+from studies.paper import adapter, gradients, printed, samplers
+from studies.paper.finding import Claim, Material
 from tests.tiny import demo_trainer
 
 QUICK = Material(quick=True, runs={})

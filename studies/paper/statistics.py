@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import stats
 
-from sage_fast.reproduce.training import TrainedRun
+from studies.paper.training import TrainedRun
 
 SMALLEST = 0.05
 """The smallest difference of the composite that matters here: about a tenth of what the whole demo gains."""

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from sage_fast.measure.plan import plan
 from sage_fast.report.charts import BLUE, GREY, ORANGE
-from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
-from sage_fast.reproduce.statistics import LEVEL, SMALLEST, holm, mean_interval, paired
-from sage_fast.reproduce.training import config_of, full_size, protocol
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.statistics import LEVEL, SMALLEST, holm, mean_interval, paired
+from studies.paper.training import config_of, full_size, protocol
 
 DEFAULT = "dual"
 """The variant that has the settings of configs/demo.yaml."""

@@ -77,8 +77,7 @@ def format_table(table: TransitionTable) -> list[str]:
 def _write(made: Sequence[TransitionTable], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from sage_fast.report.charts import COLORS
-    from sage_fast.reproduce.figures import picture
+    from sage_fast.report.charts import COLORS, picture
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(2, 3, sharex=True).flatten()

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
-from sage_fast.reproduce.mixture import Mixture, sample
-from sage_fast.reproduce.training import shipped
 from sage_fast.testbed.manifold import manifold_distances
 from sage_fast.transitions import SAGE_CLAMP, SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.mixture import Mixture, sample
+from studies.paper.training import shipped
 
 if TYPE_CHECKING:
     from sage_fast.run.setup import Setup

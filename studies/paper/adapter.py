@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
+from studies.paper.finding import Claim, Finding, Material, Verdict
 
 if TYPE_CHECKING:
     from sage_fast.policy.hunyuan import HunyuanVideo15Policy

@@ -86,7 +86,7 @@ def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
 
 @functools.cache
 def _protocol() -> dict[str, Any]:
-    return yaml.safe_load((files("sage_fast.reproduce") / "protocol.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(Path(__file__).with_name("protocol.yaml").read_text(encoding="utf-8"))
 
 
 def protocol() -> dict[str, dict[str, Any]]:

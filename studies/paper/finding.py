@@ -8,7 +8,7 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from sage_fast.reproduce.training import TrainedRun
+from studies.paper.training import TrainedRun
 
 Verdict = Literal["held", "not held", "not decidable"]
 

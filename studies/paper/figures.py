@@ -1,46 +1,15 @@
-"""The look of the figures, and the two kinds that most claims share."""
+"""The kinds of figures that most claims share."""
 
 from __future__ import annotations
 
-import html
-import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from sage_fast.report.charts import COLORS, GREY, STYLE, themed_svg
-from sage_fast.reproduce.statistics import LEVEL, Difference, mean_interval
-from sage_fast.reproduce.training import TrainedRun
-
-Draw = Callable[[Figure], None]
-_INK: Any = {
-    key: "#22252a" if "color" in key.lower() and "grid" not in key else value for key, value in STYLE.items()
-} | {"grid.color": "#b9bcc0", "axes.edgecolor": "#8a8f98", "xtick.color": "#8a8f98", "ytick.color": "#8a8f98"}
-
-
-def inline_svg(draw: Draw, size: tuple[float, float], name: str, title: str) -> str:
-    """For the page, whose colours it follows."""
-    with matplotlib.rc_context(STYLE):
-        return themed_svg(_drawn(draw, size), name, html.escape(title))
-
-
-def picture(draw: Draw, size: tuple[float, float], kind: str, name: str) -> bytes:
-    """The figure on white as `svg` or `png`; the same figure gives the same bytes."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({**_INK, "svg.hashsalt": name, "savefig.facecolor": "white"}):
-        metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-        _drawn(draw, size).savefig(buffer, format=kind, dpi=160, metadata=metadata)
-    return buffer.getvalue()
-
-
-def _drawn(draw: Draw, size: tuple[float, float]) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
-    return figure
+from sage_fast.report.charts import COLORS, GREY
+from studies.paper.statistics import LEVEL, Difference, mean_interval
+from studies.paper.training import TrainedRun
 
 
 def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str = "reward", ylabel: str = "") -> None:

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from sage_fast.cli import main
 from sage_fast.errors import RunError
-from sage_fast.reproduce import comparisons, training
-from sage_fast.reproduce.claims import CLAIMS
-from sage_fast.reproduce.comparisons import judge_better, judge_equal
-from sage_fast.reproduce.compute import exaflops, front
-from sage_fast.reproduce.finding import Claim, Material
-from sage_fast.reproduce.statistics import Difference, holm, paired
-from sage_fast.reproduce.training import TrainedRun, config_of, protocol
 from sage_fast.rollout.schedule import check_trainable
+from studies.paper import comparisons, training
+from studies.paper.__main__ import main
+from studies.paper.claims import CLAIMS
+from studies.paper.comparisons import judge_better, judge_equal
+from studies.paper.compute import exaflops, front
+from studies.paper.finding import Claim, Material
+from studies.paper.statistics import Difference, holm, paired
+from studies.paper.training import TrainedRun, config_of, protocol
 
+REPOSITORY = Path(__file__).parent.parent
 PROMPTS = [f"prompt {i}" for i in range(24)]
 
 
@@ -142,12 +143,12 @@ def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
 
 
 def test_an_unknown_claim_is_refused_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "equaliser"]) == 2
+    assert main(["equaliser"]) == 2
     assert "did you mean 'equalizer'?" in capsys.readouterr().err
-    assert main(["reproduce", "ema", "--workers", "0"]) == 2
+    assert main(["ema", "--workers", "0"]) == 2
     (file := tmp_path / "file").touch()
-    assert main(["reproduce", "excess-noise", "--output", str(file)]) == 1  # before any work
-    assert main(["reproduce", "all", "list"]) == 0
+    assert main(["excess-noise", "--output", str(file)]) == 1  # before any work
+    assert main(["all", "list"]) == 0
     assert "\nstep-noise  " in capsys.readouterr().out
 
 
@@ -157,7 +158,7 @@ def test_a_claim_from_the_runs_to_the_page(
     tiny = {"train.iterations": 2, "eval.interval": 1, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1}
     tiny |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "train.optimizer_steps": 1}
     monkeypatch.setattr(training, "QUICK", tiny)
-    command = ["reproduce", "ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
+    command = ["ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
     assert main(command) == 0
     first = capsys.readouterr().out
     assert "4 runs, 4 of them to be made" in first
@@ -176,7 +177,7 @@ def test_a_claim_from_the_runs_to_the_page(
     page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
     for shown in (page, text):
         assert "no verdict of a claim that trains means anything" in shown
-        assert "sage-fast reproduce ema --quick" in shown
+        assert "python -m studies.paper ema --quick" in shown
         assert "An average of the weights scores higher" in shown
     assert page.count("<svg") == 1
     assert "`" not in page.split("<main")[-1].split("<svg")[0]  # Markdown's, of which HTML knows nothing
@@ -217,8 +218,7 @@ def test_a_video_without_a_score_is_named() -> None:
 ENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from sage_fast import cli
-from sage_fast.reproduce import training
+from studies.paper import __main__ as study, training
 
 def train_one(config, file):
     file.with_suffix(".begun").touch()
@@ -228,13 +228,13 @@ def train_one(config, file):
         raise RuntimeError("out of memory")
     time.sleep(60)
 
-def command(options, overrides):
+def command(options):
     training.train_one = train_one
     training.train_runs(["dual"], Path(sys.argv[2]), quick=True, workers=1, tell=lambda line: None)
 
 if __name__ == "__main__":
-    cli._COMMANDS["reproduce"] = command
-    sys.exit(cli.main(["reproduce", "all"]))
+    study._study = command
+    sys.exit(study.main(["all"]))
 """
 
 
@@ -256,7 +256,8 @@ def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
     (script := tmp_path / "script.py").write_text(ENDED)
     runs = tmp_path / "runs"
     command = [sys.executable, str(script), how, str(runs)]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment)
     while process.poll() is None and not list(runs.glob("*.begun")):
         time.sleep(0.05)
     if how == "Ctrl-C":

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from sage_fast.config import Feedback, KLConfig
 from sage_fast.objective import KLController
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
-from sage_fast.reproduce.mixture import Mixture, follow_printed_score, follow_table, sample
 from sage_fast.transitions import sigma_schedule, transition_table
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.mixture import Mixture, follow_printed_score, follow_table, sample
 
 STEPS, SHIFT, ETA = 40, 5.0, 1.0
 DRIFT = 0.15

@@ -9,10 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sage_fast.report.charts import COLORS
-from sage_fast.reproduce.figures import draw_courses, draw_differences, draw_scores
-from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
-from sage_fast.reproduce.statistics import LEVEL, SMALLEST, Difference, holm, mean_interval, paired
-from sage_fast.reproduce.training import TrainedRun
+from studies.paper.figures import draw_courses, draw_differences, draw_scores
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.statistics import LEVEL, SMALLEST, Difference, holm, mean_interval, paired
+from studies.paper.training import TrainedRun
 
 Runs = Mapping[str, Sequence[TrainedRun]]
 PARTS = ("vq", "mq", "ta")

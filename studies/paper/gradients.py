@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.reproduce.finding import Claim, Finding, Material, Verdict
-from sage_fast.reproduce.training import shipped
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.training import shipped
 
 if TYPE_CHECKING:
     from sage_fast.console import Progress

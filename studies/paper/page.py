@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.files import write_atomic
+from sage_fast.report.charts import inline_picture, picture
 from sage_fast.report.html import render
-from sage_fast.reproduce.figures import inline_svg, picture
-from sage_fast.reproduce.finding import Claim, Finding
+from studies.paper.finding import Claim, Finding
 
+TEMPLATE = Path(__file__).parent / "results.html.j2"
 PAGE, MARKDOWN = "results.html", "results.md"
 ABOUT = """\
 Claims of the SAGE-GRPO paper (arXiv 2603.21872), and questions beyond it, decided on the testbed: a tiny HunyuanVideo
-1.5 of moving shapes, not the 8.3 B model. This page is written by `sage-fast reproduce`, verdicts included.
-`sage-fast reproduce all --quick` shows in a quarter of an hour on two cores that everything works, and decides nothing;
-without `--quick` it takes hours, can be stopped, and goes on. `sage-fast reproduce list` names the claims."""
+1.5 of moving shapes, not the 8.3 B model. `make reproduce` writes this page, verdicts included. It takes hours, can be
+stopped, and goes on. `make reproduce CLAIMS="all --quick"` shows in a quarter of an hour on two cores that everything
+works, and decides nothing; `make reproduce CLAIMS=list` names the claims."""
 ABOUT_QUICK = "Made with `--quick`: no verdict of a claim that trains means anything. "
 
 
@@ -58,12 +59,12 @@ def write_pages(
         {
             "claim": claim,
             "finding": finding,
-            "figure": inline_svg(finding.draw, claim.size, claim.name, claim.title),
+            "figure": inline_picture(finding.draw, claim.size, claim.name, claim.title),
             "data": base64.b64encode(data(finding).encode()).decode(),
         }
         for claim, finding in findings.items()
     ]
-    write_atomic(folder / PAGE, render("results.html.j2", drawn=drawn, facts=facts, protocol=protocol, about=about))
+    write_atomic(folder / PAGE, render(TEMPLATE, drawn=drawn, facts=facts, protocol=protocol, about=about))
     write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol, about))
     return folder / PAGE
 

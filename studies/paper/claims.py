@@ -1,6 +1,6 @@
 """All claims, in the order of the page."""
 
-from sage_fast.reproduce import adapter, comparisons, compute, gradients, printed, samplers
+from studies.paper import adapter, comparisons, compute, gradients, printed, samplers
 
 CLAIMS = (
     *samplers.CLAIMS,
