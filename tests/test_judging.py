@@ -1,4 +1,4 @@
-"""`eval` of several sources, `compare` and `votes`, as a user types them; test_statistics.py tests the intervals."""
+"""`eval` of several sources, `compare` and `votes`, as a user types them; test_scores.py tests the intervals."""
 
 import csv
 import dataclasses
@@ -18,8 +18,8 @@ import yaml
 from sage_fast.cli import main
 from sage_fast.errors import RewardError, UserError
 from sage_fast.report.blind import CRITERIA, count_votes
-from sage_fast.report.comparison import paired_table
 from sage_fast.report.hacking import changes, verdict
+from sage_fast.report.scores import paired_table
 from sage_fast.report.videos import for_browser, read_video, save_mp4
 from sage_fast.report.videoset import (
     VideoSet,
@@ -36,8 +36,8 @@ from sage_fast.run.eval_command import short_names
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_scoring
 from sage_fast.run.sources import labelled
-from tests.test_comparison import evaluation, scores
 from tests.test_report import row, write_rows
+from tests.test_scores import evaluation, scores
 from tests.tiny import settings
 
 DEMO = str(Path(__file__).parent.parent / "configs" / "demo.yaml")

@@ -16,6 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from sage_fast.errors import RunError
+from sage_fast.report.scores import Difference, holm
 from sage_fast.rollout.schedule import check_trainable
 from studies.paper import comparisons, training
 from studies.paper.__main__ import main
@@ -23,8 +24,7 @@ from studies.paper.claims import CLAIMS
 from studies.paper.comparisons import judge_better, judge_equal
 from studies.paper.compute import exaflops, front
 from studies.paper.finding import Claim, Material
-from studies.paper.statistics import Difference, holm, paired
-from studies.paper.training import TrainedRun, config_of, protocol
+from studies.paper.training import TrainedRun, config_of, difference, protocol
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPTS = [f"prompt {i}" for i in range(24)]
@@ -56,7 +56,7 @@ def test_the_score_of_a_run_is_the_mean_of_the_evaluations_of_its_last_third() -
 
 def test_a_difference_by_hand() -> None:
     """Two seeds, two prompts: cells 1, 3 and 2, 6, mean 3."""
-    of = paired(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
+    of = difference(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
     by_seed, by_prompt, by_cell = 2.0 / 2, 4.5 / 2, (4 + 0 + 1 + 9) / 3 / 4  # of means 2, 4 and 1.5, 4.5
     assert of.value == 3.0
     error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
@@ -70,28 +70,28 @@ def test_intervals_cover_as_often_as_they_say() -> None:
     held = 0
     for _ in range(400):
         cells = 0.3 + 0.1 * draw.normal(size=(5, 1)) + 0.1 * draw.normal(size=(1, 24)) + 0.2 * draw.normal(size=(5, 24))
-        of = paired(made_up(cells), made_up(np.zeros((5, 24))))
+        of = difference(made_up(cells), made_up(np.zeros((5, 24))))
         held += of.low < 0.3 < of.high
     assert 0.91 < held / 400 < 0.99
 
 
-def difference(value: float, half: float, p: float) -> Difference:
+def found(value: float, half: float, p: float) -> Difference:
     return Difference(value=value, low=value - half, high=value + half, p=p, corrected=p)
 
 
 def test_holm_by_hand() -> None:
-    found = holm({"a": difference(1, 1, 0.04), "b": difference(1, 1, 0.01), "c": difference(1, 1, 0.03)})
-    assert {name: of.corrected for name, of in found.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
+    corrected = holm({"a": found(1, 1, 0.04), "b": found(1, 1, 0.01), "c": found(1, 1, 0.03)})
+    assert {name: of.corrected for name, of in corrected.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
 
 
 @pytest.mark.parametrize(
     ("of", "better", "equal"),
     [
-        ([difference(0.2, 0.05, 0.001), difference(0.1, 0.05, 0.01)], "held", "not held"),
-        ([difference(0.2, 0.05, 0.001), difference(0.1, 0.2, 0.3)], "not decidable", "not held"),
-        ([difference(0.0, 0.04, 0.9)], "not held", "held"),  # a gain that matters is excluded
-        ([difference(-0.2, 0.1, 0.001)], "not held", "not held"),
-        ([difference(-0.1, 0.2, 0.3)], "not decidable", "not decidable"),
+        ([found(0.2, 0.05, 0.001), found(0.1, 0.05, 0.01)], "held", "not held"),
+        ([found(0.2, 0.05, 0.001), found(0.1, 0.2, 0.3)], "not decidable", "not held"),
+        ([found(0.0, 0.04, 0.9)], "not held", "held"),  # a gain that matters is excluded
+        ([found(-0.2, 0.1, 0.001)], "not held", "not held"),
+        ([found(-0.1, 0.2, 0.3)], "not decidable", "not decidable"),
     ],
 )
 def test_verdicts(of: list[Difference], better: str, equal: str) -> None:
@@ -100,7 +100,7 @@ def test_verdicts(of: list[Difference], better: str, equal: str) -> None:
 
 
 def test_of_a_single_part_a_smaller_gain_matters() -> None:
-    of = {"part": difference(0.0, 0.04, 0.9)}
+    of = {"part": found(0.0, 0.04, 0.9)}
     assert (judge_better(of), judge_better(of, 0.05 / 3)) == ("not held", "not decidable")
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 
 from sage_fast.profiling import PHASES, WAIT
-from sage_fast.report.comparison import LARGEST
+from sage_fast.report.scores import LARGEST
 
 Row = Mapping[str, Any]
 Draw = Callable[[Figure], None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from sage_fast.report.comparison import format_number
+from sage_fast.report.scores import format_number
 from sage_fast.report.videos import for_browser, poster
 
 

@@ -296,7 +296,7 @@ def write_summary(cells: Sequence[Cell], failed: Mapping[str, int]) -> str:
 def _row(cell: Cell, status: int | None) -> tuple[str, ...]:
     """A cell as the files of its run tell it: held-out scores before training and of the last evaluation."""
     from sage_fast.metrics import JUDGE_PART
-    from sage_fast.report.comparison import PairedRow, format_number, paired_table, read_scores
+    from sage_fast.report.scores import PairedRow, format_number, paired_table, read_scores
 
     done = len(read_metrics(cell.run / "metrics.jsonl"))
     begun = (cell.run / "config.yaml").is_file()

@@ -22,7 +22,7 @@ from sage_fast.config import Config
 from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.errors import RunError, UserError, nearest
 from sage_fast.files import append_line, read_metrics, write_atomic
-from sage_fast.report.comparison import mean_and_error
+from sage_fast.report.scores import mean_and_error
 from sage_fast.settings import dump
 
 CHANCES = 3

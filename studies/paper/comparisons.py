@@ -9,10 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sage_fast.report.charts import COLORS
+from sage_fast.report.scores import Difference, holm
 from studies.paper.figures import draw_courses, draw_differences, draw_scores
-from studies.paper.finding import Claim, Finding, Material, Verdict
-from studies.paper.statistics import LEVEL, SMALLEST, Difference, holm, mean_interval, paired
-from studies.paper.training import TrainedRun
+from studies.paper.finding import LEVEL, SMALLEST, Claim, Finding, Material, Verdict
+from studies.paper.training import TrainedRun, difference, mean_interval
 
 Runs = Mapping[str, Sequence[TrainedRun]]
 PARTS = ("vq", "mq", "ta")
@@ -57,7 +57,7 @@ def judge_equal(differences: Mapping[str, Difference]) -> Verdict:
 
 def compare(versus: Sequence[Versus], runs: Runs, part: str | None = None) -> dict[str, Difference]:
     """Corrected for their number."""
-    return holm({str(v): paired(runs[v.first], runs[v.second], part or v.part) for v in versus})
+    return holm({str(v): difference(runs[v.first], runs[v.second], part or v.part) for v in versus})
 
 
 def told(differences: Mapping[str, Difference], runs: Runs) -> str:
@@ -80,7 +80,7 @@ def rows_of(runs: Runs) -> list[dict[str, object]]:
         for run in of:
             row: dict[str, object] = {"variant": variant, "seed": run.seed, "before": run.course()[0]}
             parts = ("reward", *run.evaluations[0]["parts"])
-            row |= {part: float(np.mean(list(run.score(part).values()))) for part in parts}
+            row |= {part: run.mean(part) for part in parts}
             row |= {f"at iteration {i}": score for i, score in run.course().items()}
             row["training reward, last third"] = _late(run, "reward/mean")
             row["std within a group, last third"] = _late(run, "reward/std")

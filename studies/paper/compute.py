@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from sage_fast.measure.plan import plan
 from sage_fast.report.charts import BLUE, GREY, ORANGE
-from studies.paper.finding import Claim, Finding, Material, Verdict
-from studies.paper.statistics import LEVEL, SMALLEST, holm, mean_interval, paired
-from studies.paper.training import config_of, full_size, protocol
+from sage_fast.report.scores import holm
+from studies.paper.finding import LEVEL, SMALLEST, Claim, Finding, Material, Verdict
+from studies.paper.training import config_of, difference, full_size, mean_interval, protocol
 
 DEFAULT = "dual"
 """The variant that has the settings of configs/demo.yaml."""
@@ -52,7 +52,7 @@ def _find(material: Material) -> Finding:
     on_front = front(points)
     ends = {name: mean_interval(of) for name, of in material.runs.items()}
     cheaper = [name for name in material.runs if cost[name] <= cost[DEFAULT] and name != DEFAULT]
-    ahead = holm({name: paired(material.runs[name], material.runs[DEFAULT]) for name in cheaper})
+    ahead = holm({name: difference(material.runs[name], material.runs[DEFAULT]) for name in cheaper})
     better = [name for name, of in ahead.items() if of.value > 0 and of.corrected < LEVEL]
     best = max(cheaper, key=lambda name: ends[name][0])
     listed = "; ".join(f"{name} ({points[name][0]:.1f} exaFLOPs, {points[name][1]:+.3f})" for name in on_front)

@@ -8,8 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from sage_fast.report.charts import COLORS, GREY
-from studies.paper.statistics import LEVEL, Difference, mean_interval
-from studies.paper.training import TrainedRun
+from sage_fast.report.scores import Difference
+from studies.paper.finding import LEVEL
+from studies.paper.training import TrainedRun, mean_interval
 
 
 def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str = "reward", ylabel: str = "") -> None:
@@ -43,7 +44,7 @@ def draw_scores(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str,
     for row, of in enumerate(runs.values()):
         mean, half = mean_interval(of, part)
         axes.plot([mean - half, mean + half], [row, row], color=COLORS[0], linewidth=2)
-        axes.plot([np.mean(list(run.score(part).values())) for run in of], [row] * len(of), "|", color=GREY)
+        axes.plot([run.mean(part) for run in of], [row] * len(of), "|", color=GREY)
         axes.plot(mean, row, "o", color=COLORS[0], markersize=5)
     axes.set_yticks(range(len(runs)), list(runs))
     axes.set_ylim(len(runs) - 0.4, -0.6)

@@ -10,6 +10,11 @@ from matplotlib.figure import Figure
 
 from studies.paper.training import TrainedRun
 
+SMALLEST = 0.05
+"""The smallest difference of the composite that matters here: about a tenth of what the whole demo gains."""
+LEVEL = 0.05
+"""A difference stands if its corrected p-value is below this."""
+
 Verdict = Literal["held", "not held", "not decidable"]
 
 

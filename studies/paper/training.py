@@ -24,6 +24,7 @@ from sage_fast.config import Config
 from sage_fast.console import Say
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, write_json
+from sage_fast.report.scores import Difference, difference_of_runs, mean_and_half, means_by_prompt
 from sage_fast.settings import build, dump, leaves, load
 
 SEEDS, QUICK_SEEDS = 5, 2
@@ -60,16 +61,27 @@ class TrainedRun:
             part: `reward` (with weights 1, 1, 1, whatever the run was trained on), `vq`, `judge/alignment`, ...
         """
         last = self.evaluations[-1]["iteration"]
-        found: dict[str, list[float]] = {}
-        for evaluation in self.evaluations:
-            if evaluation["iteration"] > 2 * last / 3:
-                for prompt, value in zip(evaluation["prompts"], scores_of(evaluation, part)):
-                    found.setdefault(prompt, []).append(value)
-        return {prompt: statistics.fmean(values) for prompt, values in found.items()}
+        late = [evaluation for evaluation in self.evaluations if evaluation["iteration"] > 2 * last / 3]
+        prompts = [prompt for evaluation in late for prompt in evaluation["prompts"]]
+        return means_by_prompt(prompts, [value for evaluation in late for value in scores_of(evaluation, part)])
+
+    def mean(self, part: str = "reward") -> float:
+        """Mean of `score` over the prompts."""
+        return statistics.fmean(self.score(part).values())
 
     def course(self, part: str = "reward") -> dict[int, float]:
         """Iteration -> mean held-out score."""
         return {of["iteration"]: statistics.fmean(scores_of(of, part)) for of in self.evaluations}
+
+
+def difference(first: Sequence[TrainedRun], second: Sequence[TrainedRun], part: str = "reward") -> Difference:
+    """Paired over seeds and held-out prompts, which both have in common."""
+    return difference_of_runs([run.score(part) for run in first], [run.score(part) for run in second])
+
+
+def mean_interval(runs: Sequence[TrainedRun], part: str = "reward") -> tuple[float, float]:
+    """Mean over the seeds of the held-out score, and half the width of its 95 % interval over the seeds."""
+    return mean_and_half([run.mean(part) for run in runs])
 
 
 def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
