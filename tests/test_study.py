@@ -158,11 +158,17 @@ def test_a_claim_from_the_runs_to_the_page(
     tiny = {"train.iterations": 2, "eval.interval": 1, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1}
     tiny |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "train.optimizer_steps": 1}
     monkeypatch.setattr(training, "QUICK", tiny)
+
+    def here(jobs, ended, workers):
+        for name, command in jobs:
+            ended(name, training.main(command[command.index("studies.paper.training") + 1 :]))
+
+    monkeypatch.setattr(training, "run_many", here)
     command = ["ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
     assert main(command) == 0
     first = capsys.readouterr().out
     assert "4 runs, 4 of them to be made" in first
-    assert re.search(r"4/4  no-ema, seed 1: \d\.\d+; about 0 minutes left", first)
+    assert re.search(r"no-ema-seed1: \d\.\d+; 4 of 4 runs of this process, about 0 minutes left", first)
     assert first.splitlines()[-1] == str(tmp_path / "results.html")
 
     with (tmp_path / "results" / "ema.csv").open() as file:
@@ -217,7 +223,6 @@ def test_a_video_without_a_score_is_named() -> None:
 
 ENDED = """
 import os, signal, sys, time
-from pathlib import Path
 from studies.paper import __main__ as study, training
 
 def train_one(config, file):
@@ -228,13 +233,11 @@ def train_one(config, file):
         raise RuntimeError("out of memory")
     time.sleep(60)
 
-def command(options):
-    training.train_one = train_one
-    training.train_runs(["dual"], Path(sys.argv[2]), quick=True, workers=1, tell=lambda line: None)
-
 if __name__ == "__main__":
-    study._study = command
-    sys.exit(study.main(["all"]))
+    training.train_one = train_one
+    training.WORKER = [sys.executable, __file__, sys.argv[1], "worker"]
+    worker = sys.argv[2] == "worker"
+    sys.exit(training.main(sys.argv[3:]) if worker else study.main(sys.argv[2:]))
 """
 
 
@@ -245,17 +248,22 @@ KEPT = "runs that are whole are kept, and the same command goes on"
     ("how", "status", "says"),
     [
         ("Ctrl-C", 130, ""),
-        ("SIGTERM", 143, ""),
-        ("killed", 1, f"a process of the runs was killed, as by the system when memory runs out; {KEPT}"),
-        ("fails", 1, f"dual, seed 0: RuntimeError: out of memory; {KEPT}"),
+        ("SIGTERM", 0, ""),  # as a run that a scheduler stops
+        (
+            "killed",
+            1,
+            f"process 1 ended with status -9; killed, as by the system when memory runs out: fewer --workers "
+            f"take less; {KEPT}",
+        ),
+        ("fails", 1, f"process 1 ended with status 1; {KEPT}"),
     ],
 )
 def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
     """Ctrl-C, which the whole group gets, SIGTERM to the command, and a run that is killed or fails: it ends at once,
     says so in a line, and leaves no process."""
     (script := tmp_path / "script.py").write_text(ENDED)
-    runs = tmp_path / "runs"
-    command = [sys.executable, str(script), how, str(runs)]
+    runs = tmp_path / "runs-quick"
+    command = [sys.executable, str(script), how, "ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment)
     while process.poll() is None and not list(runs.glob("*.begun")):
@@ -266,10 +274,11 @@ def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGTERM)
     told = process.communicate(timeout=50)[1]
     assert process.returncode == status
-    assert len(told.splitlines()) == bool(says)
-    assert says in told
-    if how != "fails":  # else the worker may have begun the next
-        assert len(list(runs.glob("*.begun"))) == 1
+    lines = told.splitlines()
+    assert lines[-1:] == ([f"studies.paper: {says}"] if says else [])
+    assert how == "fails" or len(lines) == bool(says)
+    assert how != "fails" or lines[0].startswith("Traceback")
+    assert len(list(runs.glob("*.begun"))) == 1
     deadline = time.monotonic() + 20
     while _alive(process.pid) and time.monotonic() < deadline:  # the tracker of semaphores comes last
         time.sleep(0.05)

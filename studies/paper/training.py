@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import argparse
 import dataclasses
 import functools
-import multiprocessing
 import os
-import signal
 import statistics
-import threading
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from importlib.resources import files
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import yaml
 
+from sage_fast.cli import guarded
 from sage_fast.config import Config
-from sage_fast.console import Say
+from sage_fast.console import Say, say, speaker
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, write_json
 from sage_fast.report.scores import Difference, difference_of_runs, mean_and_half, means_by_prompt
+from sage_fast.run.grid import run_many
 from sage_fast.settings import build, dump, leaves, load
 
 SEEDS, QUICK_SEEDS = 5, 2
@@ -159,85 +157,75 @@ def full_size(config: Config) -> Config:
 def train_runs(
     variants: Iterable[str], folder: Path, *, quick: bool, workers: int, tell: Say
 ) -> dict[str, list[TrainedRun]]:
-    """The runs of these variants: those that are in `folder` already, and the others, made now.
+    """Read the runs of these variants, after making those that `folder` lacks.
 
     Each is a file that appears when it is whole: an interruption costs the runs at hand, and the same call goes on. A
     file of other settings, as after a change of the protocol, or one that holds no run, is made again, and told.
 
     Raises:
-        RunError: a run failed, which is named, or a process of the runs was killed.
+        RunError: a process of the runs failed or was killed.
+        Stopped: a signal came.
     """
-    variants = list(dict.fromkeys(variants))
-    seeds = range(QUICK_SEEDS if quick else SEEDS)
-    configs = {(v, seed): config_of(v, seed, quick) for v in variants for seed in seeds}
-    file = {job: folder / f"{job[0].replace('/', '-')}-seed{job[1]}.json" for job in configs}
-    missing = [job for job, config in configs.items() if not _is_of(file[job], config, tell)]
+    runs = _runs(dict.fromkeys(variants), quick)
+    missing = [name for name, run in runs.items() if not _is_of(_file(folder, name), config_of(*run, quick), tell)]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        tell(f"{len(configs)} runs, {len(missing)} of them to be made, {workers} at once")
-        _make({job: (configs[job], file[job]) for job in missing}, workers, tell)
-    return {v: [_read(file[v, seed], seed) for seed in seeds] for v in variants}
+        workers = min(workers, len(missing))
+        tell(f"{len(runs)} runs, {len(missing)} of them to be made, {workers} at once")
+        # `env`, since the number of threads is fixed when torch is imported.
+        command = ["env", f"OMP_NUM_THREADS={max((os.cpu_count() or 1) // workers, 1)}", *WORKER, str(folder)]
+        command += ["--quick"] * quick + ["--quiet"] * (tell is not say)
+        jobs = [(f"process {i + 1}", [*command, *missing[i::workers]]) for i in range(workers)]
+        run_many(jobs, _ended, workers=workers)
+    found: dict[str, list[TrainedRun]] = {}
+    for name, (variant, seed) in runs.items():
+        found.setdefault(variant, []).append(_read(_file(folder, name), seed))
+    return found
 
 
-KEPT = "runs that are whole are kept, and the same command goes on"
+WORKER = [sys.executable, "-m", "studies.paper.training"]
 
 
-def _make(jobs: Mapping[tuple[str, int], tuple[Config, Path]], workers: int, tell: Say) -> None:
-    begun = time.monotonic()
-    threads = max((os.cpu_count() or 1) // workers, 1)
-    before = signal.signal(signal.SIGTERM, _terminated)
-    others = multiprocessing.active_children()
-    try:
-        with concurrent.futures.ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads,)
-        ) as pool:
-            try:
-                # Workers inherit the mask: Ctrl-C is this process's, which ends them.
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                running = {pool.submit(train_one, *arguments): job for job, arguments in jobs.items()}
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-                for done, future in enumerate(concurrent.futures.as_completed(running), start=1):
-                    variant, seed = running[future]
-                    score = _result(future, f"{variant}, seed {seed}")
-                    left = (time.monotonic() - begun) / done * (len(jobs) - done)
-                    tell(f"{done}/{len(jobs)}  {variant}, seed {seed}: {score:.3f}; about {left / 60:.0f} minutes left")
-            except BaseException:  # nor does a worker begin what waits for it
-                for worker in set(multiprocessing.active_children()) - set(others):
-                    worker.terminate()
-                raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _runs(variants: Iterable[str], quick: bool) -> dict[str, tuple[str, int]]:
+    """Name of a run -> its variant and seed."""
+    seeds = range(QUICK_SEEDS if quick else SEEDS)
+    return {f"{variant.replace('/', '-')}-seed{seed}": (variant, seed) for variant in variants for seed in seeds}
 
 
-def _result(future: concurrent.futures.Future[float], run: str) -> float:
-    try:
-        return future.result()
-    except BrokenProcessPool as error:
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def _ended(name: str, status: int) -> None:
+    if status:
+        why = "; killed, as by the system when memory runs out: fewer --workers take less" * (status < 0)
         raise RunError(
-            f"a process of the runs was killed, as by the system when memory runs out; {KEPT}; fewer --workers take "
-            "less memory"
-        ) from error
-    except Exception as error:
-        raise RunError(f"{run}: {type(error).__name__}: {error}; {KEPT}") from error
+            f"{name} ended with status {status}{why}; runs that are whole are kept, and the same command goes on"
+        )
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def _make(options: argparse.Namespace) -> int:
+    """Train runs one after the other in this process, as long as the one that began it lives."""
+    runs, parent, begun = _runs(protocol(), options.quick), os.getppid(), time.monotonic()
+    count, tell = len(options.runs), speaker(options.quiet)
+    for done, name in enumerate(options.runs, start=1):
+        if os.getppid() != parent:
+            return 1
+        score = train_one(config_of(*runs[name], options.quick), _file(options.folder, name))
+        left = (time.monotonic() - begun) / done * (count - done) / 60
+        tell(f"{name}: {score:.3f}; {done} of {count} runs of this process, about {left:.0f} minutes left")
+    return 0
 
 
-def _begin(threads: int) -> None:
-    """In a worker, which ends with its parent, however that ends."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    import torch
-
-    torch.set_num_threads(threads)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def main(arguments: Sequence[str]) -> int:
+    """A worker of `train_runs`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m studies.paper.training")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
+    options = parser.parse_args(arguments)
+    return guarded("studies.paper", lambda: _make(options))
 
 
 def train_one(config: Config, file: Path) -> float:
@@ -284,3 +272,7 @@ def _is_of(file: Path, config: Config, tell: Say) -> bool:
 def _read(file: Path, seed: int) -> TrainedRun:
     tree = read_json(file)
     return TrainedRun(seed=seed, evaluations=tree["evaluations"], rows=tree["rows"], environment=tree["environment"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
