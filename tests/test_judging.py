@@ -1,4 +1,4 @@
-"""`eval` of several sources, `compare` and `votes`, as a user types them; test_scores.py tests the intervals."""
+"""`eval` of several sources and `compare`, as a user types them; test_scores.py tests the intervals."""
 
 import csv
 import dataclasses
@@ -512,7 +512,7 @@ def test_votes_are_counted_for_the_first_source(study: Path, capsys: pytest.Capt
     ties = sides[:7].count("dance")
     assert (rates[3].wins, rates[3].same, rates[3].losses) == (4, ties, 0)
     assert rates[3].share == pytest.approx((4 + ties / 2) / (4 + ties))
-    assert main(["votes", str(key), *map(str, files)]) == 0
+    assert main(["compare", "--votes", str(key), *map(str, files)]) == 0
     out = capsys.readouterr().out
     assert "ours vs. flow" in out
     assert "2 voters" in out
@@ -525,7 +525,7 @@ def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: 
     content = json.loads(good.read_text())
 
     def refused(message: str, *files: Path, key: Path = key) -> None:
-        assert main(["votes", str(key), *map(str, files)]) == 2
+        assert main(["compare", "--votes", str(key), *map(str, files)]) == 2
         assert message in capsys.readouterr().err
 
     def changed(**values: object) -> Path:
@@ -541,6 +541,7 @@ def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: 
     refused("holds no vote", changed(votes={}))
     refused("expected a file that the blind page saved", changed(votes=[]))
     refused("no such file", tmp_path / "none.json")
+    refused("expected the file of at least one voter")
     refused("no key of a blind page", good, key=good)
 
 

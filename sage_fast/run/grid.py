@@ -54,17 +54,6 @@ class Cell:
         return Path(self.config.output)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command, without settings."""
-    parser.add_argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)")
-    parser.add_argument("--slurm", metavar="FILE", help="write an array job, one element a run, instead of running")
-    parser.add_argument(
-        "--cell", metavar="NAME", help="only this run, in this process, as an element of the array does"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-
-
 def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """The command.
 

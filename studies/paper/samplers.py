@@ -234,7 +234,7 @@ def _on_testbed(
     """Of the base model's videos for held-out prompts, and of true clips that were encoded and decoded."""
     from sage_fast.run.setup import load_setup
     from sage_fast.testbed.model import allow_batches
-    from sage_fast.testbed.pretrain import encode_prompts
+    from scripts.pretrain_testbed import encode_prompts
 
     setup = load_setup(shipped("demo"), rewards=False)
     setup.encode(None, quiet=True)

@@ -1,11 +1,13 @@
-"""Pre-trains the testbed's base model: an autoencoder on rendered videos, then a flow-matching transformer on latents.
+"""Pre-train the testbed's base model, which ships in sage_fast/testbed/base: python scripts/pretrain_testbed.py FOLDER
 
-Beside them it trains the held-out judge, a classifier of clips and of their corruptions.
+An autoencoder on rendered videos, then a flow-matching transformer on its latents. Beside them the held-out judge, a
+classifier of clips and of their corruptions.
 
 The base is under-trained on purpose.  It draws recognisable shapes that often are the wrong shape, blurred, or move the
 wrong way, which leaves reinforcement learning something to improve.
 """
 
+import argparse
 import copy
 import json
 import math
@@ -29,7 +31,7 @@ KL_WEIGHT = 5e-4
 
 
 def pretrain(
-    output: Path,
+    folder: Path,
     *,
     seed: int = 0,
     vae_steps: int = 9000,
@@ -42,32 +44,32 @@ def pretrain(
     judge_batch: int = 32,
     quiet: bool = False,
 ) -> None:
-    """Trains the autoencoder, the transformer and the judge and writes `vae/`, `transformer/`, `judge/` to `output`.
+    """Train the autoencoder, the transformer and the judge; write `vae/`, `transformer/` and `judge/` into `folder`.
 
     Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights. A part that
-    `output` holds already is kept; each has random numbers of its own.
+    `folder` holds already is kept; each has random numbers of its own.
     """
-    output.mkdir(parents=True, exist_ok=True)  # first, since what follows takes minutes
+    folder.mkdir(parents=True, exist_ok=True)  # first, since what follows takes minutes
 
     def missing(part: str) -> bool:
         torch.manual_seed(seed)  # for the initial weights; all data comes from generators
-        return not (output / part).exists()
+        return not (folder / part).exists()
 
     with torch.random.fork_rng(devices=[]):
         if missing("judge"):
             judge = train_judge(torch.Generator().manual_seed(seed), steps=judge_steps, batch=judge_batch, quiet=quiet)
-            judge.half().save_pretrained(output / "judge")
+            judge.half().save_pretrained(folder / "judge")
         if missing("vae"):
             vae = train_vae(seed, steps=vae_steps, decoder_steps=decoder_steps, batch=vae_batch, quiet=quiet)
-            vae.half().save_pretrained(output / "vae")
+            vae.half().save_pretrained(folder / "vae")
         if missing("transformer"):
-            vae, generator = load_vae(output), torch.Generator().manual_seed(seed)
+            vae, generator = load_vae(folder), torch.Generator().manual_seed(seed)
             latents = vae.config.scaling_factor * encode_prompts(vae, train_prompts(), videos_per_prompt, generator)
             transformer = train_flow(latents, generator, steps=steps, batch=batch, quiet=quiet)
-            transformer.half().save_pretrained(output / "transformer")
+            transformer.half().save_pretrained(folder / "transformer")
 
     record = {
-        "command": f"sage-fast testbed pretrain FOLDER --seed {seed}",
+        "command": f"python scripts/pretrain_testbed.py FOLDER --seed {seed}",
         "seed": seed,
         "vae_steps": vae_steps,
         "decoder_steps": decoder_steps,
@@ -79,7 +81,7 @@ def pretrain(
         "judge_batch": judge_batch,
         "torch": torch.__version__.split("+")[0],
     }
-    (output / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
+    (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def train_vae(seed: int, *, steps: int, decoder_steps: int, batch: int, quiet: bool) -> AutoencoderKLHunyuanVideo15:
@@ -222,3 +224,11 @@ def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Pre-train the testbed's base model and its judge.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    pretrain(**vars(parser.parse_args()))
