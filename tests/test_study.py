@@ -179,7 +179,8 @@ def test_a_claim_from_the_runs_to_the_page(
         ("no-ema", "0"),
         ("no-ema", "1"),
     ]
-    assert (tmp_path / "results" / "ema.png").read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in (tmp_path / "results").iterdir()} == {"ema.csv", "ema.svg"}
+    assert (tmp_path / "results" / "ema.svg").read_bytes().startswith(b"<?xml")
     page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
     for shown in (page, text):
         assert "no verdict of a claim that trains means anything" in shown

@@ -102,7 +102,7 @@ def test_quick_findings(claim: Claim) -> None:
     finding = claim.find(QUICK)
     assert finding.rows
     assert not re.search(r"nan|inf", finding.text)
-    assert picture(finding.draw, claim.size, "png", claim.name).startswith(b"\x89PNG")
+    assert picture(finding.draw, claim.size, "svg", claim.name).startswith(b"<?xml")
 
 
 def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,8 @@ def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sde", "--eta", "1.4"]) == 0
     assert "\ncps\n" not in capsys.readouterr().out
     # Nothing is noisy, which no logarithm shows; rounding of the schedule at shift 0.1; no column runs into the next.
-    assert main(["sde", "--eta", "0", "--shift", "0.1", "--figure", str(file)]) == 0
+    assert main(["sde", "--eta", "0", "--shift", "0.1", "--figure", str(file.with_suffix(".png"))]) == 0
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     assert main(["sde", "--eta", "10", "--steps", "4"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if re.match(" +[0-3] ", line)]

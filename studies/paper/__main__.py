@@ -49,7 +49,7 @@ def _study(options: argparse.Namespace) -> int:
     (folder / "results").mkdir(parents=True, exist_ok=True)  # before hours of work
     variants = dict.fromkeys(variant for claim in chosen for variant in claim.variants)
     runs_of = folder / ("runs-quick" if options.quick else "runs")  # neither replaces the other's
-    runs = training.train_runs(variants, runs_of, quick=options.quick, workers=workers, tell=say)
+    runs = training.train_runs(variants, runs_of, quick=options.quick, workers=workers, quiet=options.quiet)
     material = Material(quick=options.quick, runs=runs)
     findings = {}
     for claim in chosen:

@@ -25,11 +25,10 @@ ABOUT_QUICK = "Made with `--quick`: no verdict of a claim that trains means anyt
 
 
 def write_finding(claim: Claim, finding: Finding, folder: Path) -> None:
-    """`<claim>.csv`, `.svg` and `.png`."""
+    """Write `<claim>.csv` and `<claim>.svg`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"{claim.name}.csv", data(finding))
-    for kind in ("svg", "png"):
-        write_atomic(folder / f"{claim.name}.{kind}", picture(finding.draw, claim.size, kind, claim.name))
+    write_atomic(folder / f"{claim.name}.svg", picture(finding.draw, claim.size, "svg", claim.name))
 
 
 def data(finding: Finding) -> str:
@@ -86,7 +85,7 @@ def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protoc
             "",
         ]
         lines += [f"![{claim.title}](results/{claim.name}.svg)", "", finding.text, ""]
-        lines += [f"[Data](results/{claim.name}.csv), [PNG](results/{claim.name}.png)."]
+        lines += [f"[Data](results/{claim.name}.csv)."]
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,7 @@ import yaml
 
 from sage_fast.cli import guarded
 from sage_fast.config import Config
-from sage_fast.console import Say, say, speaker
+from sage_fast.console import Say, speaker
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, write_json
 from sage_fast.report.scores import Difference, difference_of_runs, mean_and_half, means_by_prompt
@@ -155,7 +155,7 @@ def full_size(config: Config) -> Config:
 
 
 def train_runs(
-    variants: Iterable[str], folder: Path, *, quick: bool, workers: int, tell: Say
+    variants: Iterable[str], folder: Path, *, quick: bool, workers: int, quiet: bool
 ) -> dict[str, list[TrainedRun]]:
     """Read the runs of these variants, after making those that `folder` lacks.
 
@@ -166,7 +166,7 @@ def train_runs(
         RunError: a process of the runs failed or was killed.
         Stopped: a signal came.
     """
-    runs = _runs(dict.fromkeys(variants), quick)
+    runs, tell = _runs(dict.fromkeys(variants), quick), speaker(quiet)
     missing = [name for name, run in runs.items() if not _is_of(_file(folder, name), config_of(*run, quick), tell)]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def train_runs(
         tell(f"{len(runs)} runs, {len(missing)} of them to be made, {workers} at once")
         # `env`, since the number of threads is fixed when torch is imported.
         command = ["env", f"OMP_NUM_THREADS={max((os.cpu_count() or 1) // workers, 1)}", *WORKER, str(folder)]
-        command += ["--quick"] * quick + ["--quiet"] * (tell is not say)
+        command += ["--quick"] * quick + ["--quiet"] * quiet
         jobs = [(f"process {i + 1}", [*command, *missing[i::workers]]) for i in range(workers)]
         run_many(jobs, _ended, workers=workers)
     found: dict[str, list[TrainedRun]] = {}
