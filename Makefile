@@ -5,6 +5,7 @@
 # make docs   install, build the documentation into site/: open site/index.html
 # make soak   every fault that a run must survive, 100 of them at random moments (writes docs/stopping.md's table), and long tests
 # make bench  operator benchmarks
+# make reproduce  the study of the paper's claims (docs/results.md), hours: CLAIMS="ema --quick"
 # make gpu    prove and measure everything on a GPU without network: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
 # make gpu-stack  what of it needs no GPU, under the software of such a machine: .venv-gpu-stack, 7 GB; docs/gpu.md
 
@@ -16,8 +17,9 @@ SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
 WHEELS ?= wheels
 OUT ?= runs/gpu
+CLAIMS ?= all
 
-.PHONY: install demo test check docs soak bench gpu gpu-stack clean
+.PHONY: install demo test check docs soak bench reproduce gpu gpu-stack clean
 
 install: $(VENV)/installed
 
@@ -56,6 +58,9 @@ soak: install
 
 bench: install
 	$(BIN)/python -m pytest benchmarks
+
+reproduce: install
+	$(BIN)/python -m studies.paper $(CLAIMS)
 
 gpu:
 	PYTHON=$(PYTHON) scripts/gpu.sh $(WHEELS) $(OUT) $(PARTS)

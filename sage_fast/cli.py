@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The `sage-fast` command. Nothing heavy is imported before a command needs it: `--help` answers at once."""
+"""The `sage-fast` command: one table, `COMMANDS`. Nothing heavy is imported before a command needs it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import select
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sage_fast import __version__, judging
+from sage_fast import __version__
 from sage_fast.errors import RunError, Stopped, UserError, reason
 from sage_fast.files import make_folder_of, writing
 from sage_fast.profiling import ranges, tools_of_environment
-from sage_fast.reproduce import command as reproducing
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import Config
@@ -32,9 +31,49 @@ Any setting of the YAML file can be given on the command line, such as
 --sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
-WITH_SETTINGS = ("train", "embed", "grid", "sample", "eval", "serve-reward", "profile")
 PIPE_CLOSED = 141
 """Exit status of a command whose reader went away, as in `sage-fast train --help | head`."""
+
+Options = argparse.Namespace
+Overrides = dict[str, str]
+Run = Callable[[Options, Overrides], int]
+
+
+class Command(NamedTuple):
+    """
+    Attributes:
+        help: one line, which begins with a verb.
+        arguments: what `add_argument` is given for each.
+        run: returns the exit status.
+        settings: every setting is an option too; `run` gets those that are given as overrides.
+    """
+
+    help: str
+    arguments: Sequence[tuple[tuple[str, ...], dict[str, Any]]]
+    run: Run
+    settings: bool
+
+
+COMMANDS: dict[str, Command] = {}
+"""In the order of the help."""
+
+
+def command(name: str, help: str, *arguments: Any, settings: bool = False) -> Callable[[Run], Run]:
+    """Put a command, which the function below runs, into `COMMANDS`."""
+
+    def register(run: Run) -> Run:
+        COMMANDS[name] = Command(help, arguments, run, settings)
+        return run
+
+    return register
+
+
+def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """An argument of a command, as `add_argument` takes it."""
+    return names, options
+
+
+# -- the parser and the exit status -----------------------------------------------------------------------------------
 
 
 def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
@@ -51,139 +90,68 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sage-fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False, formatter_class=_Help)
-        if name in WITH_SETTINGS:
-            command.usage = f"sage-fast {name} CONFIG [OPTION ...] [--SETTING VALUE ...]"
-            command.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
-        if name in show_settings:
+    for name, (text, arguments, _, settings) in COMMANDS.items():
+        subparser = commands.add_parser(
+            name, help=text, description=text, allow_abbrev=False,
+            formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=8),  # settings have long names
+        )  # fmt: skip
+        if settings:
+            first = arguments[0][1]
+            several = f" [{first['metavar']} ...]" if first.get("nargs") == "+" else ""
+            subparser.usage = f"sage-fast {name} {first['metavar']}{several} [OPTION ...] [--SETTING VALUE ...]"
+            subparser.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
+        if settings and name in show_settings:
             from sage_fast.config.load import add_settings
 
-            command.epilog = "A setting is given as --key.path VALUE or --key.path=VALUE, the value as in YAML."
-            add_settings(command)
-        return command
-
-    init = add("init", "write a configuration, a reward and prompts into a folder, to start from")
-    init.add_argument("folder", metavar="FOLDER", help="new, or without files of those names")
-    init.add_argument(
-        "--config", metavar="NAME", default="demo",
-        help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), paper-480p or official-480p (the authors' code)",
-    )  # fmt: skip
-
-    train = add("train", "train a policy; leaves a run folder with weights, metrics, videos and a report")
-    train.add_argument("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
-    train.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
-    train.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
-    train.add_argument(
-        "--resume", action="store_true", help="continue the run in the output folder, with its own settings"
-    )
-    train.add_argument("--quiet", action="store_true", help="print nothing but errors")
-
-    embed = add("embed", "encode all prompts into data.embedding_cache, so that training loads no text encoder")
-    embed.add_argument("config", metavar="CONFIG", help="YAML file")
-    embed.add_argument("--prompts", metavar="FILE", help="instead of data.prompts and data.eval_prompts")
-    embed.add_argument("--quiet", action="store_true", help="print nothing but errors")
-
-    sample = add("sample", "make videos with the ODE")
-    sample.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    sample.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    sample.add_argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, .jsonl or .csv")
-    sample.add_argument("--folder", default="samples", help="where the MP4 files go (default: samples)")
-    sample.add_argument("--quiet", action="store_true", help="no progress bar")
-
-    judging.add_parsers(add)
-    reproducing.add_parsers(add)
-
-    serve = add("serve-reward", "score videos for other runs, over HTTP")
-    serve.add_argument("config", metavar="CONFIG", help="YAML file; its rewards are served")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="0: a free one (default: 8000)")
-
-    report = add("report", "write report.html of a run, again or while it is running")
-    report.add_argument("run", metavar="RUN", help="run folder")
-
-    bench = add("bench", "time the operators, the rollout or whole iterations against what stock code does")
-    bench.add_argument("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
-    bench.add_argument("--config", metavar="FILE", help="YAML file, for `bench iteration`")
-    bench.add_argument("--json", metavar="FILE", help="write every number there, after every row")
-    bench.add_argument("--size", action="append", help="a size such as '480p batch 4' (several times for several)")
-    bench.add_argument("--part", action="append", help="of `bench rollout`: forward, step, rollout, train, decode")
-    bench.add_argument("--path", action="append", help="of `bench rollout` or `iteration`: stock, eager, compiled, ...")
-    bench.add_argument("--budget", type=float, metavar="SECONDS", help="`bench rollout`: skip rows that do not fit")
-    bench.add_argument("--repetitions", type=int, default=15)
-    bench.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
-
-    from sage_fast.run.grid import add_options
-
-    add_options(add("grid", "train a grid of settings, here or as a Slurm array job; can be stopped and goes on"))
-
-    profile = add("profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it")
-    profile.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    profile.add_argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)")
-    profile.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
-    profile.add_argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu")
-
-    doctor = add("doctor", "check what is installed, whether it works and agrees, and how fast it is here")
-    doctor.add_argument("--json", metavar="FILE", help="write every row there")
-
-    actions = add("testbed", "the moving-shapes world").add_subparsers(dest="action", required=True, metavar="ACTION")
-    pretrain = actions.add_parser("pretrain", help="make the base model that is shipped", allow_abbrev=False)
-    pretrain.add_argument("folder", metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
-    pretrain.add_argument("--seed", type=int, default=0)
-    pretrain.add_argument("--quiet", action="store_true", help="no progress bar")
+            subparser.epilog = "A setting is given as --key.path VALUE or --key.path=VALUE, the value as in YAML."
+            add_settings(subparser)
+        for names, keywords in arguments:
+            subparser.add_argument(*names, **keywords)
     return parser
 
 
-class _Help(argparse.HelpFormatter):
-    """Names on a line of their own, since those of settings are long."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=8)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for a mistake of the user, 1 for a run that failed.
+    """Run a command; returns the exit status: 2 for a mistake of the user, 1 for a run that failed."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
 
-    Errors that are raised on purpose, and those of the operating system, are shown in one line; any other is a mistake
-    of the program or of a plug-in, and keeps its traceback.
+
+def guarded(name: str, command: Callable[[], int]) -> int:
+    """Run a command; returns its exit status.
+
+    Errors that are raised on purpose, and those of the operating system, become one line after `name`. Any other is a
+    mistake of the program or of a plug-in, and keeps its traceback.
     """
     try:
         try:
-            status = _run(list(sys.argv[1:] if arguments is None else arguments))
-        except SystemExit:  # argparse has printed the help
+            return command()
+        finally:
             sys.stdout.flush()
-            raise
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
-        return PIPE_CLOSED
+    except (UserError, RunError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+            return PIPE_CLOSED
+        print(f"{name}: {reason(error)}", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        return stopped.status
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(arguments: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
-        argcomplete.autocomplete(_parser(WITH_SETTINGS), always_complete_options=False)
+        argcomplete.autocomplete(_parser(COMMANDS), always_complete_options=False)
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     options, rest = _parser(["train"] if help_asked else ()).parse_known_args(arguments)
-    try:
-        overrides = _overrides(options.command, rest)
-        with ranges(*tools_of_environment()):
-            return _COMMANDS[options.command](options, overrides)
-    except (UserError, RunError) as error:
-        print(f"sage-fast {options.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
-            raise
-        print(f"sage-fast {options.command}: {reason(error)}", file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        return stopped.status
-    except KeyboardInterrupt:
-        return 130
+    overrides = _overrides(options.command, rest)
+    with ranges(*tools_of_environment()):
+        return COMMANDS[options.command].run(options, overrides)
 
 
 def _output_is_closed() -> bool:
@@ -193,29 +161,71 @@ def _output_is_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _overrides(command: str, rest: list[str]) -> dict[str, str]:
+def _overrides(command: str, rest: list[str]) -> Overrides:
     if not rest:
         return {}
     from sage_fast.config.load import overrides_of
 
     overrides = overrides_of(rest)
-    if command not in WITH_SETTINGS:
+    if not COMMANDS[command].settings:
         raise UserError(f"unknown option --{next(iter(overrides))}")
     return overrides
 
 
-def _tell(options: argparse.Namespace, *lines: str) -> None:
+def _tell(options: Options, *lines: str) -> None:
     """Print lines at once, on the first rank, unless --quiet."""
     if not getattr(options, "quiet", False) and os.environ.get("RANK", "0") == "0":
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
 
 
-def _tell_loading(options: argparse.Namespace) -> None:
+def _tell_loading(options: Options) -> None:
     """Say why nothing happens for the seconds that the next imports take."""
     _tell(options, f"sage-fast {options.command}: loading PyTorch and diffusers")
 
 
-def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
+    """Settings of a YAML file or run folder, and the iteration of its weights; tells which, and that loading begins."""
+    from sage_fast.run.weights import load_run
+
+    config, iteration = load_run(options.config, overrides, lambda line: _tell(options, line))
+    if iteration is not None:
+        _tell(options, f"weights of iteration {iteration}: {config.model.weights}")
+    _tell_loading(options)
+    return config, iteration or 0
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+@command(
+    "init",
+    "write a configuration, a reward and prompts into a folder, to start from",
+    argument("folder", metavar="FOLDER", help="new, or without files of those names"),
+    argument(
+        "--config", metavar="NAME", default="demo",
+        help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), paper-480p or official-480p (the authors' code)",
+    ),
+)  # fmt: skip
+def _init(options: Options, overrides: Overrides) -> int:
+    from sage_fast.run.init import init
+
+    print(init(Path(options.folder), options.config))
+    return 0
+
+
+@command(
+    "train",
+    "train a policy; leaves a run folder with weights, metrics, videos and a report",
+    argument("config", metavar="CONFIG", help="YAML file; with --resume also a run folder"),
+    argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop"),
+    argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs"),
+    argument(
+        "--resume", action="store_true", help="continue the run in the output folder, with its own settings"
+    ),
+    argument("--quiet", action="store_true", help="print nothing but errors"),
+    settings=True,
+)  # fmt: skip
+def _train(options: Options, overrides: Overrides) -> int:
     from sage_fast.config.load import load
     from sage_fast.run.resume import resumed_settings
 
@@ -244,7 +254,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _check_gpus(options: argparse.Namespace) -> None:
+def _check_gpus(options: Options) -> None:
     if options.gpus is None:
         return
     if options.gpus < 1:
@@ -256,18 +266,33 @@ def _check_gpus(options: argparse.Namespace) -> None:
         )
 
 
-def _load(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Config, int]:
-    """Settings of a YAML file or run folder, and the iteration of its weights; tells which, and that loading begins."""
-    from sage_fast.run.weights import load_run
+@command(
+    "embed",
+    "encode all prompts into data.embedding_cache, so that training loads no text encoder",
+    argument("config", metavar="CONFIG", help="YAML file"),
+    argument("--prompts", metavar="FILE", help="instead of data.prompts and data.eval_prompts"),
+    argument("--quiet", action="store_true", help="print nothing but errors"),
+    settings=True,
+)  # fmt: skip
+def _embed(options: Options, overrides: Overrides) -> int:
+    config, _ = _load(options, overrides)
+    from sage_fast.run.embed import embed_prompts
 
-    config, iteration = load_run(options.config, overrides, lambda line: _tell(options, line))
-    if iteration is not None:
-        _tell(options, f"weights of iteration {iteration}: {config.model.weights}")
-    _tell_loading(options)
-    return config, iteration or 0
+    _tell(options, embed_prompts(config, options.prompts, quiet=options.quiet))
+    return 0
 
 
-def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+@command(
+    "sample",
+    "make videos with the ODE",
+    argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
+    argument("--prompt", action="append", default=[], help="may be given several times"),
+    argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, .jsonl or .csv"),
+    argument("--folder", default="samples", help="where the MP4 files go (default: samples)"),
+    argument("--quiet", action="store_true", help="no progress bar"),
+    settings=True,
+)  # fmt: skip
+def _sample(options: Options, overrides: Overrides) -> int:
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
     config, _ = _load(options, overrides)
@@ -283,27 +308,132 @@ def _sample(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _grid(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.run.grid import grid
+@command(
+    "eval",
+    "score runs, checkpoints or videos on the held-out prompts, with intervals",
+    argument(
+        "source", metavar="SOURCE", nargs="+",
+        help="YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it",
+    ),
+    argument(
+        "--scorer", action="append", default=[], metavar="NAME", help="a further reward (several times for several)"
+    ),
+    argument("--folder", help="new or empty: takes the videos, the table, and a page with both"),
+    argument("--json", metavar="FILE", help="write every score there"),
+    argument("--quiet", action="store_true", help="no progress bar"),
+    settings=True,
+)  # fmt: skip
+def _eval(options: Options, overrides: Overrides) -> int:
+    from sage_fast.run.sources import read_sources, settings_for, told
 
-    return grid(options, overrides)
+    make_folder_of(options.json)
+    tell = functools.partial(_tell, options)
+    sources = read_sources(options.source, overrides, tell)
+    config = settings_for(sources, overrides)
+    tell(*told(sources, config))
+    _tell_loading(options)
+    from sage_fast.run.eval_command import run_eval
 
-
-def _embed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    config, _ = _load(options, overrides)
-    from sage_fast.run.embed import embed_prompts
-
-    _tell(options, embed_prompts(config, options.prompts, quiet=options.quiet))
+    run_eval(
+        sources,
+        config,
+        scorers=options.scorer,
+        folder=None if options.folder is None else Path(options.folder),
+        json=None if options.json is None else Path(options.json),
+        quiet=options.quiet,
+        tell=tell,
+    )
     return 0
 
 
-def _serve_reward(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+@command(
+    "compare",
+    "lay runs over each other on one page, make a blind study of their videos, or count its votes",
+    argument(
+        "run", metavar="RUN", nargs="*", help="run folder, or folder with videos.csv; LABEL=RUN names it"
+    ),
+    argument("--folder", default="comparison", help="where the pages go (default: comparison)"),
+    argument("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)"),
+    argument(
+        "--blind", type=int, metavar="N",
+        help="in place of that page, one that asks which is better in N pairs of videos of the first and each other",
+    ),
+    argument("--seed", type=int, default=0, help="with --blind: of the pairs, their order and their sides"),
+    argument(
+        "--votes", nargs="+", metavar=("KEY", "VOTES"),
+        help="instead: win rates with intervals, from blind-key.json, which lies beside the blind page, and a file of "
+             "each voter",
+    ),
+)  # fmt: skip
+def _compare(options: Options, overrides: Overrides) -> int:
+    if options.votes:
+        return _count_votes(options)
+    from sage_fast.run.sources import labelled
+
+    if not options.run:
+        raise UserError("give at least one RUN, or --votes KEY VOTES")
+    if options.videos < 1:
+        raise UserError(f"--videos {options.videos}: expected at least 1")
+    sources = {label: Path(source) for label, source in labelled(options.run).items()}
+    _tell(options, f"sage-fast compare: reading {', '.join(sources)}")
+    from sage_fast.report.blind import blind_study
+    from sage_fast.report.compare import write_compare
+
+    folder = Path(options.folder)
+    if options.blind is None:
+        print(write_compare(sources, folder, options.videos))
+    else:
+        print(*blind_study(sources, options.blind, options.seed, folder), sep="\n")
+    return 0
+
+
+def _count_votes(options: Options) -> int:
+    key, *files = map(Path, options.votes)
+    if options.run or options.blind is not None:
+        raise UserError("--votes KEY VOTES counts the votes of a page that is there: it goes without runs and --blind")
+    if not files:
+        raise UserError(f"--votes {key}: expected the file of at least one voter after it")
+    from sage_fast.report.blind import count_votes, format_win_rates
+
+    print(format_win_rates(*count_votes(key, files)))
+    return 0
+
+
+@command(
+    "sde",
+    "print and draw the transitions of the samplers: noise, excess noise, equalizer weights, warnings",
+    argument("--steps", type=int, default=20, help="default: 20"),
+    argument("--shift", type=float, default=5.0, help="default: 5"),
+    argument("--eta", type=float, default=1.0, help="default: 1"),
+    argument("--sampler", action="append", default=[], metavar="NAME", help="may be given several times"),
+    argument("--figure", metavar="FILE", help="draw them there, as .svg or .png"),
+)  # fmt: skip
+def _sde(options: Options, overrides: Overrides) -> int:
+    from sage_fast.tools.sde import sde
+
+    return sde(options)
+
+
+@command(
+    "serve-reward",
+    "score videos for other runs, over HTTP",
+    argument("config", metavar="CONFIG", help="YAML file; its rewards are served"),
+    argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)"),
+    argument("--port", type=int, default=8000, help="0: a free one (default: 8000)"),
+    settings=True,
+)  # fmt: skip
+def _serve(options: Options, overrides: Overrides) -> int:
     from sage_fast.run.serve import serve_reward
 
     return serve_reward(options.config, overrides, options.host, options.port)
 
 
-def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+@command(
+    "report",
+    "write report.html of a run, again or while it is running",
+    argument("run", metavar="RUN", help="run folder"),
+)  # fmt: skip
+def _report(options: Options, overrides: Overrides) -> int:
     _tell(options, f"sage-fast report: reading {options.run}")
     from sage_fast.report.page import write_report
 
@@ -311,7 +441,20 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+@command(
+    "bench",
+    "time the operators, the rollout or whole iterations against what stock code does",
+    argument("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators"),
+    argument("--config", metavar="FILE", help="YAML file, for `bench iteration`"),
+    argument("--json", metavar="FILE", help="write every number there, after every row"),
+    argument("--size", action="append", help="a size such as '480p batch 4' (several times for several)"),
+    argument("--part", action="append", help="of `bench rollout`: forward, step, rollout, train, decode"),
+    argument("--path", action="append", help="of `bench rollout` or `iteration`: stock, eager, compiled, ..."),
+    argument("--budget", type=float, metavar="SECONDS", help="`bench rollout`: skip rows that do not fit"),
+    argument("--repetitions", type=int, default=15),
+    argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU"),
+)  # fmt: skip
+def _bench(options: Options, overrides: Overrides) -> int:
     _tell_loading(options)
     make_folder_of(options.json)
     from sage_fast.measure.command import bench
@@ -319,61 +462,59 @@ def _bench(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return bench(options)
 
 
-def _profile(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+@command(
+    "grid",
+    "train a grid of settings, here or as a Slurm array job; can be stopped and goes on",
+    argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)"),
+    argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)"),
+    argument("--slurm", metavar="FILE", help="write an array job, one element a run, instead of running"),
+    argument(
+        "--cell", metavar="NAME", help="only this run, in this process, as an element of the array does"
+    ),
+    argument("--quiet", action="store_true", help="print nothing but errors"),
+    settings=True,
+)  # fmt: skip
+def _grid(options: Options, overrides: Overrides) -> int:
+    from sage_fast.run.grid import grid
+
+    return grid(options, overrides)
+
+
+@command(
+    "profile",
+    "time one iteration by phase and by kernel; prints the nsys and ncu commands for it",
+    argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
+    argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)"),
+    argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)"),
+    argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu"),
+    settings=True,
+)  # fmt: skip
+def _profile(options: Options, overrides: Overrides) -> int:
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
     config, _ = _load(options, overrides)
     from sage_fast.measure.profile import format_profile, profile_iteration
 
+    folder, window_only = Path(options.folder), options.window_only
     result = profile_iteration(
-        config,
-        options.config,
-        overrides,
-        folder=Path(options.folder),
-        warmup=options.warmup,
-        window_only=options.window_only,
+        config, options.config, overrides, folder=folder, warmup=options.warmup, window_only=window_only
     )
     print(format_profile(result))
     return 0
 
 
-def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+@command(
+    "doctor",
+    "check what is installed, whether it works and agrees, and how fast it is here",
+    argument("--json", metavar="FILE", help="write every row there"),
+)  # fmt: skip
+def _doctor(options: Options, overrides: Overrides) -> int:
     _tell_loading(options)
     make_folder_of(options.json)
     from sage_fast.measure.doctor import doctor
 
     return doctor(options.json)
 
-
-def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    _tell_loading(options)
-    from sage_fast.testbed.pretrain import pretrain
-
-    pretrain(Path(options.folder), seed=options.seed, quiet=options.quiet)
-    return 0
-
-
-def _init(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from sage_fast.run.init import init
-
-    print(init(Path(options.folder), options.config))
-    return 0
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace, dict[str, str]], int]] = {
-    "init": _init,
-    "train": _train,
-    "grid": _grid,
-    "embed": _embed,
-    "sample": _sample,
-    "serve-reward": _serve_reward,
-    "report": _report,
-    "bench": _bench,
-    "profile": _profile,
-    "doctor": _doctor,
-    "testbed": _testbed,
-    **{name: functools.partial(command, _tell) for name, command in (judging.COMMANDS | reproducing.COMMANDS).items()},
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ from sage_fast.errors import RewardError, UserError
 from sage_fast.files import read_metrics
 from sage_fast.measure.plan import format_plan, plan
 from sage_fast.policy.text import collate
-from sage_fast.report.comparison import read_scores
+from sage_fast.report.scores import read_scores
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint

@@ -27,12 +27,12 @@ from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.errors import RunError, UserError
 from sage_fast.files import read_json, read_metrics
-from sage_fast.report.comparison import paired_table, read_scores
 from sage_fast.report.page import checks, read_run, write_report
+from sage_fast.report.scores import paired_table, read_scores
 from sage_fast.run.resume import resumed_settings
 from sage_fast.run.weights import load_run
-from tests.test_comparison import scores
 from tests.test_report import row
+from tests.test_scores import scores
 
 
 def cases(count: int) -> Callable[[Any], Any]:

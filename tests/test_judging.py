@@ -1,4 +1,4 @@
-"""`eval` of several sources, `compare` and `votes`, as a user types them; test_statistics.py tests the intervals."""
+"""`eval` of several sources and `compare`, as a user types them; test_scores.py tests the intervals."""
 
 import csv
 import dataclasses
@@ -18,8 +18,8 @@ import yaml
 from sage_fast.cli import main
 from sage_fast.errors import RewardError, UserError
 from sage_fast.report.blind import CRITERIA, count_votes
-from sage_fast.report.comparison import paired_table
 from sage_fast.report.hacking import changes, verdict
+from sage_fast.report.scores import paired_table
 from sage_fast.report.videos import for_browser, read_video, save_mp4
 from sage_fast.report.videoset import (
     VideoSet,
@@ -36,8 +36,8 @@ from sage_fast.run.eval_command import short_names
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_scoring
 from sage_fast.run.sources import labelled
-from tests.test_comparison import evaluation, scores
 from tests.test_report import row, write_rows
+from tests.test_scores import evaluation, scores
 from tests.tiny import settings
 
 DEMO = str(Path(__file__).parent.parent / "configs" / "demo.yaml")
@@ -512,7 +512,7 @@ def test_votes_are_counted_for_the_first_source(study: Path, capsys: pytest.Capt
     ties = sides[:7].count("dance")
     assert (rates[3].wins, rates[3].same, rates[3].losses) == (4, ties, 0)
     assert rates[3].share == pytest.approx((4 + ties / 2) / (4 + ties))
-    assert main(["votes", str(key), *map(str, files)]) == 0
+    assert main(["compare", "--votes", str(key), *map(str, files)]) == 0
     out = capsys.readouterr().out
     assert "ours vs. flow" in out
     assert "2 voters" in out
@@ -525,7 +525,7 @@ def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: 
     content = json.loads(good.read_text())
 
     def refused(message: str, *files: Path, key: Path = key) -> None:
-        assert main(["votes", str(key), *map(str, files)]) == 2
+        assert main(["compare", "--votes", str(key), *map(str, files)]) == 2
         assert message in capsys.readouterr().err
 
     def changed(**values: object) -> Path:
@@ -541,6 +541,7 @@ def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: 
     refused("holds no vote", changed(votes={}))
     refused("expected a file that the blind page saved", changed(votes=[]))
     refused("no such file", tmp_path / "none.json")
+    refused("expected the file of at least one voter")
     refused("no key of a blind page", good, key=good)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sage_fast.policy.hunyuan import add_lora
 from sage_fast.policy.projection import Projection, gelu, with_room
-from sage_fast.reproduce.adapter import responses
+from studies.paper.adapter import responses
 from tests.test_forward import PROMPTS, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer
 

@@ -17,10 +17,10 @@ from PIL import Image
 
 from sage_fast.files import read_metrics
 from sage_fast.report import charts
-from sage_fast.report.comparison import paired_table
 from sage_fast.report.page import checks, read_run, write_report
+from sage_fast.report.scores import paired_table
 from sage_fast.report.videos import save_mp4
-from tests.test_comparison import evaluation, scores
+from tests.test_scores import evaluation, scores
 
 
 def row(i, **changes):

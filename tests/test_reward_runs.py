@@ -17,7 +17,7 @@ import torch
 
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics, write_json
-from sage_fast.report.comparison import format_scores, paired_table
+from sage_fast.report.scores import format_scores, paired_table
 from sage_fast.rewards.http import HttpReward
 from sage_fast.run.checkpoint import best_checkpoint
 from sage_fast.run.setup import load_setup

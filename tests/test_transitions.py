@@ -7,8 +7,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from sage_fast.reproduce.mixture import Mixture, sample
 from sage_fast.transitions import SAMPLERS, sigma_schedule, transition_table
+from studies.paper.mixture import Mixture, sample
 
 STEPS = (1, 2, 3, 10, 37, 68, 100, 1000)
 SHIFTS = (0.1, 1.0, 3.0, 5.0, 9.0, 17.0)

@@ -15,7 +15,7 @@ from sage_fast.errors import UserError
 from sage_fast.files import read_json, write_atomic, write_json
 from sage_fast.report.compare import read_sets
 from sage_fast.report.html import data_address, render
-from sage_fast.report.statistics import Interval, share_interval
+from sage_fast.report.scores import Interval, share_interval
 from sage_fast.report.videoset import Key, VideoSet
 
 CRITERIA = ("Visual quality", "Motion quality", "Semantic alignment")

@@ -10,7 +10,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -20,9 +20,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 
 from sage_fast.profiling import PHASES, WAIT
-from sage_fast.report.comparison import LARGEST
+from sage_fast.report.scores import LARGEST
 
 Row = Mapping[str, Any]
+Draw = Callable[[Figure], None]
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
 TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
@@ -55,6 +56,10 @@ STYLE: Any = {
     "lines.linewidth": 1.5,
     "svg.fonttype": "none",
 }
+
+_ON_WHITE: Any = {
+    key: "#22252a" if "color" in key.lower() and "grid" not in key else value for key, value in STYLE.items()
+} | {"grid.color": "#b9bcc0", "axes.edgecolor": "#8a8f98", "xtick.color": "#8a8f98", "ytick.color": "#8a8f98"}
 
 METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "reward/mean": ("Training reward", "mean over the batch", {}),
@@ -109,6 +114,34 @@ def themed_svg(figure: Figure, name: str, description: str) -> str:
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" ', r"<svg \1", text, count=1)
     text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
     return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
+
+
+def picture(draw: Draw, size: tuple[float, float], kind: str, name: str) -> bytes:
+    """A figure on white as `svg` or `png`; the same figure gives the same bytes.
+
+    Args:
+        draw: draws into an empty figure, whose colours and fonts are set.
+        size: inches.
+        kind: `svg` or `png`.
+        name: salt of the SVG's ids.
+    """
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({**_ON_WHITE, "svg.hashsalt": name, "savefig.facecolor": "white"}):
+        metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+        _drawn(draw, size).savefig(buffer, format=kind, dpi=160, metadata=metadata)
+    return buffer.getvalue()
+
+
+def inline_picture(draw: Draw, size: tuple[float, float], name: str, title: str) -> str:
+    """The same figure as an `<svg>` element in the colours of its page."""
+    with matplotlib.rc_context(STYLE):
+        return themed_svg(_drawn(draw, size), name, html.escape(title))
+
+
+def _drawn(draw: Draw, size: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    return figure
 
 
 def _finish_axes(axes: Axes, xlabel: str, ylabel: str) -> None:

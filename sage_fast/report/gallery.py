@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.files import write_atomic
-from sage_fast.report.comparison import extremes
 from sage_fast.report.html import cell_of, render
+from sage_fast.report.shown import extremes
 from sage_fast.report.videoset import (
     Key,
     Row,

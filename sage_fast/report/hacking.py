@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sage_fast.metrics import JUDGE_PART
-from sage_fast.report.comparison import PairedRow, hacking, mean_and_error, paired_table
+from sage_fast.report.scores import PairedRow, as_float, columns_of, hacking, mean_and_error, paired_table
 
 Evaluations = Mapping[str, Mapping[str, Any]]
 """Name (`before`, `iteration-000010`, `after`) -> scores."""
@@ -64,8 +64,7 @@ def changes(evaluations: Evaluations) -> dict[str, dict[int, tuple[float, float]
     tables: dict[int, list[PairedRow]] = {scores["iteration"]: paired_table(first, scores) for scores in ordered}
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for name in ("reward", *judges):
-        values = first["reward"] if name == "reward" else first["parts"].get(name, [])
-        finite = [value for value in values if value is not None and math.isfinite(value)]
+        finite = [value for value in map(as_float, columns_of(first).get(name, [])) if math.isfinite(value)]
         unit = float(np.std(finite)) if finite else 0.0
         rows = {i: row for i, table in tables.items() for row in table if row.name == name}
         points = {

@@ -9,17 +9,19 @@ from typing import Any
 
 import jinja2
 
-from sage_fast.report.comparison import format_number
+from sage_fast.report.scores import format_number
 from sage_fast.report.videos import for_browser, poster
 
 
-def render(template: str, **values: Any) -> str:
-    """A page from a template of this folder; whatever it is given is escaped."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+def render(template: str | Path, **values: Any) -> str:
+    """A page from a template: one of this folder by name, or any file, which may extend those. Values are escaped."""
+    here = Path(__file__).parent
+    file = here / template
+    loader = jinja2.FileSystemLoader([file.parent, here])
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["number"] = shown_number
     environment.filters["dash"] = lambda text: text.replace("-", "\N{MINUS SIGN}") or "\N{EN DASH}"
-    return environment.get_template(template).render(**values)
+    return environment.get_template(file.name).render(**values)
 
 
 def shown_number(value: float | None, digits: int = 3, sign: bool = False) -> str:

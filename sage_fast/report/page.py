@@ -18,19 +18,19 @@ from sage_fast.files import read_json, read_metrics, write_atomic
 from sage_fast.metrics import JUDGE_PART, REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
-from sage_fast.report.comparison import (
+from sage_fast.report.hacking import changes, verdict
+from sage_fast.report.html import cell_of, render
+from sage_fast.report.scores import (
     TOO_FEW,
     PairedRow,
+    columns_of,
     format_number,
     hacking,
     mean_and_error,
     paired_table,
     read_scores,
-    scores_of,
-    shown_pairs,
 )
-from sage_fast.report.hacking import changes, verdict
-from sage_fast.report.html import cell_of, render
+from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.report.videos import numbered
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
@@ -287,8 +287,7 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _only(scores: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
     """Name, mean and standard error of a single evaluation."""
-    named = {"reward": scores["reward"], **scores["parts"]}
-    return [(name, *mean_and_error(scores["prompts"], values)) for name, values in named.items()]
+    return [(name, *mean_and_error(scores["prompts"], values)) for name, values in columns_of(scores).items()]
 
 
 def _label(data: Run, name: str | None) -> str:
@@ -331,8 +330,7 @@ def points_of(data: Run, name: str) -> dict[int, tuple[float, float]]:
     """Mean of a score, and its standard error or NaN, at each evaluated iteration."""
     points = {}
     for scores in data.evaluations.values():
-        values = scores["reward"] if name == "reward" else scores["parts"].get(name, [])
-        mean, error = mean_and_error(scores["prompts"], values)
+        mean, error = mean_and_error(scores["prompts"], columns_of(scores).get(name, []))
         if math.isfinite(mean):
             points[int(scores["iteration"])] = (mean, math.nan if error is None else error)
     return points

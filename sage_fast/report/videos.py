@@ -24,7 +24,7 @@ from torch import Tensor
 from sage_fast.distributed import rank
 from sage_fast.errors import UserError
 from sage_fast.files import aside, read_json
-from sage_fast.report.comparison import scores_of, shown_pairs
+from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.rewards.frames import evenly_spaced
 
 MIN_SIDE = 128

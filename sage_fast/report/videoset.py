@@ -20,8 +20,15 @@ from typing import Any
 
 from sage_fast.errors import UserError, nearest
 from sage_fast.files import VIDEOS, write_atomic
-from sage_fast.report.comparison import TOO_FEW, format_number
-from sage_fast.report.statistics import Interval, bootstrap_interval, means_by_prompt
+from sage_fast.report.scores import (
+    TOO_FEW,
+    Interval,
+    as_float,
+    bootstrap_interval,
+    columns_of,
+    format_number,
+    means_by_prompt,
+)
 from sage_fast.report.videos import numbered
 
 SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".webp", ".gif", ".png")
@@ -69,12 +76,11 @@ class VideoSet:
 
 def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) -> VideoSet:
     """From an evaluation (`eval/*.json`) and its files by number."""
-    named = {"reward": scores["reward"], **scores["parts"]}
     return VideoSet(
         label=label,
         prompts=list(scores["prompts"]),
         seeds=list(scores["seeds"]),
-        scores={name: [math.nan if v is None else float(v) for v in values] for name, values in named.items()},
+        scores={name: [as_float(value) for value in values] for name, values in columns_of(scores).items()},
         files=[files.get(number) for number in range(len(scores["prompts"]))],
     )
 

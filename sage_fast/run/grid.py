@@ -25,20 +25,20 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from sage_fast.errors import RunError, Stopped, UserError, nearest
-from sage_fast.files import read_json, read_metrics, write_atomic
+from sage_fast.files import read_json, write_atomic
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import Config
 
 KEYS = ("base", "output", "seeds", "axes")
-SUMMARY = "summary.md"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -52,18 +52,6 @@ class Cell:
     @property
     def run(self) -> Path:
         return Path(self.config.output)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of the command, without settings."""
-    parser.add_argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)")
-    parser.add_argument("--slurm", metavar="FILE", help="write an array job, one element a run, instead of running")
-    parser.add_argument(
-        "--cell", metavar="NAME", help="only this run, in this process, as an element of the array does"
-    )
-    parser.add_argument("--summary", action="store_true", help="only print the table and write summary.md")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors and the table")
 
 
 def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
@@ -86,12 +74,11 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
             f"{file}: {len(cells)} runs; submit it here, with what your site asks for: sbatch {shlex.quote(str(file))}"
         )
         return 0
-    failed: dict[str, int] = {}
-    try:
-        if not options.summary:
-            _run_all(options, overrides, cells, failed)
-    finally:
-        print(write_summary(cells, failed))
+    failed = _run_all(options, overrides, cells)
+    if not options.quiet:
+        finished = [str(cell.run) for cell in cells if is_finished(cell)]
+        print(f"{len(finished)} of {len(cells)} runs are finished", end="")
+        print(f"; to compare them: {shlex.join(['sage-fast', 'compare', *finished])}" if finished else "")
     if failed:
         names = ", ".join(f"{name} (status {status})" for name, status in failed.items())
         raise RunError(f"{len(failed)} of {len(cells)} runs failed: {names}; the same command tries them again")
@@ -206,50 +193,72 @@ def _run_cell(cell: Cell, *, quiet: bool) -> int:
     return 0
 
 
-def _run_all(
-    options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell], failed: dict[str, int]
-) -> None:
-    """One cell after the other; `failed` is told the exit status of those that fail."""
+def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell]) -> dict[str, int]:
+    """Run one cell after the other; returns the exit status of those that fail."""
     launcher = [sys.executable]
     if options.gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
-    for number, cell in enumerate(cells, start=1):
-        if is_finished(cell):
-            continue
-        if not options.quiet:
-            print(f"run {number} of {len(cells)}: {cell.name}", flush=True)
-        status = _child([*launcher, "-m", "sage_fast", *_words(options, overrides), "--cell", cell.name])
-        if status != 0:
-            failed[cell.name] = status
+
+    def jobs() -> Iterator[tuple[str, list[str]]]:
+        for number, cell in enumerate(cells, start=1):
+            if not is_finished(cell):
+                if not options.quiet:
+                    print(f"run {number} of {len(cells)}: {cell.name}", flush=True)
+                yield cell.name, [*launcher, "-m", "sage_fast", *_words(options, overrides), "--cell", cell.name]
+
+    statuses: dict[str, int] = {}
+    run_many(jobs(), statuses.__setitem__)
+    return {name: status for name, status in statuses.items() if status}
 
 
-def _child(command: Sequence[str]) -> int:
-    """Exit status of a process, which is handed on the signals that come; it is not in the terminal's group, where it
-    would get them twice.
+def run_many(
+    jobs: Iterable[tuple[str, Sequence[str]]], ended: Callable[[str, int], object], *, workers: int = 1
+) -> None:
+    """Run commands as processes of their own, `workers` at once.
+
+    A signal is handed on to those that run, and begins no other. They are not in the terminal's group, where they would
+    get it twice. If `ended` raises, those that run are terminated.
+
+    Args:
+        jobs: name and command; each is drawn when its process is about to begin.
+        ended: called with the name and the exit status of each that ends by itself.
 
     Raises:
-        Stopped: a signal came.
+        Stopped: a signal came, and all have ended.
     """
-    child: subprocess.Popen[bytes] | None = None
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    waiting = iter(jobs)
     came: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        if child is not None:
+        for child in running.values():
             child.send_signal(number)
 
     before = {number: signal.signal(number, hand_on) for number in SIGNALS}
     try:
-        child = subprocess.Popen(command, start_new_session=True)
-        if came:  # before there was a child
-            child.send_signal(came[0])
-        status = child.wait()
+        while True:
+            while not came and len(running) < workers and (job := next(waiting, None)):
+                name, command = job
+                running[name] = subprocess.Popen(command, start_new_session=True)
+                if came:  # before there was a child
+                    running[name].send_signal(came[0])
+            if not running:
+                break
+            time.sleep(0.05)
+            for name, child in list(running.items()):
+                if (status := child.poll()) is not None:
+                    del running[name]
+                    if not came:
+                        ended(name, status)
     finally:
+        for child in running.values():
+            child.terminate()
+            child.wait()
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if came:
         raise Stopped(came[0])
-    return status
 
 
 def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[str]:
@@ -269,49 +278,3 @@ def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells:
     }
     text = (files("sage_fast.run") / "array.sbatch").read_text(encoding="utf-8")
     return re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
-COLUMNS = ("run", "status", "iterations", "reward before", "after", "gain ± 2 std. errors", "judge, gains")
-
-
-def write_summary(cells: Sequence[Cell], failed: Mapping[str, int]) -> str:
-    """Write the table of all cells as Markdown into the folder of the grid; returns it as text for a terminal."""
-    rows = []
-    for cell in cells:
-        try:
-            rows.append(_row(cell, failed.get(cell.name)))
-        except UserError as error:  # a damaged file of one run
-            rows.append((cell.name, f"unreadable: {error}", *[""] * (len(COLUMNS) - 2)))
-    folder = cells[0].run.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-    write_atomic(folder / SUMMARY, "".join(f"| {' | '.join(line)} |\n" for line in lines))
-    widths = [max(len(line[column]) for line in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in (COLUMNS, *rows)]
-    return "\n".join([*table, f"{folder / SUMMARY}"])
-
-
-def _row(cell: Cell, status: int | None) -> tuple[str, ...]:
-    """A cell as the files of its run tell it: held-out scores before training and of the last evaluation."""
-    from sage_fast.metrics import JUDGE_PART
-    from sage_fast.report.comparison import PairedRow, format_number, paired_table, read_scores
-
-    done = len(read_metrics(cell.run / "metrics.jsonl"))
-    begun = (cell.run / "config.yaml").is_file()
-    said = f"failed ({status})" if status else "finished" if is_finished(cell) else "stopped" if begun else "not begun"
-    iterations = f"{done} of {cell.config.train.iterations}"
-    first, later = cell.run / "eval" / "before.json", sorted((cell.run / "eval").glob("iteration-*.json"))
-    last = [file for file in (*later, cell.run / "eval" / "after.json") if file.is_file()]
-    if not first.is_file() or not last:
-        return cell.name, said, iterations, "", "", "", ""
-
-    def gain(row: PairedRow) -> str:
-        error = f" ± {format_number(2 * row.standard_error, 4)}" if row.standard_error is not None else ""
-        return f"{format_number(row.difference, 4, sign=True)}{error}"
-
-    reward, *parts = paired_table(read_scores(first), read_scores(last[-1]))
-    judged = [f"{row.name.removeprefix(JUDGE_PART)} {gain(row)}" for row in parts if row.name.startswith(JUDGE_PART)]
-    scores = (format_number(reward.before, 4), format_number(reward.after, 4), gain(reward))
-    return cell.name, said, iterations, *scores, ", ".join(judged)

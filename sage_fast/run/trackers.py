@@ -23,7 +23,7 @@ from sage_fast.config.schema import Config
 from sage_fast.console import Say, say_nothing, say_wrapped
 from sage_fast.errors import RunError, UserError, nearest
 from sage_fast.files import append_line, read_metrics, write_atomic
-from sage_fast.report.comparison import mean_and_error
+from sage_fast.report.scores import mean_and_error
 
 CHANCES = 3
 """Calls of a tracker that may fail before it is left out."""

@@ -23,9 +23,9 @@ from sage_fast.files import aside, read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.optimizers import check_optimizer
 from sage_fast.policy.hunyuan import State, numel
-from sage_fast.report.comparison import format_number, format_paired_table, paired_table, read_scores
 from sage_fast.report.hacking import verdict
 from sage_fast.report.page import write_report
+from sage_fast.report.scores import format_number, format_paired_table, paired_table, read_scores
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
 from sage_fast.rollout.schedule import check_log_prob, check_trainable
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint

@@ -13,9 +13,9 @@ from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate
 from sage_fast.seeding import sample_seeds
 from sage_fast.testbed.model import BASE, TestbedTransformer, load_vae
-from sage_fast.testbed.pretrain import pretrain
 from sage_fast.testbed.text import embed
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, render, train_prompts
+from scripts.pretrain_testbed import pretrain
 from tests.tiny import embeddings
 
 REWARD = TestbedReward()

@@ -1,0 +1,1 @@
+"""Small tools that need no run."""

@@ -1,0 +1,234 @@
+"""Pre-train the testbed's base model, which ships in sage_fast/testbed/base: python scripts/pretrain_testbed.py FOLDER
+
+An autoencoder on rendered videos, then a flow-matching transformer on its latents. Beside them the held-out judge, a
+classifier of clips and of their corruptions.
+
+The base is under-trained on purpose.  It draws recognisable shapes that often are the wrong shape, blurred, or move the
+wrong way, which leaves reinforcement learning something to improve.
+"""
+
+import argparse
+import copy
+import json
+import math
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15
+from torch import Tensor
+
+from sage_fast.console import progress, speaker
+from sage_fast.testbed.corruptions import ATTRIBUTES, random_clip
+from sage_fast.testbed.judge import JudgeNetwork, judge_loss
+from sage_fast.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
+from sage_fast.testbed.text import embed
+from sage_fast.testbed.world import BACKGROUND, all_scenes, parse, render, train_prompts
+
+SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real model
+PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
+EMA_DECAY = 0.998
+KL_WEIGHT = 5e-4
+
+
+def pretrain(
+    folder: Path,
+    *,
+    seed: int = 0,
+    vae_steps: int = 9000,
+    decoder_steps: int = 6000,
+    steps: int = 1300,
+    vae_batch: int = 4,
+    batch: int = 64,
+    videos_per_prompt: int = 32,
+    judge_steps: int = 2500,
+    judge_batch: int = 32,
+    quiet: bool = False,
+) -> None:
+    """Train the autoencoder, the transformer and the judge; write `vae/`, `transformer/` and `judge/` into `folder`.
+
+    Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights. A part that
+    `folder` holds already is kept; each has random numbers of its own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)  # first, since what follows takes minutes
+
+    def missing(part: str) -> bool:
+        torch.manual_seed(seed)  # for the initial weights; all data comes from generators
+        return not (folder / part).exists()
+
+    with torch.random.fork_rng(devices=[]):
+        if missing("judge"):
+            judge = train_judge(torch.Generator().manual_seed(seed), steps=judge_steps, batch=judge_batch, quiet=quiet)
+            judge.half().save_pretrained(folder / "judge")
+        if missing("vae"):
+            vae = train_vae(seed, steps=vae_steps, decoder_steps=decoder_steps, batch=vae_batch, quiet=quiet)
+            vae.half().save_pretrained(folder / "vae")
+        if missing("transformer"):
+            vae, generator = load_vae(folder), torch.Generator().manual_seed(seed)
+            latents = vae.config.scaling_factor * encode_prompts(vae, train_prompts(), videos_per_prompt, generator)
+            transformer = train_flow(latents, generator, steps=steps, batch=batch, quiet=quiet)
+            transformer.half().save_pretrained(folder / "transformer")
+
+    record = {
+        "command": f"python scripts/pretrain_testbed.py FOLDER --seed {seed}",
+        "seed": seed,
+        "vae_steps": vae_steps,
+        "decoder_steps": decoder_steps,
+        "steps": steps,
+        "vae_batch": vae_batch,
+        "batch": batch,
+        "videos_per_prompt": videos_per_prompt,
+        "judge_steps": judge_steps,
+        "judge_batch": judge_batch,
+        "torch": torch.__version__.split("+")[0],
+    }
+    (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def train_vae(seed: int, *, steps: int, decoder_steps: int, batch: int, quiet: bool) -> AutoencoderKLHunyuanVideo15:
+    """An autoencoder of rendered videos: both halves, then the decoder alone, which is cheaper and what is seen."""
+    vae = allow_batches(tiny_vae()).train()
+    # A shape covers a tenth of the frame; without a weight the autoencoder would blur it first.
+    _reconstruct(vae, seed, steps=steps, batch=batch, foreground=8.0, quiet=quiet)
+    vae.half().float()  # the decoder learns to read the encoder that is stored
+    vae.encoder.requires_grad_(False)
+    # What stays wrong is a haze over the background: most of the frame, of which each pixel weighs little.
+    _reconstruct(vae, seed, steps=decoder_steps, batch=batch, foreground=3.0, quiet=quiet)
+    latents = encode_prompts(vae.eval(), train_prompts(), 1, torch.Generator().manual_seed(seed))
+    vae.register_to_config(scaling_factor=1.0 / latents.std().item())
+    return vae
+
+
+def _reconstruct(
+    vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, batch: int, foreground: float, quiet: bool
+) -> None:
+    """Train what requires gradients on freshly rendered videos; a pixel of a shape weighs 1 + `foreground`."""
+    for weight in vae.parameters():
+        if weight.ndim == 5:  # a fifth faster with channels innermost, weights and input alike
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = train_prompts()
+    optimizer = torch.optim.AdamW(
+        [p for p in vae.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.99), weight_decay=1e-4
+    )
+    error = kl = torch.zeros(())
+    for step in progress(range(steps), "autoencoder", steps, quiet=quiet):
+        _set_cosine_lr(optimizer, 1e-3, step, steps)
+        picks = torch.randint(len(prompts), (batch,), generator=generator).tolist()
+        video = _to_vae(torch.stack([render(parse(prompts[i]), generator) for i in picks]))
+        video = video.contiguous(memory_format=torch.channels_last_3d)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            posterior = vae.encode(video).latent_dist
+            mean, logvar = posterior.mean.float(), posterior.logvar.float()
+            noise = torch.randn(mean.shape, generator=generator)
+            decoded = vae.decode(mean + torch.exp(0.5 * logvar) * noise).sample.float()
+        error = decoded - video
+        weight = 1.0 + foreground * (video > 2 * BACKGROUND - 0.9).any(dim=1, keepdim=True)
+        kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
+        _update(optimizer, (weight * error.abs()).mean() + KL_WEIGHT * kl)
+    rms = error.detach().square().mean().sqrt()
+    speaker(quiet)(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
+
+
+@torch.no_grad()
+def encode_prompts(
+    vae: AutoencoderKLHunyuanVideo15, prompts: list[str], videos_per_prompt: int, generator: torch.Generator
+) -> Tensor:
+    """float32 [prompts, videos_per_prompt, *LATENT_SHAPE], unscaled: the posterior means of freshly rendered videos."""
+    latents = []
+    for prompt in prompts:
+        videos = torch.stack([render(parse(prompt), generator) for _ in range(videos_per_prompt)])
+        latents.append(vae.encode(_to_vae(videos)).latent_dist.mode())
+    return torch.stack(latents)
+
+
+def train_flow(
+    latents: Tensor, generator: torch.Generator, *, steps: int, batch: int, quiet: bool
+) -> TestbedTransformer:
+    """Flow matching on scaled latents [train prompts, videos, *LATENT_SHAPE]; returns the averaged weights."""
+    model = TestbedTransformer().train()
+    average = copy.deepcopy(model).eval().requires_grad_(False)
+    text = torch.stack([embed(prompt) for prompt in train_prompts()])
+    no_text = embed("")[None]
+    unprompted = round(PROMPT_DROPOUT * batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
+    for step in progress(range(steps), "transformer", steps, quiet=quiet):
+        _set_cosine_lr(optimizer, 2e-3, step, steps)
+        prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
+        x0 = latents[prompt, torch.randint(latents.shape[1], (batch,), generator=generator)]
+        noise = torch.randn(x0.shape, generator=generator)
+        u = torch.rand(batch, generator=generator)
+        sigma = SHIFT * u / (1.0 + (SHIFT - 1.0) * u)
+        s = sigma[:, None, None, None, None]
+        x, target = (1.0 - s) * x0 + s * noise, noise - x0
+        # Two forwards rather than one with padding: no masks, and prompts of different lengths never meet.
+        rows = ((slice(0, unprompted), no_text.expand(unprompted, -1, -1)), (slice(unprompted, None), text[prompt]))
+        loss = torch.zeros(())
+        for part, words in rows:
+            if x[part].shape[0] > 0:
+                v = velocity(model, x[part], sigma[part], words[-x[part].shape[0] :])
+                loss = loss + (v - target[part]).square().sum() / target.numel()
+        _update(optimizer, loss)
+        decay = min(EMA_DECAY, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0 - decay)
+    speaker(quiet)(f"transformer: loss {loss.detach():.3f} in the last step")
+    return average
+
+
+def train_judge(generator: torch.Generator, *, steps: int, batch: int, quiet: bool) -> JudgeNetwork:
+    """A judge of clips of all 96 captions, clean and corrupted."""
+    judge = JudgeNetwork().train()
+    scenes = all_scenes()
+    optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3, weight_decay=1e-2)
+    for step in progress(range(steps), "judge", steps, quiet=quiet):
+        _set_cosine_lr(optimizer, 2e-3, step, steps)
+        chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
+        videos, clean, told = zip(*(random_clip(scene, generator) for scene in chosen))
+        told_by_attribute = {attribute: torch.tensor([row[attribute] for row in told]) for attribute in ATTRIBUTES}
+        loss = judge_loss(judge, torch.stack(videos), chosen, torch.tensor(clean), told_by_attribute)
+        _update(optimizer, loss)
+    speaker(quiet)(f"judge: loss {loss.detach():.3f} in the last step")
+    return judge.eval()
+
+
+def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+    """The network's v [B, *LATENT_SHAPE] at latents x, noise levels sigma [B] and word vectors text [B, L, D]."""
+    rows = x.shape[0]
+    condition_and_mask = x.new_zeros(rows, model.config.in_channels - x.shape[1], *x.shape[2:])
+    output: Tensor = model(
+        hidden_states=torch.cat([x, condition_and_mask], dim=1),
+        timestep=1000.0 * sigma,
+        encoder_hidden_states=text,
+        encoder_attention_mask=x.new_ones(text.shape[:2]),
+        encoder_hidden_states_2=x.new_zeros(rows, 0, model.config.text_embed_2_dim),
+        encoder_attention_mask_2=x.new_zeros(rows, 0),
+        image_embeds=x.new_zeros(rows, 0, model.config.image_embed_dim),
+        return_dict=False,
+    )[0]
+    return output
+
+
+def _to_vae(videos: Tensor) -> Tensor:
+    """[B, F, 3, H, W] in [0, 1] -> [B, 3, F, H, W] in [-1, 1]."""
+    return 2.0 * videos.transpose(1, 2) - 1.0
+
+
+def _set_cosine_lr(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int, warmup: int = 50) -> None:
+    scale = min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+    for group in optimizer.param_groups:
+        group["lr"] = peak * scale
+
+
+def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Pre-train the testbed's base model and its judge.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    pretrain(**vars(parser.parse_args()))

@@ -1,0 +1,73 @@
+"""`python -m studies.paper`: decide claims of the paper on the testbed, and write what was found."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_fast.cli import guarded
+from sage_fast.errors import UserError, nearest
+
+PROGRAM = "python -m studies.paper"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition(": ")[2], allow_abbrev=False)
+    parser.add_argument("claims", nargs="+", metavar="CLAIM", help="names of claims, `all`, or `list` to print them")
+    parser.add_argument("--quick", action="store_true", help="two seeds and three iterations: shows that it works")
+    parser.add_argument("--output", metavar="FOLDER", help="default: runs/reproduce, or runs/reproduce-quick")
+    parser.add_argument("--workers", type=int, metavar="N", help="runs at once (default: the number of cores)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    return parser.parse_args(arguments)
+
+
+def _study(options: argparse.Namespace) -> int:
+    if not options.quiet:
+        print("loading PyTorch and diffusers", flush=True)
+    from sage_fast.console import speaker
+    from studies.paper import page, training
+    from studies.paper.claims import CLAIMS
+    from studies.paper.finding import Material
+
+    known = {claim.name: claim for claim in CLAIMS}
+    if "list" in options.claims:
+        print("\n".join(f"{name:<18} {claim.says} ({claim.source})" for name, claim in known.items()))
+        return 0
+    for name in options.claims:
+        if name != "all" and name not in known:
+            raise UserError(f"claim {name!r}: {nearest(name, ['all', 'list', *known])}")
+    workers = (os.cpu_count() or 1) if options.workers is None else options.workers
+    if workers < 1:
+        raise UserError(f"--workers {workers}: expected at least 1")
+    say = speaker(options.quiet)
+    chosen = [claim for name, claim in known.items() if name in options.claims or "all" in options.claims]
+    folder = Path(options.output or ("runs/reproduce-quick" if options.quick else "runs/reproduce"))
+    (folder / "results").mkdir(parents=True, exist_ok=True)  # before hours of work
+    variants = dict.fromkeys(variant for claim in chosen for variant in claim.variants)
+    runs_of = folder / ("runs-quick" if options.quick else "runs")  # neither replaces the other's
+    runs = training.train_runs(variants, runs_of, quick=options.quick, workers=workers, quiet=options.quiet)
+    material = Material(quick=options.quick, runs=runs)
+    findings = {}
+    for claim in chosen:
+        findings[claim] = finding = claim.find(material)
+        page.write_finding(claim, finding, folder / "results")
+        say(f"{claim.name}: {finding.verdict}. {finding.text}")
+    facts = training.facts(runs, f"{PROGRAM} {shlex.join(options.claims)}{' --quick' * options.quick}")
+    if others := [name for name, claim in known.items() if claim not in findings]:
+        facts["Not decided here"] = ", ".join(others)
+    print(page.write_pages(findings, folder, facts, training.protocol_text(), quick=options.quick))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the study; returns the exit status, as `sage-fast` does."""
+    options = _options(arguments)
+    return guarded("studies.paper", lambda: _study(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""How much of a small adapter a bfloat16 model answers to: one accumulation against peft's own forward.
+
+Eight layers, width 128, rank 16. The up-projections of all adapters are drawn with standard deviation `size`; the
+change of the velocity is compared with that of a float32 model of the same weights: the share is <d, d32> / |d32|^2.
+1 is faithful, 0 deaf. `ours` is one accumulation, `peft` the adapters' own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from sage_fast.report.charts import COLORS, GREY
+from studies.paper.finding import Claim, Finding, Material, Verdict
+
+if TYPE_CHECKING:
+    from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+
+SIZES, QUICK_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2), (1e-4, 1e-3)
+JUDGED = 1e-4
+"""Size of B's elements after the first updates of an adapter whose learning rate is 1e-4."""
+
+Shares = Mapping[tuple[float, str], tuple[float, float]]
+"""(size, path) -> mean share and its standard error."""
+
+
+@functools.cache
+def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
+    """The same weights in bfloat16 and in float32."""
+    from sage_fast.config.schema import ModelConfig
+    from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
+    from sage_fast.testbed.model import TestbedTransformer
+
+    policies = []
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        transformer = TestbedTransformer(in_channels=33, out_channels=16, num_layers=8, num_attention_heads=8)
+        for p in transformer.parameters():
+            p.data = p.data.to(torch.bfloat16).to(dtype)
+        add_lora(transformer.eval(), rank=16, alpha=16, targets=ModelConfig().lora_targets, seed=0)
+        policies.append(HunyuanVideo15Policy(transformer, dtype=dtype))
+    return policies[0], policies[1]
+
+
+@torch.no_grad()
+def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: bool) -> Tensor:
+    """With up-projections of this size; float64."""
+    from sage_fast.policy.text import TextEmbedding, collate
+    from sage_fast.testbed.text import TEXT_EMBED_DIM
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in policy.parameters().items():
+        if "lora_B" in name:
+            p.copy_(size * torch.randn(p.shape, generator=generator))
+    x = torch.randn(4, 16, 5, 8, 8, generator=generator)
+    words = TextEmbedding(text=torch.randn(7, TEXT_EMBED_DIM, generator=generator), glyphs=torch.zeros(0, 8))
+    text = collate([words] * len(x), x.device, policy.dtype)
+    conditioning = policy.condition(torch.full((len(x),), 0.6), text)
+    if not own_forward:
+        return policy.velocity(x, conditioning).double()
+    for projection in policy.forward.projections:
+        projection.room, projection._adapters = 0, []
+    return policy.forward(x.to(policy.dtype), conditioning).double()
+
+
+def responses(sizes: Sequence[float], path: str, seeds: int) -> dict[float, tuple[float, float]]:
+    """Size -> mean share over the seeds and its standard error."""
+    shares: dict[float, list[float]] = {size: [] for size in sizes}
+    for seed in range(seeds):
+        without = [velocity(policy, 0, seed, path == "peft") for policy in instances()]
+        for size in sizes:
+            change, exact = (
+                velocity(policy, size, seed, path == "peft") - base for policy, base in zip(instances(), without)
+            )
+            shares[size].append(float((change * exact).sum() / exact.square().sum()))
+    values = {size: torch.tensor(of) for size, of in shares.items()}
+    return {size: (float(of.mean()), float(of.std()) / seeds**0.5) for size, of in values.items()}
+
+
+def judge_responses(shares: Shares) -> Verdict:
+    """Whether one accumulation lets more of an adapter of size JUDGED through than peft does, by three standard
+    errors."""
+    (ours, ours_error), (peft, peft_error) = shares[JUDGED, "ours"], shares[JUDGED, "peft"]
+    sure = 3 * (ours_error**2 + peft_error**2) ** 0.5
+    if ours - peft > sure:
+        return "held"
+    return "not held" if ours - peft < -sure else "not decidable"
+
+
+def find_lora_response(material: Material) -> Finding:
+    """Random weights, no training."""
+    sizes, seeds = (QUICK_SIZES, 6) if material.quick else (SIZES, 24)
+    paths = {path: responses(sizes, path, seeds) for path in ("ours", "peft")}
+    shares = {(size, path): paths[path][size] for size in sizes for path in paths}
+
+    def told(path: str) -> str:
+        return ", ".join(f"{shares[size, path][0]:.2f} ± {shares[size, path][1]:.2f} at {size:g}" for size in sizes)
+
+    text = (
+        f"Of the change that an adapter makes to the velocity in float32, bfloat16 with one accumulation answers to a "
+        f"share of {told('ours')} (size of the elements of B; mean and standard error of {seeds} draws). With peft's "
+        f"own forward, which adds the adapter's output to one that is rounded already, it is {told('peft')}."
+    )
+    rows = [
+        {"size": size, "path": path, "share": share, "standard_error": error, "draws": seeds}
+        for (size, path), (share, error) in shares.items()
+    ]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for color, path in zip(COLORS, ("ours", "peft")):
+            mean, error = zip(*(shares[size, path] for size in sizes))
+            label = {"ours": "one accumulation", "peft": "stock peft"}[path]
+            axes.errorbar(sizes, mean, error, color=color, label=label, marker="o", markersize=4)
+        axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_xlabel("size of the elements of B")
+        axes.set_ylabel("share of the float32 response")
+        axes.legend(loc="lower right")
+
+    return Finding(verdict=judge_responses(shares), text=text, draw=draw, rows=rows)
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        name="lora-response",
+        title="What bfloat16 lets through of a young adapter",
+        source="beyond the paper",
+        says="In bfloat16, LoRA with one float32 accumulation lets more of a young adapter through than stock peft.",
+        find=find_lora_response,
+        size=(6.4, 3.4),
+    ),
+)

@@ -1,0 +1,97 @@
+"""Reward for compute: what a variant's run would cost on the 8.3 B model, and what it gains here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from sage_fast.measure.plan import plan
+from sage_fast.report.charts import BLUE, GREY, ORANGE
+from sage_fast.report.scores import holm
+from studies.paper.finding import LEVEL, SMALLEST, Claim, Finding, Material, Verdict
+from studies.paper.training import config_of, difference, full_size, mean_interval, protocol
+
+DEFAULT = "dual"
+"""The variant that has the settings of configs/demo.yaml."""
+
+
+def exaflops(variant: str) -> float:
+    """FLOPs of one iteration of the variant with the 8.3 B transformer, a LoRA, at 480 x 832 and 81 frames; 1e18."""
+    config = full_size(config_of(variant, 0))
+    return sum(flops for part, flops in plan(config).flops.items() if part != "forward") / 1e18
+
+
+def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Names of the (cost, gain) that no other has for at most the cost with more gain, by rising cost."""
+    found: list[str] = []
+    for name, (_, gain) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if not found or gain > points[found[-1]][1]:
+            found.append(name)
+    return found
+
+
+def _find(material: Material) -> Finding:
+    cost = {name: exaflops(name) for name in material.runs}
+    # Every evaluation is a point.
+    curves: dict[str, dict[int, tuple[float, float]]] = {}
+    for name, of in material.runs.items():
+        start, *later = zip(*(run.course().items() for run in of))
+        base = np.mean([score for _, score in start])
+        curves[name] = {
+            at[0][0]: (at[0][0] * cost[name], float(np.mean([score for _, score in at]) - base)) for at in later
+        }
+    last = max(i for curve in curves.values() for i in curve)
+    points = {f"{name}, {i} iterations": point for name, curve in curves.items() for i, point in curve.items()}
+    rows = [
+        {"variant": name, "iterations": i, "exaflops": flops, "gain": gain}
+        for name, curve in curves.items()
+        for i, (flops, gain) in curve.items()
+    ]
+    on_front = front(points)
+    ends = {name: mean_interval(of) for name, of in material.runs.items()}
+    cheaper = [name for name in material.runs if cost[name] <= cost[DEFAULT] and name != DEFAULT]
+    ahead = holm({name: difference(material.runs[name], material.runs[DEFAULT]) for name in cheaper})
+    better = [name for name, of in ahead.items() if of.value > 0 and of.corrected < LEVEL]
+    best = max(cheaper, key=lambda name: ends[name][0])
+    listed = "; ".join(f"{name} ({points[name][0]:.1f} exaFLOPs, {points[name][1]:+.3f})" for name in on_front)
+    text = (
+        f"On the front of gain for cost are {listed} (before iteration {last} the learning rate had not fallen to 0, "
+        f"as at the end of a run; the front is the best of {len(points)} means, which flatters it). Of {len(cheaper)} "
+        f"variants that cost no more than the demo's settings {len(better)} end higher after the "
+        f"correction{': ' * bool(better)}{', '.join(better)}; the highest mean among "
+        f"them is {best}, {ahead[best]} (p {ahead[best].corrected:.2g})."
+    )
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for name, curve in curves.items():
+            axes.plot(
+                *zip(*curve.values()), color=ORANGE if name == DEFAULT else GREY, alpha=1 if name == DEFAULT else 0.35
+            )
+        axes.step(*zip(*(points[name] for name in on_front)), where="post", color=BLUE, linewidth=2)
+        for name in on_front:
+            axes.annotate(name, points[name], fontsize=7.5, xytext=(4, -9), textcoords="offset points")
+        axes.set_xscale("log")
+        for kind in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            kind("{x:g}")
+        axes.set_xlabel("exaFLOPs of the run with the 8.3 B model (sage-fast train --dry-run)")
+        axes.set_ylabel("gain of the held-out composite, mean of the seeds")
+
+    excluded = all(of.high < SMALLEST for of in ahead.values())
+    verdict: Verdict = "not held" if better else "held" if excluded else "not decidable"
+    return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
+
+
+CLAIMS = (
+    Claim(
+        name="compute",
+        title="Reward for compute",
+        source="beyond the paper",
+        says="No variant that costs as much or less than the demo's settings ends higher.",
+        find=_find,
+        variants=tuple(protocol()),
+        size=(10.0, 5.0),
+    ),
+)

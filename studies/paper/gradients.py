@@ -1,0 +1,244 @@
+"""The size of the gradient by noise level, with and without the equalizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from sage_fast.report.charts import COLORS, GREY
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.training import shipped
+
+if TYPE_CHECKING:
+    from sage_fast.console import Progress
+    from sage_fast.metrics import Metrics, Stopwatch
+    from sage_fast.rollout.batch import Batch
+    from sage_fast.rollout.schedule import Transition
+    from sage_fast.trainer import Trainer
+
+SETTINGS: Mapping[str, object] = {
+    "sampling.shift": 5.0,
+    "kl.strategy": "none",
+    "train.optimizer_steps": 1,
+    "train.parity_gate": False,
+}
+"""Over configs/demo.yaml: the paper's schedule, and one update that holds every step of every sample."""
+ORDER, SMALL = 10.0, 3.0
+"""Largest norm over smallest: the paper's "more than one order of magnitude", and what passes for "a small constant
+factor"."""
+MATCHES = 2.0
+"""Within what factor a prediction has to match the measured norms, both levelled at their geometric mean."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norms:
+    """By step, float64 `[T]`: means over the samples where they are of one sample.
+
+    Attributes:
+        sigma: at which the network is asked.
+        by_std: 1 / sqrt(Sigma_t), Eq. 37.
+        by_row: N_t = |b| / c, Eq. 38.
+        weight: S_t of the equalizer.
+        velocity: of the log-prob's gradient on the velocity, measured.
+        log_prob: of the log-prob's gradient on the trained weights, measured.
+        policy: of the policy gradient of all samples together on the trained weights, measured.
+    """
+
+    sigma: np.ndarray
+    by_std: np.ndarray
+    by_row: np.ndarray
+    weight: np.ndarray
+    velocity: np.ndarray
+    log_prob: np.ndarray
+    policy: np.ndarray
+
+
+def spread(norms: np.ndarray) -> float:
+    """Largest over smallest."""
+    return float(norms.max() / norms.min())
+
+
+def mismatch(norms: np.ndarray, predicted: np.ndarray) -> float:
+    """The factor by which a prediction is wrong at the worst step, after both were levelled."""
+    ratio = np.log(norms) - np.log(predicted)
+    return float(np.exp(np.abs(ratio - ratio.mean()).max()))
+
+
+def judge_law(norms: Norms) -> Verdict:
+    """Held if the policy gradient on the weights follows 1/sqrt(Sigma) and spreads over an order of magnitude."""
+    follows = mismatch(norms.policy, norms.by_std) < MATCHES
+    return "held" if follows and spread(norms.policy) > ORDER else "not held"
+
+
+def judge_equalizer(norms: Norms) -> Verdict:
+    """Held if it takes that spread from above an order of magnitude to a small factor."""
+    levels = spread(norms.policy) > ORDER and spread(norms.weight * norms.policy) < SMALL
+    return "held" if levels else "not held"
+
+
+def room_for_importance(norms: np.ndarray) -> float:
+    """What drawing steps in proportion to their norms, which is best, saves over drawing them evenly: the share of the
+    second moment of the gradient that is estimated, 1 - mean(norms)^2 / mean(norms^2)."""
+    return float(1 - norms.mean() ** 2 / (norms**2).mean())
+
+
+def find_law(material: Material) -> Finding:
+    """Figure 4 and Appendix A.5, on the testbed's base model with a new adapter."""
+    norms = measure_gradients(eta=0.5, groups=1 if material.quick else 4)
+    text = (
+        f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f} the norm of the log-prob's gradient on the "
+        f"velocity is N_t to a factor of {mismatch(norms.velocity, norms.by_row):.2f} at the worst step, where "
+        f"1/sqrt(Sigma) is off by {mismatch(norms.velocity, norms.by_std):.1f}. On the trained weights the policy "
+        f"gradient, which varies by a factor of {spread(norms.policy):.0f}, is off from 1/sqrt(Sigma) by "
+        f"{mismatch(norms.policy, norms.by_std):.1f} and from N_t by {mismatch(norms.policy, norms.by_row):.1f}."
+    )
+    return Finding(verdict=judge_law(norms), text=text, draw=lambda figure: _draw(figure, norms), rows=_rows(norms))
+
+
+def find_equalizer(material: Material) -> Finding:
+    """Caption of Figure 3, by the same measurement."""
+    norms = measure_gradients(eta=0.5, groups=1 if material.quick else 4)
+    equalized = norms.weight * norms.log_prob
+    text = (
+        f"The equalizer takes the ratio of the largest to the smallest norm from {spread(norms.velocity):.1f} to "
+        f"{spread(norms.weight * norms.velocity):.2f} on the velocity, and from {spread(norms.policy):.1f} to "
+        f"{spread(norms.weight * norms.policy):.1f} for the policy gradient on the weights. If a part of the steps is "
+        f"trained, drawing them in proportion to the measured norms instead of evenly would save "
+        f"{100 * room_for_importance(equalized):.1f} % of the gradient's second moment with the equalizer, and "
+        f"{100 * room_for_importance(norms.log_prob):.0f} % without."
+    )
+    rows = [
+        {name: row[name] for name in ("step", "sigma", "weight")}
+        | {f"equalized_{name}": row["weight"] * row[name] for name in ("velocity", "log_prob", "policy")}
+        for row in _rows(norms)
+    ]
+    return Finding(verdict=judge_equalizer(norms), text=text, draw=lambda figure: _draw(figure, norms), rows=rows)
+
+
+def _rows(norms: Norms) -> list[dict[str, float]]:
+    names = [field.name for field in dataclasses.fields(norms)]
+    return [{"step": t, **{n: float(getattr(norms, n)[t]) for n in names}} for t in range(len(norms.sigma))]
+
+
+@functools.cache
+def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
+    """One iteration of the trainer up to its update, on the testbed's base model.
+
+    Args:
+        eta: of the sampler, `sage`.
+        groups: of 8 samples each.
+        steps: of the schedule; the paper's 20.
+    """
+    from sage_fast.run.setup import load_setup
+    from sage_fast.trainer import Trainer
+
+    found: list[Tensor] = []
+
+    class Measuring(Trainer):
+        """Measures the gradients of an update in place of making it."""
+
+        def _update(
+            self,
+            batch: Batch,
+            mine: Sequence[Transition],
+            total: int,
+            metrics: Metrics,
+            watch: Stopwatch,
+            bar: Progress,
+        ) -> None:
+            found.extend(_gradients(self, batch, t) for t in range(len(batch.table)))
+
+    overlay = {
+        **SETTINGS,
+        "sampling.eta": eta,
+        "sampling.steps": steps,
+        "train.prompts_per_iteration": groups,
+    }
+    config = shipped("demo", overlay)
+    setup = load_setup(config)
+    setup.encode(None, quiet=True)
+    trainer = Measuring(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer.iteration(0)
+    velocity, log_prob, policy = torch.stack(found, 1).numpy()
+    table = trainer.full_table
+    return Norms(
+        sigma=table.sigmas[:-1].numpy(),
+        by_std=1 / table.c.numpy(),
+        by_row=table.gradient_scale().numpy(),
+        weight=table.equalizer().numpy(),
+        velocity=velocity,
+        log_prob=log_prob,
+        policy=policy,
+    )
+
+
+def _gradients(trainer: Trainer, batch: Batch, t: int) -> Tensor:
+    """Norms of `Norms` at step t, float64 `[3]`. At the weights of the rollout every ratio is 1, so the policy gradient
+    is the mean of A_i times the log-prob's."""
+    from sage_fast.ops import transition_score
+
+    rows, weights = batch.trajectories, trainer.engine.parameters
+    sizes, policy = [], torch.zeros(sum(w.numel() for w in weights), dtype=torch.float64)
+    for i, advantage in enumerate(batch.advantages.double()):
+        micro = [(i, t)]
+        x = rows.gather(rows.states, micro)
+        v = trainer.replay.velocity(batch, micro, x)
+        log_prob, _, _ = transition_score(x, rows.next_states(micro), v, batch.coefs, torch.tensor([t]))
+        of_v, *of_weights = torch.autograd.grad(log_prob.sum(), [v, *weights], allow_unused=True)
+        whole = torch.cat(
+            [(torch.zeros_like(w) if g is None else g).flatten() for w, g in zip(weights, of_weights)]
+        ).double()
+        sizes.append(torch.stack([of_v.double().norm(), whole.norm()]))
+        policy += advantage * whole / len(batch.advantages)
+    return torch.cat([torch.stack(sizes).mean(0), policy.norm()[None]])
+
+
+def _draw(figure: Figure, norms: Norms) -> None:
+    left, middle, right = figure.subplots(1, 3, sharey=True)
+    for axes, name, title in (
+        (left, "velocity", "on the velocity"),
+        (middle, "log_prob", "log-prob, on the weights"),
+        (right, "policy", "policy gradient, on the weights"),
+    ):
+        measured = getattr(norms, name)
+        size = np.exp(np.log(measured).mean())
+        axes.plot(norms.sigma, measured / size, color=COLORS[0], marker="o", markersize=3, label="measured")
+        axes.plot(
+            norms.sigma, norms.weight * measured / size, color=COLORS[2], marker="o", markersize=3, label="equalized"
+        )
+        for predicted, color, label in (
+            (norms.by_std, COLORS[5], "1/sqrt(Sigma)"),
+            (norms.by_row, GREY, "N_t = |b|/c"),
+        ):
+            level = np.exp(np.log(predicted).mean())
+            axes.plot(norms.sigma, predicted / level, "--", color=color, linewidth=1.2, label=label)
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=9.5)
+        axes.set_xlabel("sigma")
+    left.set_ylabel("norm of the gradient / its geometric mean")
+    left.legend(fontsize=8)
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        name="gradient-norm",
+        title="Size of the gradient by noise level",
+        source="paper, Figure 4 and Appendix A.5",
+        says="The gradient follows 1/sqrt(Sigma_t) and varies by more than one order of magnitude over the steps.",
+        find=find_law,
+    ),
+    Claim(
+        name="gradient-equalized",
+        title="What the equalizer levels",
+        source="paper, caption of Figure 3",
+        says="The equalizer brings the gradients of all steps to within a small constant factor.",
+        find=find_equalizer,
+    ),
+)

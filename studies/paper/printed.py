@@ -1,0 +1,129 @@
+"""Two formulas as the paper prints them, beside ours: the score below Eq. 7, and the feedback of Eq. 42."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+
+from sage_fast.config.schema import Feedback, KLConfig
+from sage_fast.objective import KLController
+from sage_fast.report.charts import COLORS, GREY
+from sage_fast.transitions import sigma_schedule, transition_table
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.mixture import Mixture, follow_printed_score, follow_table, sample
+
+STEPS, SHIFT, ETA = 40, 5.0, 1.0
+DRIFT = 0.15
+"""Sum of |share - 1/4| over the modes from which on they count as moved."""
+TARGET, BALANCE, UPDATES = 1e-4, 0.1, 80
+"""KL that is aimed at, the lambda at which the loop below has it, and updates."""
+STARTS = (0.01, 0.05, 1.0)
+"""Lambda at the start, all outside the band below; the bounds are a thousandth of BALANCE and a thousand times it."""
+BAND = (0.5, 1.5)
+"""Share of the target within which Eq. 42 leaves lambda alone."""
+
+
+def mode_drift(count: int) -> dict[str, float]:
+    """Score -> sum over the modes of |share of the samples - 1/4|: sampler `flow`, the first mode twice as far out."""
+    mixture = Mixture()
+    mixture.modes[0] *= 2
+    table = transition_table(sigma_schedule(STEPS, SHIFT), "flow", ETA)
+    steps = {"ours": follow_table, "printed": follow_printed_score}
+    shares = {name: mixture.shares(sample(mixture, table, count, seed=1, step=step)) for name, step in steps.items()}
+    return {name: float((of - 0.25).abs().sum()) for name, of in shares.items()}
+
+
+def closed_loop(feedback: Feedback, start: float) -> list[tuple[float, float]]:
+    """Lambda and KL of each update, from the controller of the trainer, where a larger lambda means a smaller KL:
+    KL = TARGET x BALANCE / lambda."""
+    controller = KLController(
+        KLConfig(
+            feedback=feedback,
+            target=TARGET,
+            warmup_steps=0,
+            lambda_min=BALANCE / 1000,
+            lambda_max=BALANCE * 1000,
+            lambda_limit=BALANCE * 1000,
+        )
+    )
+    controller.value = start
+    course = []
+    for _ in range(UPDATES):
+        kl = TARGET * BALANCE / controller.value
+        course.append((controller.value, kl))
+        controller.update(kl)
+    return course
+
+
+def arrives(course: list[tuple[float, float]]) -> bool:
+    """Whether the KL ends within the band around its target."""
+    return BAND[0] <= course[-1][1] / TARGET <= BAND[1]
+
+
+def judge_print(drift: Mapping[str, float], loops: Mapping[tuple[str, float], list[tuple[float, float]]]) -> Verdict:
+    """Held if the printed score keeps the modes and the printed feedback arrives from every start. Not decidable if
+    ours does not either."""
+
+    def good(score: str, feedback: str) -> bool:
+        return drift[score] < DRIFT and all(arrives(course) for (name, _), course in loops.items() if name == feedback)
+
+    if good("printed", "paper"):
+        return "held"
+    return "not held" if good("ours", "ppo") else "not decidable"
+
+
+def find_print(material: Material) -> Finding:
+    """Compare both, on data and in a loop where what is right is known."""
+    drift = mode_drift(1000 if material.quick else 10000)
+    names: tuple[Feedback, ...] = ("paper", "ppo")
+    loops: dict[tuple[str, float], list[tuple[float, float]]] = {
+        (name, start): closed_loop(name, start) for name in names for start in STARTS
+    }
+    verdict = judge_print(drift, loops)
+    arrived = {name: sum(arrives(loops[name, start]) for start in STARTS) for name in names}
+    far = [loops["paper", start][-1][1] / TARGET for start in STARTS]
+    text = (
+        f"With the score as printed, -(x - x0_hat)/s^2, the weights of four modes move by {drift['printed']:.2f} in "
+        f"L1, and with -(x - (1-s) x0_hat)/s^2 by {drift['ours']:.2f} (flow, {STEPS} steps, shift {SHIFT:g}, eta "
+        f"{ETA:g}). In a loop where KL = constant / lambda, Eq. 42 as printed brings the KL to its target from "
+        f"{arrived['paper']} of {len(STARTS)} starts outside its band, and after {UPDATES} updates leaves it between "
+        f"{min(far):.2g} and {max(far):.2g} times the target; the opposite direction does from "
+        f"{arrived['ppo']} of {len(STARTS)}."
+    )
+    rows: list[dict[str, object]] = [{"part": "score", "name": name, "drift": value} for name, value in drift.items()]
+    rows += [
+        {"part": "feedback", "name": name, "start": start, "update": update, "lambda": value, "kl": kl}
+        for (name, start), course in loops.items()
+        for update, (value, kl) in enumerate(course)
+    ]
+
+    def draw(figure: Figure) -> None:
+        left, middle, right = figure.subplots(1, 3, width_ratios=[1, 2, 2])
+        left.bar(list(drift), list(drift.values()), color=[COLORS[0], COLORS[1]], width=0.6)
+        left.set_title("drift of the modes", fontsize=9.5)
+        left.set_ylabel("sum of |share - 1/4|")
+        left.grid(axis="x", visible=False)
+        for (name, start), course in loops.items():
+            color, label = (COLORS[1], "printed") if name == "paper" else (COLORS[0], "opposite (ppo)")
+            for axes, values in ((middle, [value for value, _ in course]), (right, [kl for _, kl in course])):
+                axes.plot(values, color=color, label=label if start == STARTS[0] else None, linewidth=1.3)
+        right.axhspan(BAND[0] * TARGET, BAND[1] * TARGET, color=GREY, alpha=0.2, linewidth=0)
+        for axes, title in ((middle, "lambda"), (right, "KL; grey: around the target")):
+            axes.set_yscale("log")
+            axes.set_title(title, fontsize=9.5)
+            axes.set_xlabel("update")
+        middle.legend(fontsize=8)
+
+    return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        name="print",
+        title="The formulas as printed",
+        source="paper, the score below Equation 7, and Equation 42",
+        says="The score below Eq. 7 keeps the distribution, and the feedback of Eq. 42 keeps the KL near its target.",
+        find=find_print,
+    ),
+)

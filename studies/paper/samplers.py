@@ -1,0 +1,298 @@
+"""Noise of the samplers: how much a step adds, and how far from the data it leaves the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from sage_fast.report.charts import COLORS, GREY
+from sage_fast.testbed.manifold import manifold_distances
+from sage_fast.transitions import SAGE_CLAMP, SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.paper.mixture import Mixture, sample
+from studies.paper.training import shipped
+
+if TYPE_CHECKING:
+    from sage_fast.run.setup import Setup
+
+NOISY = [name for name in SAMPLERS if name != "ode"]
+COLOR = dict(zip(NOISY, COLORS)) | {"ode": GREY}
+
+# -- step-noise -------------------------------------------------------------------------------------------------------
+
+REGIMES = {
+    "a": "(a) both on flow's schedule",
+    "b": "(b) 1 - sigma clamped at 3e-3",
+    "c": "(c) each its own default",
+}
+GRID = tuple(product((20, 40), (1.0, 5.0, 9.0)))
+"""(steps, shift)."""
+STEP_ETA = 0.5
+NEAR_ZERO, RATIO = 0.05, 1.5
+"""Of step 0: a standard deviation in units of eta, and flow's over sage's."""
+
+Noise = Mapping[str, Tensor]
+"""Sampler -> standard deviation of each step."""
+
+
+def step_noise(steps: int, shift: float, regime: str) -> dict[str, Tensor]:
+    """Sampler -> standard deviation of each step, float64 `[steps]`, in a regime of Figure 9; only `sage` and `flow`
+    have several."""
+    sigmas = sigma_schedule(steps, shift)
+    std = {name: transition_table(sigmas, name, STEP_ETA).c for name in NOISY}
+    s, n = sigmas[:-1], sigmas[1:]
+    if regime == "a":  # sigma_0 is set to sigma_max = sigma_1
+        s = torch.where(s == 1, n, s)
+        std["sage"] = STEP_ETA * (n - s + torch.log((1 - n) / (1 - s))).sqrt()
+    if regime == "b":
+        std["flow"] = STEP_ETA * ((s - n) * s / (1 - s).clamp(min=SAGE_CLAMP)).sqrt()
+    return std
+
+
+def judge_step_noise(noise: Mapping[tuple[str, int, float], Noise]) -> tuple[Verdict, dict[str, bool]]:
+    """By the paper's three statements on (regime, steps, shift) -> noise; held if each is true on every schedule."""
+    of = {regime: [value for key, value in noise.items() if key[0] == regime] for regime in REGIMES}
+    statements = {
+        "a": all(float(std["sage"][0]) < NEAR_ZERO * STEP_ETA for std in of["a"]),
+        "b": all(float(std["flow"][0]) > RATIO * float(std["sage"][0]) for std in of["b"]),
+        "c": all(_below(std) > len(std["sage"]) / 2 for std in of["c"]),
+    }
+    return "held" if all(statements.values()) else "not held", statements
+
+
+def _below(std: Noise) -> int:
+    """Steps at which sage adds less than flow."""
+    return int((std["sage"] < std["flow"]).sum())
+
+
+def find_step_noise(material: Material) -> Finding:
+    """Table 1 and Figure 9; exact, so `material.quick` changes nothing."""
+    noise = {(regime, *at): step_noise(*at, regime) for regime in REGIMES for at in GRID}
+    verdict, statements = judge_step_noise(noise)
+    a, b, c = (noise[regime, 20, 5.0] for regime in REGIMES)
+    fewest = min(_below(noise["c", *at]) / at[0] for at in GRID)
+    said = ", ".join(f"({name}) {'true' if true else 'false'}" for name, true in statements.items())
+    text = (
+        f"The paper's three statements, each asked on {len(GRID)} schedules, are {said}: at 20 steps, shift 5 and eta "
+        f"{STEP_ETA:g}, step 0 of sage has std {float(a['sage'][0]):.3f} in (a), where its interval is empty, "
+        f"flow {float(b['flow'][0]):.2f} against sage's {float(b['sage'][0]):.2f} in (b), and in (c) sage adds less "
+        f"than flow at {_below(c)} of 20 steps (at {fewest:.0%} or more on every schedule). "
+        f"But step 0 of sage in (c) is set by its clamp, with std {float(c['sage'][0]):.3f} against flow's "
+        f"{float(c['flow'][0]):.3f}; the variances of all steps add up to std {_total(c['sage']):.2f} for sage, "
+        f"{_total(c['flow']):.2f} for flow and {_total(c['exact']):.2f} for exact."
+    )
+    rows = [
+        {"regime": regime, "steps": steps, "shift": shift, "eta": STEP_ETA, "sampler": name, "step": t, "std": value}
+        for (regime, steps, shift), std in noise.items()
+        for name in NOISY
+        for t, value in enumerate(std[name].tolist())
+    ]
+    return Finding(verdict=verdict, text=text, draw=lambda figure: _draw_step_noise(figure, noise), rows=rows)
+
+
+def _total(std: Tensor) -> float:
+    return float(std.square().sum().sqrt())
+
+
+def _draw_step_noise(figure: Figure, noise: Mapping[tuple[str, int, float], Noise]) -> None:
+    shifts = sorted({shift for _, shift in GRID})
+    grid = figure.subplots(len(shifts), len(REGIMES), sharex=True, sharey=True)
+    for (row, shift), (column, regime) in product(enumerate(shifts), enumerate(REGIMES)):
+        axes = grid[row, column]
+        for steps, style in ((20, "-"), (40, ":")):
+            for name in NOISY:
+                std = noise[regime, steps, shift][name]
+                label = name if steps == 20 else None
+                axes.plot(np.arange(steps) / steps, std, style, color=COLOR[name], label=label, linewidth=1.3)
+        if row == 0:
+            axes.set_title(REGIMES[regime], fontsize=9)
+        if row == len(shifts) - 1:
+            axes.set_xlabel("step / steps")
+        if column == 0:
+            axes.set_ylabel(f"std, shift {shift:g}")
+        axes.set_yscale("function", functions=(np.sqrt, np.square))  # room for what is small
+        axes.set_yticks([0, 0.05, 0.2, 0.5, 1, 2])
+        axes.set_ylim(0, 2.2)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(NOISY), title="20 steps; dotted: 40")
+
+
+# -- excess-noise -----------------------------------------------------------------------------------------------------
+
+STEPS, SHIFT = 20, 5.0
+ETAS, QUICK_ETAS = (0.25, 0.5, 0.75, 1.0), (0.5, 1.0)
+LINEAR = ("flow", "dance")
+"""The samplers of first order that the paper compares with."""
+SURE = 3.0
+"""Standard errors from which on a difference counts; there are sixteen."""
+
+Distances = Mapping[tuple[str, float], np.ndarray]
+"""(sampler, eta) -> distance of each sample, paired: entry i has the same prompt and noise everywhere."""
+
+
+def judge_excess_noise(worlds: Sequence[Distances]) -> Verdict:
+    """Whether the samples of sage lie nearer to the data than those of `flow` and `dance`, at every eta in every
+    world."""
+    z = [
+        _z(distances["sage", eta] - distances[other, eta])
+        for distances in worlds
+        for other in LINEAR
+        for eta in _etas(distances)
+    ]
+    if all(value < -SURE for value in z):
+        return "held"
+    return "not held" if any(value > SURE for value in z) else "not decidable"
+
+
+def _z(differences: np.ndarray) -> float:
+    return float(differences.mean() / (differences.std(ddof=1) / len(differences) ** 0.5))
+
+
+def _etas(distances: Distances) -> list[float]:
+    return sorted({eta for name, eta in distances if name == "sage"})
+
+
+def find_excess_noise(material: Material) -> Finding:
+    """Figures 1 and 2."""
+    etas = QUICK_ETAS if material.quick else ETAS
+    sigmas = sigma_schedule(STEPS, SHIFT)
+    tables = {(name, eta): transition_table(sigmas, name, eta) for name in NOISY for eta in etas}
+    tables["ode", 0.0] = transition_table(sigmas, "ode", 0.0)
+    mixture, videos, floor = _on_mixture(tables, 1000 if material.quick else 4000), *_on_testbed(tables, material.quick)
+    worlds = {"mixture": mixture, "testbed": videos}
+    spread = Mixture().spread()
+    verdict = judge_excess_noise(list(worlds.values()))
+
+    def at_one(distances: Distances) -> str:
+        return ", ".join(f"{name} {distances[name, etas[-1]].mean():.3f}" for name in NOISY)
+
+    text = (
+        f"With {STEPS} steps, shift {SHIFT:g} and eta {etas[-1]:g}, samples of the Gaussian mixture end at a mean "
+        f"distance of {at_one(mixture)} from the nearest mode (ode {mixture['ode', 0.0].mean():.3f}; samples of the "
+        f"mixture itself {spread:.3f}), and decoded "
+        f"videos of the testbed's base model at {at_one(videos)} from the nearest true clip (ode "
+        f"{videos['ode', 0.0].mean():.3f}; true clips through the autoencoder {floor.mean():.3f}). "
+        f"Over all eta the distance of sage, less that of the nearer of flow and dance, lies between "
+        f"{' and '.join(f'{value:+.3f}' for value in _gaps(mixture))} on the mixture and between "
+        f"{' and '.join(f'{value:+.3f}' for value in _gaps(videos))} on the testbed."
+    )
+    rows = [
+        {
+            "world": world, "sampler": name, "eta": eta, "distance": of.mean(),
+            "standard_error": of.std(ddof=1) / len(of) ** 0.5, "samples": len(of),
+            "predicted_excess": float(tables[name, eta].excess_noise()[-1]),
+        }
+        for world, distances in worlds.items()
+        for (name, eta), of in distances.items()
+    ]  # fmt: skip
+    rows.append({"world": "testbed", "sampler": "autoencoder alone", "distance": floor.mean(), "samples": len(floor)})
+
+    def draw(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        _draw_distances(left, mixture, "Gaussian mixture: distance to the nearest mode")
+        _draw_distances(right, videos, "testbed: distance to the nearest true clip")
+        for axes, at, of in ((left, spread, "the mixture itself"), (right, floor.mean(), "true clips, autoencoded")):
+            axes.axhline(at, color=GREY, linestyle=":", linewidth=1)
+            axes.text(etas[0], at, of, fontsize=7.5, va="bottom")
+        predicted = {key: np.hypot(mixture["ode", 0.0].mean(), _norm_of_noise(tables[key])) for key in tables}
+        for name in ("sage", "flow", "dance"):
+            left.plot(etas, [predicted[name, eta] for eta in etas], ":", color=COLOR[name], linewidth=1)
+        left.legend(fontsize=8, title="dotted: predicted from the table", title_fontsize=8)
+
+    return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
+
+
+def _gaps(distances: Distances) -> tuple[float, float]:
+    of = [
+        distances["sage", eta].mean() - min(distances[other, eta].mean() for other in LINEAR)
+        for eta in _etas(distances)
+    ]
+    return min(of), max(of)
+
+
+def _norm_of_noise(table: TransitionTable) -> float:
+    """Root mean square norm of the predicted noise on the last sample of the mixture."""
+    return float(table.excess_noise()[-1]) * Mixture().modes.shape[1] ** 0.5
+
+
+def _on_mixture(tables: Mapping[tuple[str, float], TransitionTable], count: int) -> dict[tuple[str, float], np.ndarray]:
+    mixture = Mixture()
+    return {key: mixture.distance(sample(mixture, table, count, seed=0)).numpy() for key, table in tables.items()}
+
+
+@torch.no_grad()
+def _on_testbed(
+    tables: Mapping[tuple[str, float], TransitionTable], quick: bool
+) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
+    """Of the base model's videos for held-out prompts, and of true clips that were encoded and decoded."""
+    from sage_fast.run.setup import load_setup
+    from sage_fast.testbed.model import allow_batches
+    from scripts.pretrain_testbed import encode_prompts
+
+    setup = load_setup(shipped("demo"), rewards=False)
+    setup.encode(None, quiet=True)
+    prompts, repeats = (setup.eval_prompts[:8], 1) if quick else (setup.eval_prompts, 2)
+    videos = {
+        key: torch.cat([_videos(setup, table, prompts, repeat) for repeat in range(repeats)])
+        for key, table in tables.items()
+    }
+    vae = setup.model.vae
+    latents = encode_prompts(allow_batches(vae), setup.eval_prompts, 1, torch.Generator().manual_seed(0))
+    floor = manifold_distances(setup.model.decoder.submit(vae.config.scaling_factor * latents.flatten(0, 1)).result())
+    return {key: manifold_distances(of).numpy() for key, of in videos.items()}, floor.numpy()
+
+
+def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat: int) -> Tensor:
+    """float32 `[prompts, F, 3, H, W]`; the same noise for every table."""
+    from sage_fast.rollout.loop import initial_latents, rollout
+
+    model = setup.model
+    seeds = torch.arange(len(prompts)) + 1000 * repeat
+    conditioning = model.policy.conditioning_table(table.sigmas[:-1], {p: setup.embeddings[p] for p in prompts})
+    x = initial_latents(seeds, model.latent_shape(setup.config.sampling), model.policy.device)
+    x = rollout(model.policy, table, table.coefficients(1), conditioning, prompts, seeds, x)
+    return model.decoder.submit(x).result()
+
+
+def _draw_distances(axes: Axes, distances: Distances, title: str) -> None:
+    for name in NOISY:
+        etas = [eta for of, eta in distances if of == name]
+        values = [distances[name, eta] for eta in etas]
+        error = [of.std(ddof=1) / len(of) ** 0.5 for of in values]
+        axes.errorbar(
+            etas, [of.mean() for of in values], error, color=COLOR[name], label=name, marker="o", markersize=3
+        )
+    axes.axhline(distances["ode", 0.0].mean(), color=GREY, linestyle="--", linewidth=1, label="ode")
+    axes.set_xlabel("eta")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=9.5)
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        name="step-noise",
+        title="Noise of a step",
+        source="paper, Table 1 and Figure 9",
+        says=(
+            "At step 0 the noise of sage is near zero on flow's schedule (a), and less than two thirds of flow's under "
+            "the same clamp (b); with each one's defaults it lies below flow's at most steps (c)."
+        ),
+        find=find_step_noise,
+        size=(8.6, 6.6),
+    ),
+    Claim(
+        name="excess-noise",
+        title="Distance from the data",
+        source="paper, Figures 1 and 2",
+        says="At the same eta, rollouts of sage stay nearer to the data than those of flow and dance.",
+        find=find_excess_noise,
+        size=(8.6, 3.8),
+    ),
+)

@@ -1,0 +1,262 @@
+"""Means, intervals and paired differences: by hand, against scipy, by how often they hold the truth, and as text."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from sage_fast.report import scores as module
+from sage_fast.report.scores import (
+    bootstrap_interval,
+    format_number,
+    format_paired_table,
+    format_scores,
+    hacking,
+    means_by_prompt,
+    paired_table,
+    share_interval,
+)
+from sage_fast.report.shown import shown_pairs
+
+
+def scores(reward, iteration=0, prompts=6):
+    """An evaluation whose rewards alternate between the two of `reward`."""
+    names = ["a <b>red</b> circle", "a blue square", *(f"prompt {i}" for i in range(2, prompts))][:prompts]
+    rewards = [reward[i % 2] for i in range(prompts)]
+    half = [value / 2 for value in rewards]
+    parts = {"vq": half, "mq": half}
+    return {"iteration": iteration, "prompts": names, "seeds": list(range(prompts)), "reward": rewards, "parts": parts}
+
+
+def repeated(evaluation, times):
+    """As many seeds of the same prompts."""
+    lists = {key: evaluation[key] * times for key in ("prompts", "seeds", "reward")}
+    return evaluation | lists | {"parts": {part: values * times for part, values in evaluation["parts"].items()}}
+
+
+def evaluation(prompts, reward):
+    return {"iteration": 0, "prompts": prompts, "seeds": list(range(len(prompts))), "reward": reward, "parts": {}}
+
+
+def test_composites_are_compared_under_the_same_weights():
+    """A resume may change reward.weights: the change of the composite is that of the videos, not of the weights."""
+    before = scores((1, 2)) | {"weights": {"vq": 1, "mq": 1}}
+    after = scores((1.2, 2.2)) | {"weights": {"vq": 3, "mq": 0}}
+    after["reward"] = [3 * value for value in after["parts"]["vq"]]
+    composite = paired_table(before, after)[0]
+    assert composite.before == pytest.approx(3 * 0.75)
+    assert composite.difference == pytest.approx(3 * 0.1)
+    unknown = paired_table(before, after | {"weights": {"new": 1}})[0]
+    assert math.isnan(unknown.difference)
+
+
+def test_paired_table_by_hand():
+    prompts = ["a", "b", "c", "d", "e"]
+    (line,) = paired_table(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9]))
+    assert (line.before, line.after, line.difference) == (3, 5, 2)
+    assert line.standard_error == pytest.approx(math.sqrt(2.5 / 5))  # differences 0, 1, 2, 3, 4: variance 2.5
+    assert line.standard_errors == pytest.approx(2 / math.sqrt(0.5))
+    assert (line.pairs, line.prompts) == (5, 5)
+
+
+def test_seeds_of_a_prompt_are_averaged_before_the_standard_error():
+    prompts = [prompt for prompt in "abcde" for _ in range(2)]
+    after = np.array([1.0, 3.0, 0.0, 0.0, 5.0, 3.0, 2.0, 7.0, 1.0, 1.0])
+    (line,) = paired_table(evaluation(prompts, [0.0] * 10), evaluation(prompts, after.tolist()))
+    means = after.reshape(5, 2).mean(1)
+    assert line.standard_error == pytest.approx(means.std(ddof=1) / math.sqrt(5))
+    assert (line.pairs, line.prompts) == (10, 5)
+
+
+def test_identical_evaluations_have_no_ratio():
+    (line,) = paired_table(scores((1.0, 2.0)), scores((1.0, 2.0)))[:1]
+    assert line.standard_error == 0
+    assert line.standard_errors is None
+    assert "±" in format_paired_table([line])
+
+
+def test_fewer_than_five_prompts_have_no_standard_error():
+    """However many seeds they have."""
+    before, after = (repeated(scores(reward, prompts=4), 3) for reward in ((1.0, 2.0), (1.5, 2.7)))
+    table = paired_table(before, after)
+    assert all(line.standard_error is None for line in table)
+    text = format_paired_table(table)
+    assert "std. errors" not in text
+    assert "±" not in text
+    assert text.endswith("12 videos of 4 prompts, same seeds; no standard error from fewer than 5 prompts")
+    assert format_scores(before).endswith("no standard error from fewer than 5 prompts")
+    assert "±" not in format_scores(before)
+
+
+def test_pairs_with_a_failed_score_are_skipped():
+    before, after = evaluation(["a", "b", "c"], [1.0, None, 3.0]), evaluation(["a", "b", "c"], [2.0, 9.0, math.nan])
+    (line,) = paired_table(before, after)
+    assert (line.pairs, line.before, line.after) == (1, 1.0, 2.0)
+
+
+def test_different_prompts_or_seeds_are_refused():
+    with pytest.raises(ValueError, match="different prompts"):
+        paired_table(evaluation(["a"], [0]), evaluation(["b"], [0]))
+    other = evaluation(["a"], [0]) | {"seeds": [5]}
+    with pytest.raises(ValueError, match="different seeds"):
+        paired_table(evaluation(["a"], [0]), other)
+
+
+def test_tables_for_the_terminal():
+    text = format_paired_table(paired_table(scores((1.0, 2.0)), scores((1.5, 2.7))))
+    assert text.splitlines()[1].split() == ["reward", "1.5000", "2.1000", "+0.6000", "±", "0.0447", "+13.4"]
+    assert len({len(line) for line in text.splitlines()[:-1]}) == 1
+    assert format_scores(scores((1.0, 2.0))).splitlines()[0].split() == ["reward", "1.5000", "±", "0.2236"]
+
+
+def judged(reward, alignment):
+    """An evaluation of six prompts with a judge of one part."""
+    found = scores(reward)
+    return found | {"parts": found["parts"] | {"judge/alignment": [alignment + 0.01 * i for i in range(6)]}}
+
+
+def test_a_reward_that_rises_while_the_judge_falls_is_called_hacking():
+    def verdict(before, after):
+        return hacking(paired_table(before, after))
+
+    before, fallen = judged((1.0, 2.0), 0.8), judged((1.5, 2.7), 0.8)
+    fallen["parts"]["judge/alignment"] = [0.5, 0.5, 0.6, 0.5, 0.4, 0.5]
+    line = "reward rose while the judge fell (judge/alignment): look at the videos (reward hacking)"
+    assert verdict(before, fallen) == line
+    assert format_paired_table(paired_table(before, fallen)).endswith(line)
+    assert verdict(fallen, before) is None  # the reward fell and the judge rose
+    assert verdict(before, judged((1.5, 2.7), 0.8)) is None  # the judge stayed
+    assert verdict(scores((1.0, 2.0)), scores((1.5, 2.7))) is None  # nobody judges
+    fallen["parts"]["judge/alignment"] = [0.1, 0.8, 0.9, 0.8, 0.8, 0.8]  # by less than its standard error
+    assert verdict(before, fallen) is None
+
+
+def test_the_parts_of_the_judge_stand_in_the_tables():
+    before, after = judged((1.0, 2.0), 0.5), judged((1.5, 2.7), 0.6)
+    lines = format_paired_table(paired_table(before, after)).splitlines()
+    assert lines[4].split()[:3] == ["judge/alignment", "0.5250", "0.6250"]
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert max(map(len, lines)) <= 80
+    assert "judge/alignment" in format_scores(before)
+
+
+def test_gains_medians_and_losses_are_shown():
+    names = [str(i) for i in range(9)]
+    before, after = evaluation(names, [1.0] * 9), evaluation(names, [1.5, 0.2, 1.1, 1.2, 3.0, 0.9, None, 1.3, 1.4])
+
+    def shown(count, available=range(9)):
+        return list(shown_pairs(before, after, available, count).items())
+
+    assert shown(6) == [
+        (4, "largest gain +2.00"),
+        (0, "largest gain +0.50"),
+        (7, "median +0.30"),
+        (3, "median +0.20"),
+        (5, "largest loss -0.10"),
+        (1, "largest loss -0.80"),
+    ]
+    assert [i for i, _ in shown(3)] == [4, 7, 1]
+    assert [i for i, _ in shown(1)] == [7]
+    assert shown(2, [0, 3, 8]) == [(0, "+0.50"), (3, "+0.20")], "of a few that are left nothing is the largest"
+    assert [i for i, _ in shown(20)] == [4, 0, 8, 7, 3, 2, 5, 1]
+    assert shown_pairs({}, {}, [3, 1], 6) == {1: "", 3: ""}
+
+
+def test_small_numbers_keep_their_digits():
+    (_, line, *_) = format_paired_table(paired_table(scores((1e-5, 3e-5)), scores((4e-5, 7e-5)))).splitlines()
+    assert line.split() == ["reward", "2e-05", "5.5e-05", "+3.5e-05", "±", "2.2e-06", "+15.7"]
+    numbers = [format_number(x, 3) for x in (0, 0.0004, -0.0006, 0.001, math.nan)]
+    assert numbers == ["0.000", "0.0004", "-0.0006", "0.001", "nan"]
+
+
+# -- intervals ---------------------------------------------------------------------------------------------------------
+
+
+def test_with_many_prompts_the_bootstrap_is_that_of_scipy() -> None:
+    values = np.random.default_rng(1).gamma(2.0, size=400)
+    ours = bootstrap_interval(values)
+    theirs = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=10_000, rng=2).confidence_interval
+    assert ours is not None
+    error = values.std() / math.sqrt(len(values))
+    assert np.abs(np.subtract(ours, theirs)).max() < 0.08 * error  # of 10,000 resamples
+
+
+def clustered(generator: np.random.Generator, prompts: int) -> tuple[list[str], list[float]]:
+    """Four videos of each prompt, of mean 0; most of the variance is the prompts', and skewed."""
+    difficulty = generator.gamma(4.0, size=(prompts, 1)) / 2 - 2
+    values = difficulty + 0.5 * generator.normal(size=(prompts, 4))
+    return [str(i) for i in range(prompts) for _ in range(4)], values.flatten().tolist()
+
+
+@pytest.mark.parametrize("prompts", [8, 24])
+def test_the_interval_over_prompts_holds_the_truth_as_often_as_it_says(
+    prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That over videos, as if they were independent, and scipy's over few prompts hold it more seldom."""
+    monkeypatch.setattr(module, "RESAMPLES", 1000)
+    generator = np.random.default_rng(0)
+    held, of_videos, percentile = [], [], []
+    for _ in range(400):
+        names, values = clustered(generator, prompts)
+        means = list(means_by_prompt(names, values).values())
+        for intervals, interval in (
+            (held, bootstrap_interval(means)),
+            (of_videos, stats.norm.interval(0.95, np.mean(values), stats.sem(values))),
+            (percentile, np.quantile(generator.choice(means, (500, prompts)).mean(1), (0.025, 0.975))),
+        ):
+            assert interval is not None
+            intervals.append(interval[0] <= 0 <= interval[1])
+    assert 0.925 <= np.mean(held) <= 0.975
+    assert np.mean(of_videos) < 0.75
+    assert prompts > 8 or np.mean(percentile) < 0.92
+
+
+def test_no_interval_from_few_prompts_and_no_width_without_spread() -> None:
+    assert bootstrap_interval([1.0, 2.0, 3.0, 4.0]) is None
+    assert bootstrap_interval([]) is None
+    assert bootstrap_interval([0.5] * 6) == (0.5, 0.5)
+
+
+def test_the_same_values_give_the_same_interval() -> None:
+    values = [0.1, 0.5, 0.2, 0.9, 0.4, 0.3]
+    assert bootstrap_interval(values) == bootstrap_interval(values)
+
+
+def test_prompts_count_once_and_scores_that_are_missing_do_not() -> None:
+    assert means_by_prompt(["a", "b", "a", "c"], [1.0, 5.0, 3.0, math.nan]) == {"a": 2.0, "b": 5.0}
+
+
+@pytest.mark.parametrize(("wins", "votes"), [(0, 10), (7, 10), (32, 32), (1, 1)])
+def test_one_vote_on_each_prompt_has_the_interval_of_wilson(wins: int, votes: int) -> None:
+    theirs = stats.binomtest(wins, votes).proportion_ci(method="wilson")
+    ours = share_interval([str(i) for i in range(votes)], [1.0] * wins + [0.0] * (votes - wins))
+    assert ours == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+def test_votes_of_several_voters_are_clustered_by_prompt() -> None:
+    """Beta-binomial: 20 prompts of 10 votes. Wilson's own interval takes them for 200 independent votes."""
+    generator = np.random.default_rng(0)
+    held, independent = [], []
+    names = [str(i) for i in range(20) for _ in range(10)]
+    for _ in range(600):
+        agreed = generator.beta(1.4, 0.6, size=20)  # mean 0.7
+        votes = generator.binomial(1, agreed.repeat(10)).astype(float).tolist()
+        ours = share_interval(names, votes)
+        theirs = stats.binomtest(int(sum(votes)), 200).proportion_ci(method="wilson")
+        assert ours is not None
+        held.append(ours[0] <= 0.7 <= ours[1])
+        independent.append(theirs.low <= 0.7 <= theirs.high)
+    assert 0.925 <= np.mean(held) <= 0.975
+    assert np.mean(independent) < 0.8
+
+
+def test_voters_who_all_agree_count_as_one() -> None:
+    prompts = [str(i) for i in range(8) for _ in range(5)]
+    interval = share_interval(prompts, [1.0] * 40)
+    alone = share_interval([str(i) for i in range(8)], [1.0] * 8)
+    assert interval is not None
+    assert alone is not None
+    assert interval[0] < alone[0], "Student's t is wider than the normal distribution"
+    assert interval[1] == 1.0
+    assert share_interval(["a", "a", "b", "c"], [1.0, 0.0, 1.0, 1.0]) is None, "of three prompts"

@@ -1,0 +1,294 @@
+"""The results page: its statistics, its protocol, and the command, with a claim at its smallest."""
+
+import csv
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from sage_fast.errors import RunError
+from sage_fast.report.scores import Difference, holm
+from sage_fast.rollout.schedule import check_trainable
+from studies.paper import comparisons, training
+from studies.paper.__main__ import main
+from studies.paper.claims import CLAIMS
+from studies.paper.comparisons import judge_better, judge_equal
+from studies.paper.compute import exaflops, front
+from studies.paper.finding import Claim, Material
+from studies.paper.training import TrainedRun, config_of, difference, protocol
+
+REPOSITORY = Path(__file__).parent.parent
+PROMPTS = [f"prompt {i}" for i in range(24)]
+
+
+def made_up(values: np.ndarray) -> list[TrainedRun]:
+    """Runs whose composite is `values` `[seeds, prompts]` in each of the last evaluations, and 0 before them."""
+
+    def evaluation(iteration: int, scores: np.ndarray) -> dict:
+        parts = {"vq": scores.tolist(), "mq": [0.0] * len(scores), "ta": [0.0] * len(scores)}
+        return {"iteration": iteration, "prompts": PROMPTS[: len(scores)], "parts": parts}
+
+    return [
+        TrainedRun(
+            seed=seed,
+            evaluations=[evaluation(i, k * of + h) for i, k, h in ((0, 0, 0), (20, 0, 0), (30, 1, -0.5), (40, 1, 0.5))],
+            rows=[{"reward/mean": 0.0, "reward/std": 1.0}],
+            environment={},
+        )
+        for seed, of in enumerate(values)
+    ]  # fmt: skip
+
+
+def test_the_score_of_a_run_is_the_mean_of_the_evaluations_of_its_last_third() -> None:
+    (run,) = made_up(np.array([[1.0, 2.0]]))
+    assert run.score() == {"prompt 0": 1.0, "prompt 1": 2.0}
+    assert run.course() == {0: 0.0, 20: 0.0, 30: 1.0, 40: 2.0}
+
+
+def test_a_difference_by_hand() -> None:
+    """Two seeds, two prompts: cells 1, 3 and 2, 6, mean 3."""
+    of = difference(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
+    by_seed, by_prompt, by_cell = 2.0 / 2, 4.5 / 2, (4 + 0 + 1 + 9) / 3 / 4  # of means 2, 4 and 1.5, 4.5
+    assert of.value == 3.0
+    error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
+    assert of.high - of.value == pytest.approx(12.706 * error, rel=1e-3)  # Student's t with one degree of freedom
+    assert of.p == pytest.approx(1 - 2 / math.pi * math.atan(3 / error))
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """Seeds and prompts that shift their cells: 95 % intervals hold the true difference in 91 to 99 % of trials."""
+    draw = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        cells = 0.3 + 0.1 * draw.normal(size=(5, 1)) + 0.1 * draw.normal(size=(1, 24)) + 0.2 * draw.normal(size=(5, 24))
+        of = difference(made_up(cells), made_up(np.zeros((5, 24))))
+        held += of.low < 0.3 < of.high
+    assert 0.91 < held / 400 < 0.99
+
+
+def found(value: float, half: float, p: float) -> Difference:
+    return Difference(value=value, low=value - half, high=value + half, p=p, corrected=p)
+
+
+def test_holm_by_hand() -> None:
+    corrected = holm({"a": found(1, 1, 0.04), "b": found(1, 1, 0.01), "c": found(1, 1, 0.03)})
+    assert {name: of.corrected for name, of in corrected.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
+
+
+@pytest.mark.parametrize(
+    ("of", "better", "equal"),
+    [
+        ([found(0.2, 0.05, 0.001), found(0.1, 0.05, 0.01)], "held", "not held"),
+        ([found(0.2, 0.05, 0.001), found(0.1, 0.2, 0.3)], "not decidable", "not held"),
+        ([found(0.0, 0.04, 0.9)], "not held", "held"),  # a gain that matters is excluded
+        ([found(-0.2, 0.1, 0.001)], "not held", "not held"),
+        ([found(-0.1, 0.2, 0.3)], "not decidable", "not decidable"),
+    ],
+)
+def test_verdicts(of: list[Difference], better: str, equal: str) -> None:
+    named = dict(enumerate(of))
+    assert (judge_better(named), judge_equal(named)) == (better, equal)
+
+
+def test_of_a_single_part_a_smaller_gain_matters() -> None:
+    of = {"part": found(0.0, 0.04, 0.9)}
+    assert (judge_better(of), judge_better(of, 0.05 / 3)) == ("not held", "not decidable")
+
+
+def test_a_run_that_costs_more_and_gains_less_is_not_on_the_front() -> None:
+    assert front({"a": (1.0, 0.1), "b": (2.0, 0.05), "c": (2.0, 0.3), "d": (3.0, 0.3)}) == ["a", "c"]
+
+
+def test_every_variant_can_be_trained_and_serves_a_claim() -> None:
+    for variant in protocol():
+        check_trainable(config_of(variant, 0))
+    used = {variant for claim in CLAIMS for variant in claim.variants if claim.name != "compute"}
+    assert used == protocol().keys()
+
+
+def test_cost_is_that_of_the_large_model() -> None:
+    """Two of 8 steps trained are a quarter of the backward; the rollout stays."""
+    whole, quarter = exaflops("steps-8"), exaflops("fraction-1/4")
+    assert 0.3 < quarter / whole < 0.45
+    assert exaflops("dual") > exaflops("sage-equalized")  # the anchor's forwards
+
+
+@pytest.mark.parametrize("claim", comparisons.CLAIMS, ids=lambda claim: claim.name)
+def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
+    """All variants alike: nothing is better, no difference is held, and figure and data are whole."""
+    draw = np.random.default_rng(1)
+    shared = 1 + 0.2 * draw.normal(size=(5, 24))
+    runs = {v: made_up(shared + 0.01 * draw.normal(size=shared.shape)) for v in claim.variants}
+    for of in runs.values():
+        for run in of:
+            for evaluation in run.evaluations:
+                evaluation["parts"] |= dict.fromkeys(comparisons.JUDGE, evaluation["parts"]["vq"])
+    found = claim.find(Material(quick=True, runs=runs))
+    assert found.verdict == ("held" if "no difference" in claim.says or "ends where" in claim.says else "not held")
+    assert len(found.rows) == 5 * len(set(claim.variants))
+    found.draw(figure := Figure(figsize=claim.size))
+    assert len(figure.axes) >= 2
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_claim_is_refused_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["equaliser"]) == 2
+    assert "did you mean 'equalizer'?" in capsys.readouterr().err
+    assert main(["ema", "--workers", "0"]) == 2
+    (file := tmp_path / "file").touch()
+    assert main(["excess-noise", "--output", str(file)]) == 1  # before any work
+    assert main(["all", "list"]) == 0
+    assert "\nstep-noise  " in capsys.readouterr().out
+
+
+def test_a_claim_from_the_runs_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = {"train.iterations": 2, "eval.interval": 1, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1}
+    tiny |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "train.optimizer_steps": 1}
+    monkeypatch.setattr(training, "QUICK", tiny)
+
+    def here(jobs, ended, workers):
+        for name, command in jobs:
+            ended(name, training.main(command[command.index("studies.paper.training") + 1 :]))
+
+    monkeypatch.setattr(training, "run_many", here)
+    command = ["ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "4 runs, 4 of them to be made" in first
+    assert re.search(r"no-ema-seed1: \d\.\d+; 4 of 4 runs of this process, about 0 minutes left", first)
+    assert first.splitlines()[-1] == str(tmp_path / "results.html")
+
+    with (tmp_path / "results" / "ema.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        ("dual", "0"),
+        ("dual", "1"),
+        ("no-ema", "0"),
+        ("no-ema", "1"),
+    ]
+    assert {file.name for file in (tmp_path / "results").iterdir()} == {"ema.csv", "ema.svg"}
+    assert (tmp_path / "results" / "ema.svg").read_bytes().startswith(b"<?xml")
+    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
+    for shown in (page, text):
+        assert "no verdict of a claim that trains means anything" in shown
+        assert "python -m studies.paper ema --quick" in shown
+        assert "An average of the weights scores higher" in shown
+    assert page.count("<svg") == 1
+    assert "`" not in page.split("<main")[-1].split("<svg")[0]  # Markdown's, of which HTML knows nothing
+    assert not re.search(r'(src|href)="https?:', page)
+
+    # Nothing is made again for the same settings, though they were written before one with a default was added.
+    file = tmp_path / "runs-quick" / "dual-seed0.json"
+    tree = json.loads(file.read_text())
+    tree["settings"] = tree["settings"].replace("  position_fraction: 1.0\n", "")
+    file.write_text(json.dumps(tree))
+    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs-quick").iterdir()}
+    assert main(command) == 0
+    assert "to be made" not in capsys.readouterr().out
+    assert made == {file: file.stat().st_mtime_ns for file in made}
+    told: list[str] = []
+    config = config_of("dual", 0, quick=True)
+    assert training._is_of(file, config, told.append)
+    assert not told
+    monkeypatch.setitem(tiny, "sampling.eta", 0.9)
+    assert not training._is_of(file, config_of("dual", 0, quick=True), told.append)
+    for content in (file.read_text()[:500], '{"version": 1}'):
+        file.write_text(content)
+        assert not training._is_of(file, config, told.append)
+    assert [re.sub(".*json: |: Unterm.*", "", line) for line in told] == [
+        "a run with other settings; it is made again",
+        "not valid JSON",
+        "holds no run; it is made again",
+    ]
+
+
+def test_a_video_without_a_score_is_named() -> None:
+    (run,) = made_up(np.array([[1.0, 2.0]]))
+    run.evaluations[-1]["parts"]["vq"][0] = None
+    with pytest.raises(RunError, match="a held-out video of iteration 40 has no reward"):
+        run.score()
+
+
+ENDED = """
+import os, signal, sys, time
+from studies.paper import __main__ as study, training
+
+def train_one(config, file):
+    file.with_suffix(".begun").touch()
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "fails":
+        raise RuntimeError("out of memory")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    training.train_one = train_one
+    training.WORKER = [sys.executable, __file__, sys.argv[1], "worker"]
+    worker = sys.argv[2] == "worker"
+    sys.exit(training.main(sys.argv[3:]) if worker else study.main(sys.argv[2:]))
+"""
+
+
+KEPT = "runs that are whole are kept, and the same command goes on"
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        ("Ctrl-C", 130, ""),
+        ("SIGTERM", 0, ""),  # as a run that a scheduler stops
+        (
+            "killed",
+            1,
+            f"process 1 ended with status -9; killed, as by the system when memory runs out: fewer --workers "
+            f"take less; {KEPT}",
+        ),
+        ("fails", 1, f"process 1 ended with status 1; {KEPT}"),
+    ],
+)
+def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
+    """Ctrl-C, which the whole group gets, SIGTERM to the command, and a run that is killed or fails: it ends at once,
+    says so in a line, and leaves no process."""
+    (script := tmp_path / "script.py").write_text(ENDED)
+    runs = tmp_path / "runs-quick"
+    command = [sys.executable, str(script), how, "ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment)
+    while process.poll() is None and not list(runs.glob("*.begun")):
+        time.sleep(0.05)
+    if how == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    elif how == "SIGTERM":
+        os.kill(process.pid, signal.SIGTERM)
+    told = process.communicate(timeout=50)[1]
+    assert process.returncode == status
+    lines = told.splitlines()
+    assert lines[-1:] == ([f"studies.paper: {says}"] if says else [])
+    assert how == "fails" or len(lines) == bool(says)
+    assert how != "fails" or lines[0].startswith("Traceback")
+    assert len(list(runs.glob("*.begun"))) == 1
+    deadline = time.monotonic() + 20
+    while _alive(process.pid) and time.monotonic() < deadline:  # the tracker of semaphores comes last
+        time.sleep(0.05)
+    assert not _alive(process.pid)
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
