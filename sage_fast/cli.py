@@ -40,7 +40,8 @@ Run = Callable[[Options, Overrides], int]
 
 
 class Command(NamedTuple):
-    """
+    """A command of `sage-fast`.
+
     Attributes:
         help: one line, which begins with a verb.
         arguments: what `add_argument` is given for each.
@@ -77,7 +78,8 @@ def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, An
 
 
 def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
-    """
+    """Make the parser of all commands.
+
     Args:
         show_settings: commands whose options include every setting, for help and completion.
     """
@@ -198,8 +200,7 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
 
 
 @command(
-    "init",
-    "write a configuration, a reward and prompts into a folder, to start from",
+    "init", "write a configuration, a reward and prompts into a folder, to start from",
     argument("folder", metavar="FOLDER", help="new, or without files of those names"),
     argument(
         "--config", metavar="NAME", default="demo",
@@ -214,14 +215,11 @@ def _init(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "train",
-    "train a policy; leaves a run folder with weights, metrics, videos and a report",
+    "train", "train a policy; leaves a run folder with weights, metrics, videos and a report",
     argument("config", metavar="CONFIG", help="YAML file; with --resume also a run folder"),
     argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop"),
     argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs"),
-    argument(
-        "--resume", action="store_true", help="continue the run in the output folder, with its own settings"
-    ),
+    argument("--resume", action="store_true", help="continue the run in the output folder, with its own settings"),
     argument("--quiet", action="store_true", help="print nothing but errors"),
     settings=True,
 )  # fmt: skip
@@ -267,8 +265,7 @@ def _check_gpus(options: Options) -> None:
 
 
 @command(
-    "embed",
-    "encode all prompts into data.embedding_cache, so that training loads no text encoder",
+    "embed", "encode all prompts into data.embedding_cache, so that training loads no text encoder",
     argument("config", metavar="CONFIG", help="YAML file"),
     argument("--prompts", metavar="FILE", help="instead of data.prompts and data.eval_prompts"),
     argument("--quiet", action="store_true", help="print nothing but errors"),
@@ -283,8 +280,7 @@ def _embed(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "sample",
-    "make videos with the ODE",
+    "sample", "make videos with the ODE",
     argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
     argument("--prompt", action="append", default=[], help="may be given several times"),
     argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, .jsonl or .csv"),
@@ -309,8 +305,7 @@ def _sample(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "eval",
-    "score runs, checkpoints or videos on the held-out prompts, with intervals",
+    "eval", "score runs, checkpoints or videos on the held-out prompts, with intervals",
     argument(
         "source", metavar="SOURCE", nargs="+",
         help="YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it",
@@ -347,11 +342,8 @@ def _eval(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "compare",
-    "lay runs over each other on one page, make a blind study of their videos, or count its votes",
-    argument(
-        "run", metavar="RUN", nargs="*", help="run folder, or folder with videos.csv; LABEL=RUN names it"
-    ),
+    "compare", "lay runs over each other on one page, make a blind study of their videos, or count its votes",
+    argument("run", metavar="RUN", nargs="*", help="run folder, or folder with videos.csv; LABEL=RUN names it"),
     argument("--folder", default="comparison", help="where the pages go (default: comparison)"),
     argument("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)"),
     argument(
@@ -400,8 +392,7 @@ def _count_votes(options: Options) -> int:
 
 
 @command(
-    "sde",
-    "print and draw the transitions of the samplers: noise, excess noise, equalizer weights, warnings",
+    "sde", "print and draw the transitions of the samplers: noise, excess noise, equalizer weights, warnings",
     argument("--steps", type=int, default=20, help="default: 20"),
     argument("--shift", type=float, default=5.0, help="default: 5"),
     argument("--eta", type=float, default=1.0, help="default: 1"),
@@ -415,8 +406,7 @@ def _sde(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "serve-reward",
-    "score videos for other runs, over HTTP",
+    "serve-reward", "score videos for other runs, over HTTP",
     argument("config", metavar="CONFIG", help="YAML file; its rewards are served"),
     argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)"),
     argument("--port", type=int, default=8000, help="0: a free one (default: 8000)"),
@@ -429,8 +419,7 @@ def _serve(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "report",
-    "write report.html of a run, again or while it is running",
+    "report", "write report.html of a run, again or while it is running",
     argument("run", metavar="RUN", help="run folder"),
 )  # fmt: skip
 def _report(options: Options, overrides: Overrides) -> int:
@@ -442,8 +431,7 @@ def _report(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "bench",
-    "time the operators, the rollout or whole iterations against what stock code does",
+    "bench", "time the operators, the rollout or whole iterations against what stock code does",
     argument("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators"),
     argument("--config", metavar="FILE", help="YAML file, for `bench iteration`"),
     argument("--json", metavar="FILE", help="write every number there, after every row"),
@@ -463,14 +451,11 @@ def _bench(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "grid",
-    "train a grid of settings, here or as a Slurm array job; can be stopped and goes on",
+    "grid", "train a grid of settings, here or as a Slurm array job; can be stopped and goes on",
     argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)"),
     argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)"),
     argument("--slurm", metavar="FILE", help="write an array job, one element a run, instead of running"),
-    argument(
-        "--cell", metavar="NAME", help="only this run, in this process, as an element of the array does"
-    ),
+    argument("--cell", metavar="NAME", help="only this run, in this process, as an element of the array does"),
     argument("--quiet", action="store_true", help="print nothing but errors"),
     settings=True,
 )  # fmt: skip
@@ -481,8 +466,7 @@ def _grid(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "profile",
-    "time one iteration by phase and by kernel; prints the nsys and ncu commands for it",
+    "profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it",
     argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
     argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)"),
     argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)"),
@@ -504,8 +488,7 @@ def _profile(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "doctor",
-    "check what is installed, whether it works and agrees, and how fast it is here",
+    "doctor", "check what is installed, whether it works and agrees, and how fast it is here",
     argument("--json", metavar="FILE", help="write every row there"),
 )  # fmt: skip
 def _doctor(options: Options, overrides: Overrides) -> int:

@@ -23,13 +23,13 @@ from sage_fast.metrics import JUDGE_PART
 Interval = tuple[float, float]
 
 MIN_PROMPTS = 5
-"""A standard error needs that many prompts: one from two of them is itself wrong by more than half, and "2 standard
-errors" means nothing then."""
+"""Fewest prompts for a standard error. One from two prompts is itself wrong by more than half, so that "2 standard
+errors" would mean nothing."""
 
 TOO_FEW = f"no standard error from fewer than {MIN_PROMPTS} prompts"
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Of a score, which is a float32."""
+"""Largest possible score: scores are float32."""
 
 RESAMPLES = 10_000
 UPPER = 0.975
@@ -37,7 +37,7 @@ UPPER = 0.975
 
 
 def read_scores(file: Path) -> dict[str, Any]:
-    """An evaluation, `eval/*.json`.
+    """Read an evaluation, `eval/*.json`.
 
     Raises:
         UserError: it is cut off, or holds something else.

@@ -77,8 +77,8 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     failed = _run_all(options, overrides, cells)
     if not options.quiet:
         finished = [str(cell.run) for cell in cells if is_finished(cell)]
-        print(f"{len(finished)} of {len(cells)} runs are finished", end="")
-        print(f"; to compare them: {shlex.join(['sage-fast', 'compare', *finished])}" if finished else "")
+        compare = f"; to compare them: {shlex.join(['sage-fast', 'compare', *finished])}" if finished else ""
+        print(f"{len(finished)} of {len(cells)} runs are finished{compare}")
     if failed:
         names = ", ".join(f"{name} (status {status})" for name, status in failed.items())
         raise RunError(f"{len(failed)} of {len(cells)} runs failed: {names}; the same command tries them again")
@@ -216,40 +216,40 @@ def run_many(
 ) -> None:
     """Run commands as processes of their own, `workers` at once.
 
-    A signal is handed on to those that run, and begins no other. They are not in the terminal's group, where they would
-    get it twice. If `ended` raises, those that run are terminated.
+    A signal is passed on to the running processes, and no other is started. They are not in the terminal's group, or
+    they would get it twice. If `ended` raises, they are terminated.
 
     Args:
-        jobs: name and command; each is drawn when its process is about to begin.
-        ended: called with the name and the exit status of each that ends by itself.
+        jobs: name and command of each; drawn when its process is about to start.
+        ended: called with the name and the exit status of each process that ends by itself.
 
     Raises:
-        Stopped: a signal came, and all have ended.
+        Stopped: a signal came, and every process has ended.
     """
     running: dict[str, subprocess.Popen[bytes]] = {}
     waiting = iter(jobs)
-    came: list[int] = []
+    received: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         for child in running.values():
             child.send_signal(number)
 
     before = {number: signal.signal(number, hand_on) for number in SIGNALS}
     try:
         while True:
-            while not came and len(running) < workers and (job := next(waiting, None)):
+            while not received and len(running) < workers and (job := next(waiting, None)):
                 name, command = job
                 running[name] = subprocess.Popen(command, start_new_session=True)
-                if came:  # before there was a child
-                    running[name].send_signal(came[0])
+                if received:  # while it was being started
+                    running[name].send_signal(received[0])
             if not running:
                 break
             time.sleep(0.05)
             for name, child in list(running.items()):
                 if (status := child.poll()) is not None:
                     del running[name]
-                    if not came:
+                    if not received:
                         ended(name, status)
     finally:
         for child in running.values():
@@ -257,8 +257,8 @@ def run_many(
             child.wait()
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    if came:
-        raise Stopped(came[0])
+    if received:
+        raise Stopped(received[0])
 
 
 def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[str]:
