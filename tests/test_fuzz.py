@@ -76,7 +76,8 @@ TEXT = st.one_of(
     st.sampled_from(
         ["", " ", "auto", "null", "off", "nan", ".inf", "1e-4", "1e400", "${seed}", "${oc.env:NO_SUCH}", "${", "{a: 1}",
          "[1, 2", "0x1f", "1_000", "2026-11-22", "!!python/object:os.system x", "&a [*a]", "*a", "\0", "\ud800",
-         "a: b: c", "%", "@x", "`x`", "'", "\U0001f600", "testbed:train", "../..", "/dev/null", "x" * 5000]
+         "a: b: c", "%", "@x", "`x`", "'", "\U0001f600", "testbed:train", "../..", "/dev/null", "x" * 5000,
+         "9" * 5000, "0x_", "!!bool x", "[" * 5000]
     ),
 )  # fmt: skip
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXT)

@@ -1,4 +1,4 @@
-"""What a section of settings is made of: a type, bounds and a meaning beside every field, and one check for them all.
+"""Sections of settings: every field has a type, bounds and a meaning, and one check covers them all.
 
     @dataclasses.dataclass(kw_only=True)
     class SamplingConfig(Section):
@@ -7,8 +7,8 @@
         eta: float = within(1.0, least=0)
         \"""Noise level.\"""
 
-A section is checked when it is made, by `dataclasses.replace` too; what concerns several fields is checked in its
-`__post_init__`. The meanings are read from the source, so that `--help` writes nothing twice. Imports nothing heavy.
+A section checks itself when it is made, also by `dataclasses.replace`. Rules over several fields stand in its
+`__post_init__`. Meanings are read from the source, so that `--help` repeats nothing. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def within(
     below: float | None = None,
     every: int | None = None,
 ) -> Any:
-    """A numeric field with bounds; `above` and `below` exclude the bound itself, `every` counts from `least`."""
+    """Declare a number with bounds; `above` and `below` exclude the bound itself, `every` counts from `least`."""
     bounds = {"least": least, "above": above, "most": most, "below": below, "every": every}
     metadata = {name: bound for name, bound in bounds.items() if bound is not None}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def require(condition: bool, name: str, value: object, expected: str) -> None:
-    """
+    """Check a condition.
+
     Raises:
         UserError: the condition does not hold.
     """
@@ -60,7 +61,7 @@ def require(condition: bool, name: str, value: object, expected: str) -> None:
 
 
 class Section:
-    """Base of the dataclasses that hold settings.
+    """Base class of the dataclasses that hold settings.
 
     Raises:
         UserError: names the setting, its value, what was expected and the nearest valid choice.
@@ -94,7 +95,7 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The valid values if they are named one by one, else none."""
+        """Valid values of a choice; empty for every other type."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
@@ -107,17 +108,17 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """The bounds in words, such as `at least 0 and below 1`, `a multiple of 16` or `4k + 1`."""
+        """Bounds in words, such as `at least 0 and below 1`, `a multiple of 16` or `4k + 1`."""
         if every := self.bounds.get("every"):
             least = self.bounds["least"]
             return f"a multiple of {every}" if every == least else f"{every}k + {least}"
         return " and ".join(f"{BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items())
 
     def checked(self, value: object) -> Any:
-        """Return the value, where whole numbers have become floats if the setting's type says so.
+        """Return a valid value; a whole number becomes a float where the type is float.
 
         Raises:
-            UserError: not of the type, not finite, out of bounds, or none of the choices.
+            UserError: wrong type, not finite, out of bounds, or none of the choices.
         """
         try:
             value = _convert(self.type, value)
@@ -148,7 +149,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def kind(hint: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is dict:
@@ -167,7 +168,7 @@ def kind(hint: Any) -> str:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """Return the value as its type wants it, at any depth.
+    """Return the value if it has the type, at any depth; whole numbers become floats where the type is float.
 
     Raises:
         ValueError: says what was expected.
@@ -204,23 +205,23 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a number is one that a float can hold; `math.isfinite` fails on larger whole numbers."""
+    """Whether a float can hold a number; `math.isfinite` raises on larger whole numbers."""
     return -sys.float_info.max <= value <= sys.float_info.max  # false for NaN too
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: not what Python makes of the bytes of another encoding on a command line."""
+    """Whether text can be written as UTF-8; arguments in another encoding cannot, as Python decodes them."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def section_name(section: type) -> str:
-    """`sampling` of `SamplingConfig`; empty for the whole tree, `Config`. A class that is no section of it says so."""
+    """Return `sampling` for `SamplingConfig` and "" for the whole tree, `Config`; `SECTION` in a class overrides it."""
     return vars(section).get("SECTION", section.__name__.removesuffix("Config").lower())
 
 
 @functools.cache
 def own_settings(section: type) -> tuple[Setting, ...]:
-    """The settings of a section without those of the sections inside it."""
+    """Return the settings of a section, without those of nested sections."""
     hints = get_type_hints(section)
     prefix = section_name(section) + "."
     found = []
@@ -235,7 +236,7 @@ def own_settings(section: type) -> tuple[Setting, ...]:
 
 @functools.cache
 def sections(tree: type) -> dict[str, type]:
-    """Name -> section of the whole tree, which is its own first section, named `""`."""
+    """Return name -> section; the first one is the tree itself, named `""`."""
     hints = get_type_hints(tree)
     inside = {f.name: hints[f.name] for f in dataclasses.fields(tree) if dataclasses.is_dataclass(hints[f.name])}
     return {"": tree} | inside
@@ -243,13 +244,13 @@ def sections(tree: type) -> dict[str, type]:
 
 @functools.cache
 def settings_of(tree: type) -> dict[str, Setting]:
-    """Dotted name -> setting, of the whole tree."""
+    """Return dotted name -> setting of the whole tree."""
     return {setting.name: setting for section in sections(tree).values() for setting in own_settings(section)}
 
 
 @functools.cache
 def meanings(section: type) -> dict[str, str]:
-    """Field -> the docstring that follows it in the source; that of the section itself under `""`."""
+    """Return field -> the docstring after it in the source, and `""` -> that of the section."""
     found: dict[str, str] = {}
     for base in section.__mro__:
         if dataclasses.is_dataclass(base):
@@ -258,7 +259,7 @@ def meanings(section: type) -> dict[str, str]:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Of the fields of a class itself, without those of its bases."""
+    """Return the meanings of the fields that a class declares itself, without those of its bases."""
     tree = ast.parse(inspect.getsource(sys.modules[section.__module__]))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
     found: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Settings from YAML files and the command line into a validated `Config`, and back.
+"""Settings from YAML files and the command line to a checked `Config`, and back.
 
-`load` reads a file, applies overrides such as `{"sampling.eta": "0.7"}` and validates the result once, before any model
-is built. The resolved tree is written into the run folder with `dump`. The command's help and its completion are made
-from the tree and the docstrings of its fields.
+`load` reads a file, applies overrides such as `{"sampling.eta": "0.7"}` and builds the tree, which checks itself before
+any model is made. `dump` writes the resolved tree into the run folder. The command's help and its completion come from
+the tree and the docstrings of its fields.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _OF_ONE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardE
 def load(
     path: str | Path, overrides: Mapping[str, str] | None = None, overlays: Sequence[Mapping[str, Any]] = ()
 ) -> Config:
-    """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and validate.
+    """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the result.
 
-    The file may begin with `base: FILE`, another one whose settings it changes; FILE is relative to it. A mapping such
-    as `reward.weights`, or one of its entries, replaces that of the base, and in the overrides that of the file; an
-    entry of `reward.args` replaces that argument alone.
+    The file may begin with `base: FILE`, whose settings it changes; FILE is relative to it. A mapping such as
+    `reward.weights`, or one of its entries, replaces that of the base, and in the overrides that of the file. An entry
+    of `reward.args` replaces that argument alone.
 
     Args:
-        overlays: settings as a file has them, between those of the file and the overrides.
+        overlays: settings as in a file. They win over the file, and the overrides win over them.
 
     Raises:
         UserError: file missing or not YAML, unknown key (names the nearest one), wrong type, invalid value.
@@ -43,11 +43,11 @@ def load(
     path = Path(path)
     if overrides and not path.exists():
         raise UserError(f"config {path}: no such file; it comes first, before settings such as --sampling.eta 0.7")
-    return build(_laid_over(_read(path), *map(leaves, overlays), _given(overrides or {})))
+    return build(_merged(_read(path), *map(leaves, overlays), _given(overrides or {})))
 
 
 def from_overrides(overrides: Mapping[str, str]) -> Config:
-    """The defaults under `overrides`, as for `load`.
+    """Apply `overrides` to the defaults, as `load` applies them to a file.
 
     Raises:
         UserError: unknown key, wrong type, invalid value.
@@ -60,12 +60,12 @@ def _given(overrides: Mapping[str, str]) -> dict[str, Any]:
 
 
 def keys_of(path: Path) -> list[str]:
-    """Names of the settings that a file holds, which `load` has read."""
+    """Return the names of the settings that a file and its base set."""
     return list(_entries_joined(_read(path)))
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Dotted key -> value of a YAML file over its base; `above` are the files that led to this one."""
+    """Return dotted key -> value of a YAML file on top of its base; `above` are the files that led to this one."""
     tree = read_yaml(path)
     base = tree.pop("base", None)
     if base is None:
@@ -73,15 +73,15 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str) or not base or path.resolve() in above:
         expected = "it leads back to this file" if isinstance(base, str) and base else "expected another YAML file"
         raise UserError(f"config {path}: base = {base!r}: {expected}")
-    return _laid_over(_read(path.parent / base, (*above, path.resolve())), leaves(tree))
+    return _merged(_read(path.parent / base, (*above, path.resolve())), leaves(tree))
 
 
-def _laid_over(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The last layer that has a setting counts. Several rewards stand in the place of one, and one in theirs."""
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge layers: the last value of a setting wins. `reward.several` and a single reward replace each other."""
     joined: dict[str, Any] = {}
     for layer in layers:
         own = _entries_joined(layer)
-        if not {"reward.args", "reward.name"} & layer.keys() and "reward.args" in own:  # an argument leaves the others
+        if not {"reward.args", "reward.name"} & layer.keys() and "reward.args" in own:  # single arguments
             below = settings_of(Config)["reward.args"].checked(joined.get("reward.args", {}))
             own["reward.args"] = below | own["reward.args"]
         if own.get("reward.several"):
@@ -93,7 +93,8 @@ def _laid_over(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """
+    """Read a YAML file that holds a mapping.
+
     Raises:
         UserError: file missing, not YAML, no mapping, or an empty one.
     """
@@ -103,10 +104,8 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         raise UserError(f"config {path}: no such file")
     try:
         loaded = _parse(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        place = getattr(error, "problem_mark", None)
-        where = f"line {place.line + 1}, column {place.column + 1}: " if place else ""
-        raise UserError(f"config {path}: not valid YAML: {where}{_problem(error)}") from error
+    except ValueError as error:
+        raise UserError(f"config {path}: not valid YAML: {error}") from error
     if loaded in (None, {}):
         raise UserError(f"config {path}: holds no settings")
     if not isinstance(loaded, dict):
@@ -115,9 +114,9 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, in which 1e-4 is a number, a date is text, and no key of a mapping is given twice.
+    """YAML 1.1, but 1e-4 is a number, a date is text, and a key stands once in its mapping.
 
-    This is Python's own parser: libyaml's overflows the stack of the process when brackets are nested too deeply.
+    libyaml's faster parser would overflow the stack of the process on deep brackets; this one raises RecursionError.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -137,7 +136,7 @@ class _Loader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep=True)
             if isinstance(value, int):
-                str(value)  # fails if no message could show it
+                str(value)  # raises ValueError if it is too long to print
         except (ValueError, KeyError, OverflowError) as error:
             kind, why = node.tag.rpartition(":")[2], str(error).partition(";")[0]
             problem = f"cannot read {reprlib.repr(node.value)} as {kind}: {why}"
@@ -146,7 +145,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text that `_Loader` would read as a number is quoted."""
+    """Quotes text that `_Loader` would read as a number."""
 
 
 for _class in (_Loader, _Dumper):
@@ -157,24 +156,24 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_st
 
 
 def _parse(text: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Raises:
-        YAMLError: not YAML, a key twice, or nested too deeply.
+        ValueError: says what is wrong and where, in one line.
     """
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
-        raise yaml.YAMLError("nested too deeply for settings") from error
-
-
-def _problem(error: Exception) -> str:
-    """What is wrong with a YAML text, in one line."""
-    return getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError("nested too deeply for settings") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).splitlines()[0]) from error
 
 
 def build(settings: Mapping[str, Any]) -> Config:
-    """A validated `Config` from dotted keys."""
+    """Return a checked `Config` from dotted keys."""
     given: dict[str, dict[str, Any]] = {name: {} for name in sections(Config)}
     for key, value in _entries_joined(settings).items():
         if key not in settings_of(Config):
@@ -186,14 +185,14 @@ def build(settings: Mapping[str, Any]) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved tree as YAML."""
+    """Return the resolved tree as YAML."""
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested mappings, each taken apart until it is a setting.
+    """Flatten nested mappings to dotted key -> value, down to the settings.
 
-    A section without settings, as when all its lines are commented out, leaves the defaults.
+    A section without settings, as when all its lines are commented out, keeps the defaults.
     """
     name = prefix.removesuffix(".")
     if name in sections(Config) and not tree and isinstance(tree, dict | None):
@@ -204,7 +203,7 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of a mapping that are given one by one (`reward.weights.red`) joined to that mapping."""
+    """Put entries that are given one by one (`reward.weights.red`) into their mapping."""
     joined = dict(settings)
     for name, setting in settings_of(Config).items():
         entries = {key.removeprefix(f"{name}."): joined.pop(key) for key in settings if key.startswith(f"{name}.")}
@@ -214,23 +213,22 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(key: str, text: str) -> Any:
-    """The value that an override gives, as YAML; text stays as typed where text is expected."""
+    """Parse the value of an override as YAML; where text is expected, it stays as typed."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
     if not is_unicode(text):
         raise UserError(f"--{key} {text!r}: expected text in UTF-8")
     try:
         value = _parse(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {_problem(error)}; text with special "
-                        f"characters needs quotes of its own inside those of the shell: "
-                        f"--{key} \"'...'\"") from error  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; text with special characters needs "
+                        f"quotes of its own inside those of the shell: --{key} \"'...'\"") from error  # fmt: skip
     setting = settings_of(Config).get(key)
     return text if setting is not None and setting.is_text and not isinstance(value, str | None) else value
 
 
 def _unknown(key: str) -> str:
-    """Nearest by the whole path, else by the last name (so that `--eta` finds `sampling.eta`)."""
+    """Say what is near an unknown key: a setting of the same last name (`--eta`), else one with a similar path."""
     import difflib
 
     known = list(settings_of(Config))
@@ -246,7 +244,7 @@ def _unknown(key: str) -> str:
 
 
 def overrides_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Dotted key -> value as typed, of `--key.path value` or `--key.path=value`; the last one counts.
+    """Parse `--key.path value` and `--key.path=value` to dotted key -> value as typed; the last one wins.
 
     Raises:
         UserError: an argument of another form, or an option without its value.
@@ -271,7 +269,7 @@ METAVARS = {int: "INTEGER", float: "NUMBER", dict: "{NAME: NUMBER, ...}", list: 
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting as an option, for the help and for completion; `overrides_of` parses what is given."""
+    """Add every setting as an option, for the help and for completion. `overrides_of` parses the arguments."""
     for name, section in sections(Config).items():
         meaning = meanings(section)
         group = parser.add_argument_group(f"settings, {name}" if name else "settings", meaning[""])

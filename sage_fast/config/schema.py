@@ -163,9 +163,9 @@ class RewardEntry(Section):
     """Where it runs, if not on the rank's own device: cpu, cuda:7, or several with commas, which the ranks and their
     workers take in turn. Given to a class that takes `device`; the videos are there already."""
     workers: int = within(0, least=0)
-    """Processes of its own, on each rank, that score beside the rollout; a hang or a crash in one ends neither the run
-    nor the call. 0: within the run's own process, between two rollouts. Of an address: requests at a time, at least
-    1."""
+    """Processes on each rank that score beside the rollout; a hang or a crash in one ends neither the run nor the call.
+    0: within the run's own process, between two rollouts. For an HTTP reward: maximum number of concurrent requests,
+    at least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -295,7 +295,7 @@ def _entry(values: Mapping[str, Any], place: int) -> RewardEntry:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it reaches another process as it is."""
+    """Whether a value reaches another process unchanged."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list):
