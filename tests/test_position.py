@@ -85,8 +85,11 @@ def test_the_anchor_runs_for_the_drawn_steps_alone(monkeypatch: pytest.MonkeyPat
 def test_micro_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Steps with and without the term in one forward, or apart."""
     seen = [Seen(monkeypatch, kl__position_fraction=0.6, train__batch_size=n) for n in (size, 64)]
-    for name in ("loss", "kl/anchor", "grad_norm", "kl/gradient_share"):
+    for name in ("kl/anchor", "grad_norm", "kl/gradient_share"):
         assert seen[0].row[name] == pytest.approx(seen[1].row[name], rel=1e-4), name
+    # A mean of advantages x ratios that nearly cancel; the advantages are the same, a ratio is off by a few roundings.
+    rounding = 4 * 2**-23 * seen[1].row["advantage/abs_mean"]
+    assert seen[0].row["loss"] == pytest.approx(seen[1].row["loss"], rel=1e-4, abs=rounding)
 
 
 def test_nothing_is_drawn_while_the_anchor_is_the_rollout_policy() -> None:
