@@ -22,8 +22,8 @@ from sage_fast.config import Config
 from sage_fast.environment import environment
 from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.measure.plan import attention_flops, build_meta_vae, decode_flops, forward_flops, plan, training_flops
-from sage_fast.policy.checkpointing import activation_bytes
-from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.models.checkpointing import activation_bytes
+from sage_fast.models.load import TEXT_TOKENS
 from sage_fast.settings import load
 
 REPOSITORY = Path(__file__).parent.parent
@@ -345,7 +345,7 @@ def measure(file: Path) -> None:
 @functools.cache
 def small_flops(name: str) -> float:
     """FLOPs of rollout, anchor and training by the plan."""
-    from sage_fast.policy.load import transformer_config, vae_config
+    from sage_fast.models.load import transformer_config, vae_config
 
     config = small_config(SMALL[name])
     planned = plan(config, transformer_config("testbed"), vae_config("testbed"))

@@ -347,7 +347,7 @@ def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _testbed(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _tell_loading(options)
-    from sage_fast.testbed.pretrain import pretrain
+    from sage_fast.models.testbed.pretrain import pretrain
 
     pretrain(Path(options.folder), seed=options.seed, quiet=options.quiet)
     return 0

@@ -17,8 +17,8 @@ from sage_fast.config import Config
 from sage_fast.console import Say
 from sage_fast.distributed import all_reduce
 from sage_fast.errors import ParityError
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.objective import centres_ratio, normalises_ratio, surrogate_of
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.trajectories import on_device

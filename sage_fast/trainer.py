@@ -23,6 +23,10 @@ from sage_fast.distributed import (
 from sage_fast.engine import make_engine
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
+from sage_fast.models.hunyuan15.conditioning import ConditioningTable
+from sage_fast.models.hunyuan15.policy import State
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import Model
 from sage_fast.objective import (
     KLController,
     Loss,
@@ -35,10 +39,6 @@ from sage_fast.objective import (
 )
 from sage_fast.ops import Row
 from sage_fast.parity import check_parity
-from sage_fast.policy.conditioning import ConditioningTable
-from sage_fast.policy.hunyuan import State
-from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards import CompositeReward
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.measure.harness import fresh_compilation
 from sage_fast.measure.stock import StockPolicy
-from sage_fast.policy.checkpointing import MODES, set_checkpointing
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
-from sage_fast.policy.text import TextBatch, collate
+from sage_fast.models.checkpointing import MODES, set_checkpointing
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import TextBatch, collate
+from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.rollout.graphs import denoise
-from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 

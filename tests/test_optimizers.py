@@ -13,8 +13,8 @@ from sage_fast.config import TrainConfig
 from sage_fast.engine import Engine
 from sage_fast.errors import UserError
 from sage_fast.measure.plan import plan
+from sage_fast.models.hunyuan15.policy import freeze_dead_ends
 from sage_fast.optimizers import OPTIMIZERS, learning_rate
-from sage_fast.policy.hunyuan import freeze_dead_ends
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from tests.tiny import settings, tiny_model, tiny_trainer

@@ -17,12 +17,12 @@ from sage_fast.measure.plan import (
     plan,
     training_flops,
 )
-from sage_fast.policy.attention import ATTENTION
-from sage_fast.policy.checkpointing import MODES, activation_bytes, set_checkpointing
-from sage_fast.policy.forward import TextToVideoForward
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends
-from sage_fast.policy.text import TextEmbedding, collate
-from sage_fast.policy.vae import decode_frames
+from sage_fast.models.attention import ATTENTION
+from sage_fast.models.checkpointing import MODES, activation_bytes, set_checkpointing
+from sage_fast.models.hunyuan15.forward import TextToVideoForward
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
+from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.settings import build
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model

@@ -18,10 +18,10 @@ from torch import Tensor
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import ATTENTION
-from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
-from sage_fast.policy.load import Model, check_path, load_model
-from sage_fast.policy.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.attention import ATTENTION
+from sage_fast.models.hunyuan15.policy import LORA_FILE, HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
+from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.load import Model, check_path, load_model
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_the_hub_is_refused_likewise(
 ) -> None:
     """Its task is known only when it is read."""
     other = changed(checkpoint, tmp_path, "transformer", task_type="i2v")
-    monkeypatch.setattr("sage_fast.policy.load.reachable", lambda path: str(other))
+    monkeypatch.setattr("sage_fast.models.load.reachable", lambda path: str(other))
     with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'i2v'"):
         load("owner/name")
 

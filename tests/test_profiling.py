@@ -36,7 +36,7 @@ from sage_fast.measure.profile import (
     phase_table,
 )
 from sage_fast.metrics import Stopwatch
-from sage_fast.policy.load import transformer_config, vae_config
+from sage_fast.models.load import transformer_config, vae_config
 from sage_fast.profiling import annotate, ranges
 from sage_fast.settings import load
 from tests.test_cli import DEMO, SMALL

@@ -24,10 +24,10 @@ from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics
-from sage_fast.policy.encoder import encoder_version, load_encoder
-from sage_fast.policy.hub import reachable
-from sage_fast.policy.load import load_model
-from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
+from sage_fast.models.hub import reachable
+from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
+from sage_fast.models.hunyuan15.text import TextEmbedding, collate, pass_lengths
+from sage_fast.models.load import load_model
 from sage_fast.run.evaluation import prompts_and_seeds
 from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer

@@ -8,9 +8,9 @@ import torch
 from sage_fast.cli import main
 from sage_fast.files import read_metrics
 from sage_fast.measure.plan import plan
-from sage_fast.policy.hunyuan import LORA_FILE
-from sage_fast.policy.load import load_model, transformer_config, vae_config
-from sage_fast.policy.random_weights import MODELS, random_encoder, random_layout, random_module
+from sage_fast.models.hunyuan15.policy import LORA_FILE
+from sage_fast.models.hunyuan15.random_weights import MODELS, random_encoder, random_layout, random_module
+from sage_fast.models.load import load_model, transformer_config, vae_config
 from sage_fast.settings import build, dump
 from tests.tiny import settings
 

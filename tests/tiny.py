@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from sage_fast.config import Config
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
-from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import Model
+from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, tiny_vae
+from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.run.setup import load_setup
 from sage_fast.settings import build, load
-from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
-from sage_fast.testbed.text import embed
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 

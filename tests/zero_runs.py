@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.errors import NonFiniteError
 from sage_fast.measure.plan import plan
-from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy
-from sage_fast.policy.text import collate
+from sage_fast.models.hunyuan15.policy import LORA_FILE, HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import collate
+from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.trainer import Trainer
 from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_trainer
 

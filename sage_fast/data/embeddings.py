@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save
 from sage_fast.console import Progress
 from sage_fast.distributed import all_gather_object, broadcast_object, rank, together, world_size
 from sage_fast.files import write_atomic
-from sage_fast.policy.encoder import encoder_version
-from sage_fast.policy.text import Encoder, TextEmbedding
+from sage_fast.models.hunyuan15.encoder import encoder_version
+from sage_fast.models.hunyuan15.text import Encoder, TextEmbedding
 
 
 def _digest(*parts: str) -> str:

@@ -6,7 +6,7 @@ from sage_fast.config import TrainConfig
 from sage_fast.console import Say, say_nothing
 from sage_fast.engine.plain import Engine
 from sage_fast.engine.settings import check_engine
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 
 __all__ = ["Engine", "check_engine", "make_engine"]
 

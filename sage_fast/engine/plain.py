@@ -20,8 +20,8 @@ from sage_fast.distributed import all_reduce, barrier, data_size, rank, world_si
 from sage_fast.environment import free_bytes
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, State
 from sage_fast.optimizers import OPTIMIZERS, learning_rate
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
 from sage_fast.updates import BFLOAT16_RESOLUTION, UpdateSize, watch_updates
 
 WATCHED_ITERATIONS = 3

@@ -25,8 +25,8 @@ from sage_fast.engine.memory import gathered_layers
 from sage_fast.engine.plain import Engine
 from sage_fast.engine.settings import deepspeed_settings, stage_of
 from sage_fast.errors import UserError
+from sage_fast.models.hunyuan15.policy import Item, State, WholeStates, check_names
 from sage_fast.optimizers import BETAS
-from sage_fast.policy.hunyuan import Item, State, WholeStates, check_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -18,8 +18,8 @@ from sage_fast.console import progress, say
 from sage_fast.environment import environment
 from sage_fast.measure.harness import Save, head_line, save_nothing
 from sage_fast.measure.stock import StockDecoder, StockPolicy
+from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.setup import load_setup
-from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.trainer import Trainer
 
 PATHS = ("stock", "eager")

@@ -19,11 +19,12 @@ from sage_fast.config import Config
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
+from sage_fast.models.checkpointing import MODES, activation_bytes
+from sage_fast.models.hunyuan15.policy import add_lora, freeze_dead_ends
+from sage_fast.models.load import TEXT_TOKENS, check_path, transformer_config, vae_config
+from sage_fast.models.sequence import check_heads
+from sage_fast.models.testbed.model import TestbedTransformer, tiny_vae
 from sage_fast.objective import stores_rollout_velocities, strategy_of, surrogate_of
-from sage_fast.policy.checkpointing import MODES, activation_bytes
-from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
-from sage_fast.policy.load import TEXT_TOKENS, check_path, transformer_config, vae_config
-from sage_fast.policy.sequence import check_heads
 from sage_fast.rollout.schedule import (
     check_trainable,
     configured_table,
@@ -33,7 +34,6 @@ from sage_fast.rollout.schedule import (
     trained_steps,
 )
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.testbed.model import TestbedTransformer, tiny_vae
 
 TESTBED_TEXT_TOKENS = 7
 """Length of every prompt of the testbed."""

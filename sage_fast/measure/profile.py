@@ -29,7 +29,7 @@ from sage_fast.errors import UserError
 from sage_fast.files import write_json
 from sage_fast.measure.harness import head_line, matmul_ceiling
 from sage_fast.measure.plan import plan
-from sage_fast.policy.load import transformer_config, vae_config
+from sage_fast.models.load import transformer_config, vae_config
 from sage_fast.profiling import DOMAIN, PHASES, annotate, ranges
 from sage_fast.rollout.schedule import check_trainable
 from sage_fast.run.setup import load_setup

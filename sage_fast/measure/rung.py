@@ -17,17 +17,17 @@ from sage_fast.config import ModelConfig
 from sage_fast.measure.plan import attention_flops, decode_flops, forward_flops, training_flops
 from sage_fast.measure.stock import StockDecoder, StockPolicy
 from sage_fast.measure.verdict import in_one_line
-from sage_fast.policy.attention import ATTENTION, fastest, measure_attention
-from sage_fast.policy.block import TextToVideoBlock, block_forward
-from sage_fast.policy.checkpointing import set_checkpointing
-from sage_fast.policy.decode import VideoDecoder
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
-from sage_fast.policy.load import TEXT_TOKENS
-from sage_fast.policy.random_weights import random_module
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.models.attention import ATTENTION, fastest, measure_attention
+from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+from sage_fast.models.hunyuan15.random_weights import random_module
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import TEXT_TOKENS
+from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.transitions import sigma_schedule, transition_table
 
 STEPS = 10

@@ -10,10 +10,10 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.policy.decode import VideoDecoder
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
-from sage_fast.policy.text import TextBatch, TextEmbedding, collate
-from sage_fast.testbed.model import allow_batches
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.testbed.model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS, IMAGE_TOKENS = 1000, 256, 729
 """What the published pipeline pads a prompt to."""

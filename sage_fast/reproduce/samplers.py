@@ -232,9 +232,9 @@ def _on_testbed(
     tables: Mapping[tuple[str, float], TransitionTable], quick: bool
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
     """Of the base model's videos for held-out prompts, and of true clips that were encoded and decoded."""
+    from sage_fast.models.testbed.model import allow_batches
+    from sage_fast.models.testbed.pretrain import encode_prompts
     from sage_fast.run.setup import load_setup
-    from sage_fast.testbed.model import allow_batches
-    from sage_fast.testbed.pretrain import encode_prompts
 
     setup = load_setup(shipped("demo"), rewards=False)
     setup.encode(None, quiet=True)

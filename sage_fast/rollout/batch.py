@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sage_fast.policy.conditioning import ConditioningTable
+from sage_fast.models.hunyuan15.conditioning import ConditioningTable
 from sage_fast.process import Process
 from sage_fast.rollout.schedule import Transition
 from sage_fast.rollout.trajectories import Trajectories, on_device

@@ -16,10 +16,10 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from sage_fast.models.hunyuan15.conditioning import ConditioningSchedule
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.ops import transition_step
 from sage_fast.ops.transition_step import guided
-from sage_fast.policy.conditioning import ConditioningSchedule
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.profiling import annotate
 
 MAX_TOKENS = 8192

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sage_fast.models.hunyuan15.conditioning import ConditioningTable
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
-from sage_fast.policy.conditioning import ConditioningTable
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.profiling import annotate
 from sage_fast.rollout.graphs import StepGraphs, denoise
 from sage_fast.transitions import TransitionTable

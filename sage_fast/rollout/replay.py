@@ -9,11 +9,11 @@ from torch import Tensor
 
 from sage_fast.config import Config
 from sage_fast.console import progress
+from sage_fast.models.hunyuan15.conditioning import Conditioning
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, State
+from sage_fast.models.hunyuan15.text import TextEmbedding, collate, pass_lengths
 from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
-from sage_fast.policy.conditioning import Conditioning
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
-from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.loop import equal_runs
 from sage_fast.rollout.schedule import Transition

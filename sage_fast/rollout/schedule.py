@@ -13,8 +13,8 @@ from sage_fast.config import Config
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
+from sage_fast.models.sequence import check_sequence_parallel
 from sage_fast.objective import FEEDBACKS, strategy_of, surrogate_of, uses_closed_form
-from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import REDUCTIONS, SAMPLERS, TransitionTable, sigma_schedule, transition_table

@@ -13,9 +13,9 @@ from sage_fast.data.embeddings import cache_key, fill_cache
 from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.distributed import initialize, rank, shutdown
 from sage_fast.errors import UserError
-from sage_fast.policy.encoder import load_encoder
-from sage_fast.policy.hub import reachable
-from sage_fast.policy.load import check_path, transformer_layout
+from sage_fast.models.hub import reachable
+from sage_fast.models.hunyuan15.encoder import load_encoder
+from sage_fast.models.load import check_path, transformer_layout
 from sage_fast.run.setup import configured_prompts
 
 

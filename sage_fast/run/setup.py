@@ -26,16 +26,16 @@ from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
-from sage_fast.policy.checkpointing import MODES, activation_bytes
-from sage_fast.policy.load import Model, check_path, load_model
-from sage_fast.policy.sequence import check_sequence_parallel
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.models.checkpointing import MODES, activation_bytes
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import Model, check_path, load_model
+from sage_fast.models.sequence import check_sequence_parallel
+from sage_fast.models.testbed.model import BASE
+from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
 from sage_fast.rollout.schedule import share_of
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.testbed.model import BASE
-from sage_fast.testbed.text import embed
 
 
 @dataclasses.dataclass(kw_only=True)

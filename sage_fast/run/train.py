@@ -21,8 +21,8 @@ from sage_fast.environment import command_line, environment
 from sage_fast.errors import RankError, Stopped, UserError
 from sage_fast.files import aside, read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
+from sage_fast.models.hunyuan15.policy import State, numel
 from sage_fast.optimizers import check_optimizer
-from sage_fast.policy.hunyuan import State, numel
 from sage_fast.report.comparison import format_number, format_paired_table, paired_table, read_scores
 from sage_fast.report.hacking import verdict
 from sage_fast.report.page import write_report

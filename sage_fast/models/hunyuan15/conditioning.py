@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.policy.text import TextEmbedding, pad
+from sage_fast.models.hunyuan15.text import TextEmbedding, pad
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

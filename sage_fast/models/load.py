@@ -22,16 +22,16 @@ from safetensors import SafetensorError
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object, sequence_group, sequence_size
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
-from sage_fast.policy.checkpointing import set_checkpointing
-from sage_fast.policy.decode import VideoDecoder
-from sage_fast.policy.encoder import load_encoder
-from sage_fast.policy.hub import progress_bars_of, reachable
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
-from sage_fast.policy.random_weights import check_random, is_random, random_layout, random_module
-from sage_fast.policy.sequence import SequenceParallel, check_heads
-from sage_fast.policy.text import Encoder
-from sage_fast.testbed.model import BASE, TestbedTransformer
+from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
+from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.hub import progress_bars_of, reachable
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.encoder import load_encoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
+from sage_fast.models.hunyuan15.random_weights import check_random, is_random, random_layout, random_module
+from sage_fast.models.hunyuan15.text import Encoder
+from sage_fast.models.sequence import SequenceParallel, check_heads
+from sage_fast.models.testbed.model import BASE, TestbedTransformer
 
 TRANSFORMERS = {cls.__name__: cls for cls in (HunyuanVideo15Transformer3DModel, TestbedTransformer)}
 TEXT_TOKENS = 200
@@ -52,7 +52,7 @@ class Model:
         attention: the backend that serves it.
         attention_milliseconds: what the choice was made by; empty without a choice.
         notes: what a user should know of this checkpoint and machine, one sentence each.
-        checkpointing: what the backward computes again, one of `policy.checkpointing.MODES`.
+        checkpointing: what the backward computes again, one of `models.checkpointing.MODES`.
         decoder: `vae`'s, for latents of any batch.
     """
 
@@ -96,7 +96,7 @@ class Model:
         self.policy.forward.attention = ATTENTION[asked]
 
     def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
-        """Train with one of `policy.checkpointing.MODES`; `gathered`, as there."""
+        """Train with one of `models.checkpointing.MODES`; `gathered`, as there."""
         self.checkpointing = mode
         set_checkpointing(self.policy.transformer, mode, gathered=gathered)
 

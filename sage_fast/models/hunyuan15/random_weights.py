@@ -16,8 +16,8 @@ from torch import nn
 
 from sage_fast.config import RANDOM
 from sage_fast.errors import UserError, nearest
-from sage_fast.policy.text import Encoder, TextEmbedding
-from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
+from sage_fast.models.hunyuan15.text import Encoder, TextEmbedding
+from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, tiny_vae
 
 MODELS: dict[str, dict[str, Callable[[], Any]]] = {
     "random:hunyuanvideo15-480p": {

@@ -9,7 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanV
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
 from torch import Tensor
 
-from sage_fast.testbed.text import TEXT_EMBED_DIM
+from sage_fast.models.testbed.text import TEXT_EMBED_DIM
 
 LATENT_CHANNELS = 32  # as the real model's
 LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent frame

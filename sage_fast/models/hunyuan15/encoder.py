@@ -15,11 +15,11 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from sage_fast.errors import UserError
-from sage_fast.policy.hub import HUB_SECONDS, progress_bars_of, reachable
-from sage_fast.policy.random_weights import is_random, random_encoder
-from sage_fast.policy.text import Encoder, TextEmbedding
-from sage_fast.testbed.model import TestbedTransformer
-from sage_fast.testbed.text import embed
+from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
+from sage_fast.models.hunyuan15.random_weights import is_random, random_encoder
+from sage_fast.models.hunyuan15.text import Encoder, TextEmbedding
+from sage_fast.models.testbed.model import TestbedTransformer
+from sage_fast.models.testbed.text import embed
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 BLOCK, BLOCKS = 4096, 256

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_fast.environment import free_bytes
 from sage_fast.errors import UserError
-from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
+from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shape
 
 SHARE = 0.5
 """Of the memory free at the first decode; the rest is for the rollout beside it, and for training."""

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from sage_fast.distributed import sequence_size, world_size
 from sage_fast.errors import UserError
+from sage_fast.models.hunyuan15.conditioning import Conditioning, ConditioningTable
+from sage_fast.models.hunyuan15.forward import TextToVideoForward
+from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.ops.transition_step import guided
-from sage_fast.policy.conditioning import Conditioning, ConditioningTable
-from sage_fast.policy.forward import TextToVideoForward
-from sage_fast.policy.text import TextBatch, TextEmbedding, collate
 
 Item = TypeVar("Item")
 State = dict[str, Tensor]
