@@ -291,5 +291,5 @@ def test_trainer_scores_by_chunks() -> None:
         row = tiny_trainer(config, reward).iteration(0)
     assert reward.sizes == [4, 2]
     assert row["reward/dropped"] == 0
-    held = plan(config, dict(tiny_model(config).policy.transformer.config)).other_memory
+    held = plan(config, tiny_model(config).spec).other_memory
     assert held["decoded videos (during decode and reward)"] == 4 * (4 * 17 * 3 * 32 * 32)

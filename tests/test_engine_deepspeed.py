@@ -250,7 +250,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
             # As one that gives no answer in time, and as one that fails.
             raise (RewardError if where == "evaluation" else OSError)("scoring server went away")
 
-    monkeypatch.setattr("sage_fast.models.hunyuan15.policy.world_size", lambda: 2)
+    monkeypatch.setattr("sage_fast.models.policy.world_size", lambda: 2)
     overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
                  "train.prompts_per_iteration": "1", "train.group_size": "3", "train.optimizer_steps": "1",
                  "eval.seeds_per_prompt": "1", "reward.on_failure": "stop"}  # fmt: skip

@@ -193,10 +193,10 @@ def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance
 
 
 def test_what_is_trained_decides_what_may_be_tabulated() -> None:
-    assert tiny_model(settings()).policy.conditioning_is_frozen
-    assert not tiny_trainer(settings(model__tuning="full")).policy.conditioning_is_frozen
+    assert tiny_model(settings()).policy.forward.conditioning_is_frozen
+    assert not tiny_trainer(settings(model__tuning="full")).policy.forward.conditioning_is_frozen
     targets = r"transformer_blocks\.\d+\.norm1\.linear"
-    assert not tiny_model(settings(model__lora_targets=targets)).policy.conditioning_is_frozen
+    assert not tiny_model(settings(model__lora_targets=targets)).policy.forward.conditioning_is_frozen
 
 
 def test_a_lora_on_adaln_is_trained() -> None:

@@ -20,7 +20,7 @@ from sage_fast.errors import RewardError, RunError, UserError
 from sage_fast.measure.plan import plan
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.models.load import Model, load_model, transformer_config, vae_config
+from sage_fast.models.load import Model, find_spec, load_model
 from sage_fast.models.sequence import SequenceParallel, check_sequence_parallel
 from sage_fast.rewards.composite import Pending
 from sage_fast.run.evaluation import evaluate
@@ -287,8 +287,8 @@ def test_what_does_not_fit_is_said_before_a_model_is_loaded(
 
 def test_a_part_of_the_tokens_takes_a_part_of_the_memory() -> None:
     """And of the attention that is timed, a part of the heads over all tokens."""
-    layouts = transformer_config("testbed"), vae_config("testbed")
-    one, two = (plan(settings(model__sequence_parallel=size), *layouts, ranks=2) for size in (1, 2))
+    spec = find_spec("testbed")
+    one, two = (plan(settings(model__sequence_parallel=size), spec, ranks=2) for size in (1, 2))
     activations = next(part for part in one.memory if part.startswith("activations"))
     assert two.memory[activations] == pytest.approx(one.memory[activations] * 44 / 87)  # of 87 tokens
     latents = "trajectories (fp32 latents)"
