@@ -22,13 +22,20 @@ from sage_fast.config.load import load
 from sage_fast.config.schema import Config
 from sage_fast.environment import environment
 from sage_fast.measure.harness import H200_BF16_FLOPS
-from sage_fast.measure.plan import attention_flops, build_meta_vae, decode_flops, forward_flops, plan, training_flops
-from sage_fast.policy.checkpointing import activation_bytes
-from sage_fast.policy.load import TEXT_TOKENS
+from sage_fast.measure.plan import plan, training_flops
+from sage_fast.models.hunyuan15.spec import (
+    HunyuanVideo15,
+    activation_bytes,
+    attention_flops,
+    decode_flops,
+    forward_flops,
+)
+from sage_fast.models.load import find_spec
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "scaling.md"
 MEASURED = REPOSITORY / "benchmarks" / "results" / "2026-11-22-cpu-1-thread-scaling.json"
+TEXT_TOKENS = HunyuanVideo15.text_tokens
 ARCHITECTURE = {
     "num_attention_heads": 16, "attention_head_dim": 128, "num_layers": 54, "num_refiner_layers": 2, "mlp_ratio": 4.0,
     "patch_size": 1, "patch_size_t": 1, "in_channels": 65, "out_channels": 32, "text_embed_dim": 3584,
@@ -99,7 +106,7 @@ def _decode_flops(latents: tuple[int, int, int, int]) -> float:
 
 @functools.cache
 def _autoencoder() -> torch.nn.Module:
-    return build_meta_vae(None, testbed=False)
+    return HunyuanVideo15().vae
 
 
 def exchange_bytes(joint: int, size: int, width: int = WIDTH, bytes_per_value: int = BF16) -> float:
@@ -345,10 +352,8 @@ def measure(file: Path) -> None:
 @functools.cache
 def small_flops(name: str) -> float:
     """FLOPs of rollout, anchor and training by the plan."""
-    from sage_fast.policy.load import transformer_config, vae_config
-
     config = small_config(SMALL[name])
-    planned = plan(config, transformer_config("testbed"), vae_config("testbed"))
+    planned = plan(config, find_spec("testbed"))
     return sum(planned.flops[part] for part in ("rollout", "training", "anchor"))
 
 

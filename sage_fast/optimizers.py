@@ -17,6 +17,8 @@ from sage_fast.errors import UserError
 
 Parameters = Mapping[str, Tensor]
 """Trained weights by name."""
+IsMuon = Callable[[str, Tensor], bool]
+"""Whether `muon` updates a weight by Muon; the model says so."""
 
 BETAS = (0.9, 0.999)
 SMALLEST_8BIT = 4096
@@ -27,29 +29,25 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.eps}
 
 
-def _adamw(parameters: Parameters, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def _adamw(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(parameters.values(), betas=BETAS, **_shared(config))]
 
 
-def _muon(parameters: Parameters, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def _muon(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for the embedders, biases, norms and the last layer.
 
     An update is an orthogonal matrix scaled to AdamW's usual rms of 0.2 x learning rate (Moonlight, arXiv 2502.16982).
     """
-    matrices = {name: p for name, p in parameters.items() if _is_block_matrix(name, p)}
+    matrices = {name: p for name, p in parameters.items() if is_muon(name, p)}
     muon = torch.optim.Muon(
         matrices.values(),
         adjust_lr_fn="match_rms_adamw",
         **_shared(config),  # eps is of a gradient's norm: torch's 1e-7 would shrink the updates of small ones
     )
-    return [muon, *_adamw({name: p for name, p in parameters.items() if name not in matrices}, config)]
+    return [muon, *_adamw({name: p for name, p in parameters.items() if name not in matrices}, config, is_muon)]
 
 
-def _is_block_matrix(name: str, p: Tensor) -> bool:
-    return name.startswith("transformer_blocks.") and p.ndim == 2
-
-
-def _adamw8bit(parameters: Parameters, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def _adamw8bit(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
     """bitsandbytes': what diffusers' training scripts mean by `--use_8bit_adam`, and it runs on a CPU too."""
     make = _bitsandbytes().optim.AdamW8bit
     return [make(parameters.values(), betas=BETAS, min_8bit_size=SMALLEST_8BIT, **_shared(config))]
@@ -70,19 +68,19 @@ class Choice:
 
     Attributes:
         make: the torch optimizers of all weights, each weight in one of them.
-        state_bytes: of an element of the weight with this name.
+        state_bytes: of an element of a weight, and whether it is one of Muon's.
     """
 
-    make: Callable[[Parameters, TrainConfig], list[torch.optim.Optimizer]]
-    state_bytes: Callable[[str, Tensor], float]
+    make: Callable[[Parameters, TrainConfig, IsMuon], list[torch.optim.Optimizer]]
+    state_bytes: Callable[[Tensor, bool], float]
 
 
 OPTIMIZERS = {
-    "adamw": Choice(make=_adamw, state_bytes=lambda name, p: 8.0),
-    "muon": Choice(make=_muon, state_bytes=lambda name, p: 4.0 if _is_block_matrix(name, p) else 8.0),
+    "adamw": Choice(make=_adamw, state_bytes=lambda p, is_muon: 8.0),
+    "muon": Choice(make=_muon, state_bytes=lambda p, is_muon: 4.0 if is_muon else 8.0),
     # Two moments of 8 bits, and a float32 scale of each for every 256 elements.
     "adamw8bit": Choice(
-        make=_adamw8bit, state_bytes=lambda name, p: 2 + 8 / 256 if p.numel() >= SMALLEST_8BIT else 8.0
+        make=_adamw8bit, state_bytes=lambda p, is_muon: 2 + 8 / 256 if p.numel() >= SMALLEST_8BIT else 8.0
     ),
 }
 assert tuple(OPTIMIZERS) == get_args(Optimizer), (

@@ -17,8 +17,8 @@ from sage_fast.config.schema import Config
 from sage_fast.console import Say
 from sage_fast.distributed import all_reduce
 from sage_fast.errors import ParityError
+from sage_fast.models.policy import Policy
 from sage_fast.objective import centres_ratio, normalises_ratio, surrogate_of
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.trajectories import on_device
@@ -58,8 +58,8 @@ def check_parity(
     config, policy = replay.config, replay.policy
 
     def first(samples: int) -> list[Micro]:
-        transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.prompts)))]
-        runs = replay.runs([batch.prompts[i] for i, _ in transitions], config.train.batch_size)
+        transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.keys)))]
+        runs = replay.runs([batch.keys[i] for i, _ in transitions], config.train.batch_size)
         micros = [transitions[rows] for rows in runs]
         return [micro for micro, _ in policy.states.lockstep(micros, micros[-1])]
 
@@ -111,7 +111,7 @@ def _move(config: Config) -> float:
 
 @torch.no_grad()
 def moments_after_an_update(
-    policy: HunyuanVideo15Policy,
+    policy: Policy,
     config: Config,
     micros: Sequence[Micro],
     steps: int,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from sage_fast.distributed import (
 from sage_fast.engine import make_engine
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
+from sage_fast.models.load import Model
+from sage_fast.models.policy import State
+from sage_fast.models.protocol import Condition, Conditions, Key
 from sage_fast.objective import (
     KLController,
     Loss,
@@ -35,10 +39,6 @@ from sage_fast.objective import (
 )
 from sage_fast.ops import Row
 from sage_fast.parity import check_parity
-from sage_fast.policy.conditioning import ConditioningTable
-from sage_fast.policy.hunyuan import State
-from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding
 from sage_fast.rewards.interface import Scorer
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
@@ -68,7 +68,7 @@ class Trainer:
         model: policy and autoencoder.
         reward: composite reward.
         prompts: training prompts.
-        embeddings: prompt -> embedding, for every training prompt, the negative ones and the empty one.
+        embeddings: key -> condition, of every training prompt, the negative ones and the empty one.
         quiet: print neither progress nor notes.
 
     Attributes:
@@ -83,7 +83,7 @@ class Trainer:
         model: Model,
         reward: Scorer,
         prompts: Sequence[str],
-        embeddings: dict[str, TextEmbedding],
+        embeddings: Mapping[Any, Condition],
         quiet: bool = True,
     ) -> None:
         self.config = config
@@ -132,12 +132,12 @@ class Trainer:
         )
 
         samples = draw_samples(self.config, self.prompts, index)
-        tokens = [self._tokens(sample.prompt) for sample in samples]
+        tokens = [self._tokens(sample.key) for sample in samples]
         mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
-        prompts = [samples[i].prompt for i in mine]
+        keys = [samples[i].key for i in mine]
         with watch("rollout"):
-            needed = {*prompts, *(self.embeddings[prompt].negative for prompt in prompts)}
-            embeddings = {p: self.embeddings[p].to(self.device, self.policy.dtype) for p in needed}
+            needed = {*keys, *(self.embeddings[key].negative for key in keys)}
+            embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch, speaker(self.quiet), in_step=self.policy.in_step)
         with together():
@@ -162,7 +162,7 @@ class Trainer:
             coefs=scored,
             trajectories=trajectories,
             conditioning=conditioning,
-            prompts=prompts,
+            keys=keys,
             advantages=advantages.flatten()[mine].float().to(self.device),
             anchor_velocities={},
         )
@@ -195,9 +195,9 @@ class Trainer:
 
     # -- rollout ------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, prompt: str) -> int:
-        """Of one forward of a sample, both of its passes with guidance."""
-        return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.replay.lengths[prompt])
+    def _tokens(self, key: Key) -> int:
+        """Token count of one forward of a sample (both passes with guidance)."""
+        return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.replay.lengths[key])
 
     def _rollout(
         self,
@@ -205,25 +205,25 @@ class Trainer:
         table: TransitionTable,
         coefs: Tensor,
         steps: Sequence[int],
-        conditioning: ConditioningTable,
+        conditioning: Conditions,
         scorer: VideoScorer,
         watch: Stopwatch,
     ) -> Trajectories:
         """Make this rank's samples; on a GPU the videos of a run are decoded beside the rollout of the next one."""
-        prompts = [sample.prompt for sample in samples]
+        prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
         anchor_is_rollout = self.anchor is not None and self.anchor_is_current and self.process.scores_rollout
         keeps_velocities = anchor_is_rollout or stores_rollout_velocities(self.config)
         trajectories = Trajectories(
-            len(prompts),
+            len(samples),
             self.latent_shape,
             self.process.successors(steps, len(table)),
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
         )
-        runs = self.replay.runs(prompts, self.config.sampling.batch_size)
+        runs = self.replay.runs(keys, self.config.sampling.batch_size)
         with Progress("rollout", len(runs) * len(table), quiet=self.quiet, pause=self.pause) as bar:
             for rows, real in self.policy.states.lockstep(runs, runs[-1]):
                 with watch("rollout"):
@@ -232,7 +232,7 @@ class Trainer:
                         table,
                         coefs,
                         conditioning,
-                        prompts[rows],
+                        keys[rows],
                         seeds[rows],
                         initial_latents(latent_seeds[rows], self.latent_shape, self.device),
                         record=functools.partial(self.process.record, trajectories, rows),
@@ -255,8 +255,8 @@ class Trainer:
             metrics.count("update/skipped", 1)
             return
         losses, sums = [], torch.zeros(4, device=self.device)
-        transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.prompts[transition[0]]])
-        runs = self.replay.runs([batch.prompts[i] for i, _ in transitions], self.config.train.batch_size)
+        transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
+        runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
         # One that is trained stands in: others may not be finite.
         stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
         for micro, real in self.policy.states.lockstep([transitions[rows] for rows in runs], stand_in):

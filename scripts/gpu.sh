@@ -104,7 +104,7 @@ variables_part() {
 LENGTHS_CODE='
 import torch
 from sage_fast.measure import harness
-from sage_fast.policy.attention import ATTENTION, usable
+from sage_fast.models.attention import ATTENTION, usable
 device = harness.best_device()
 gpu, dtype = device.type == "cuda", harness.usual_dtype(device)
 name = "cudnn" if "cudnn" in usable(device, dtype) else "sdpa"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_fast import cli
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import (
+from sage_fast.models.attention import (
     ATTENTION,
     LARGEST_ERROR,
     Attention,
@@ -191,7 +191,7 @@ def with_candidates(monkeypatch: pytest.MonkeyPatch, **candidates: Attention) ->
     """What `auto` tries here, in place of the backends of a GPU."""
     for name, attention in candidates.items():
         monkeypatch.setitem(ATTENTION, name, attention)
-    monkeypatch.setattr("sage_fast.policy.attention.usable", lambda device, dtype: list(candidates))
+    monkeypatch.setattr("sage_fast.models.attention.usable", lambda device, dtype: list(candidates))
 
 
 def test_auto_drops_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from sage_fast.measure.harness import fresh_compilation
 from sage_fast.measure.rung import PARTS, Rung, random_decoders, random_transformer
 from sage_fast.measure.rung import SIZES as RUNGS
 from sage_fast.measure.stock import StockPolicy
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
-from sage_fast.policy.projection import Projection
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.projection import Projection
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
 

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.measure.plan import plan
 from sage_fast.metrics import Stopwatch
-from sage_fast.policy.decode import SHARE, VideoDecoder, choose, free_bytes
-from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
+from sage_fast.models.hunyuan15.decode import SHARE, VideoDecoder, choose, free_bytes
+from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shape
+from sage_fast.models.testbed.model import load_vae
 from sage_fast.rewards import CompositeReward, Scores, join_scores
 from sage_fast.rollout.scoring import VideoScorer
-from sage_fast.testbed.model import load_vae
 from tests.tiny import BrightnessReward, settings, tiny_model, tiny_trainer
 
 MIB = 2**20
@@ -291,5 +291,5 @@ def test_trainer_scores_by_chunks() -> None:
         row = tiny_trainer(config, reward).iteration(0)
     assert reward.sizes == [4, 2]
     assert row["reward/dropped"] == 0
-    held = plan(config, dict(tiny_model(config).policy.transformer.config)).other_memory
+    held = plan(config, tiny_model(config).spec).other_memory
     assert held["decoded videos (during decode and reward)"] == 4 * (4 * 17 * 3 * 32 * 32)

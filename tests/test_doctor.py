@@ -18,7 +18,7 @@ from sage_fast import cli
 from sage_fast.measure import doctor, selftest
 from sage_fast.measure.selftest import OPERATORS
 from sage_fast.measure.verdict import VERDICTS, Check
-from sage_fast.policy.attention import ATTENTION
+from sage_fast.models.attention import ATTENTION
 from sage_fast.rollout.graphs import Run
 from tests.test_graphs import rerun
 
@@ -124,7 +124,7 @@ def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys
     with monkeypatch.context() as without:
         without.delitem(sys.modules, "sage_fast.measure.selftest")
         without.delattr("sage_fast.measure.selftest")
-        without.setitem(sys.modules, "sage_fast.policy.hunyuan", None)
+        without.setitem(sys.modules, "sage_fast.models.hunyuan15.policy", None)
         assert cli.main(["doctor"]) == 1
         printed = capsys.readouterr().out
         assert "ok       torch" in printed

@@ -18,7 +18,7 @@ from sage_fast.engine.settings import OURS, deepspeed_settings
 from sage_fast.errors import RewardError, UserError
 from sage_fast.files import read_metrics
 from sage_fast.measure.plan import format_plan, plan
-from sage_fast.policy.text import collate
+from sage_fast.models.hunyuan15.text import collate
 from sage_fast.report.scores import read_scores
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
@@ -250,7 +250,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
             # As one that gives no answer in time, and as one that fails.
             raise (RewardError if where == "evaluation" else OSError)("scoring server went away")
 
-    monkeypatch.setattr("sage_fast.policy.hunyuan.world_size", lambda: 2)
+    monkeypatch.setattr("sage_fast.models.policy.world_size", lambda: 2)
     overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
                  "train.prompts_per_iteration": "1", "train.group_size": "3", "train.optimizer_steps": "1",
                  "eval.seeds_per_prompt": "1", "reward.on_failure": "stop"}  # fmt: skip

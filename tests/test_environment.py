@@ -31,7 +31,7 @@ def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sage_fast.run.setup.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"1000 B are free; lower train.group_size"):
         check_trajectories(config, model)
-    monkeypatch.setattr("sage_fast.policy.decode.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("sage_fast.models.hunyuan15.decode.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match="of the free memory is 0 MiB"):
         model.decoder.plan((32, 5, 4, 4))
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.measure.harness import fresh_compilation
 from sage_fast.measure.stock import StockPolicy
-from sage_fast.policy.checkpointing import MODES, set_checkpointing
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
-from sage_fast.policy.text import TextBatch, collate
+from sage_fast.models.checkpointing import MODES, set_checkpointing
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import TextBatch, collate
+from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.rollout.graphs import denoise
-from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
@@ -193,10 +193,10 @@ def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance
 
 
 def test_what_is_trained_decides_what_may_be_tabulated() -> None:
-    assert tiny_model(settings()).policy.conditioning_is_frozen
-    assert not tiny_trainer(settings(model__tuning="full")).policy.conditioning_is_frozen
+    assert tiny_model(settings()).policy.forward.conditioning_is_frozen
+    assert not tiny_trainer(settings(model__tuning="full")).policy.forward.conditioning_is_frozen
     targets = r"transformer_blocks\.\d+\.norm1\.linear"
-    assert not tiny_model(settings(model__lora_targets=targets)).policy.conditioning_is_frozen
+    assert not tiny_model(settings(model__lora_targets=targets)).policy.forward.conditioning_is_frozen
 
 
 def test_a_lora_on_adaln_is_trained() -> None:

@@ -10,8 +10,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.errors import UserError
-from sage_fast.policy.load import load_model, reachable
-from sage_fast.testbed.model import BASE
+from sage_fast.models.load import load_model, reachable
+from sage_fast.models.testbed.model import BASE
 
 REPOSITORY = "someone/tiny"
 

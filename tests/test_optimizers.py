@@ -13,16 +13,18 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.engine import Engine
 from sage_fast.errors import UserError
 from sage_fast.measure.plan import plan
+from sage_fast.models.hunyuan15.policy import freeze_dead_ends
+from sage_fast.models.policy import Policy
 from sage_fast.optimizers import OPTIMIZERS, learning_rate
-from sage_fast.policy.hunyuan import freeze_dead_ends
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from tests.tiny import settings, tiny_model, tiny_trainer
+from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
     reason="bitsandbytes is not installed: pip install 'sage-fast[bitsandbytes]'",
 )
+IS_MUON = Policy({}, dtype=torch.float32).is_muon
 BIT8 = pytest.param("adamw8bit", marks=needs_bitsandbytes)
 
 
@@ -31,7 +33,7 @@ def first_step(optimizer: str, gradient: Tensor, name: str = "weight", **overrid
     weight, bias = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(1))
     weight.grad = gradient
     parameters = {name: weight, "proj_out.bias": bias}
-    for made in OPTIMIZERS[optimizer].make(parameters, TrainConfig(learning_rate=1e-3, **overrides)):
+    for made in OPTIMIZERS[optimizer].make(parameters, TrainConfig(learning_rate=1e-3, **overrides), IS_MUON):
         made.step()
     return weight.detach()
 
@@ -150,7 +152,7 @@ def test_state_is_as_large_as_the_plan_says(optimizer: str) -> None:
         for name, tensor in state.items()
         if torch.is_tensor(tensor) and name not in ("step", "qmap1", "qmap2")
     )
-    planned = plan(config, dict(policy.transformer.config)).memory[f"state of the optimizer ({optimizer})"]
+    planned = plan(config, tiny_spec(policy)).memory[f"state of the optimizer ({optimizer})"]
     assert held == pytest.approx(planned, rel=1e-3)  # the last block of 256 elements of a weight may be a part of one
 
 

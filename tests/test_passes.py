@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.policy import projection
-from sage_fast.policy.attention import ATTENTION
-from sage_fast.policy.forward import TextToVideoForward
-from sage_fast.policy.hunyuan import add_lora
+from sage_fast.models import projection
+from sage_fast.models.attention import ATTENTION
+from sage_fast.models.hunyuan15.forward import TextToVideoForward
+from sage_fast.models.hunyuan15.policy import add_lora
 
 TOKENS, TEXT, WIDTH, HEAD, RANK = 2048, 32, 256, 16, 8
 """In the proportions of 480p with 81 frames, and of a head and of the default rank to the published width."""

@@ -11,21 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from sage_fast.config.load import build
 from sage_fast.config.schema import ModelConfig
 from sage_fast.measure.plan import (
-    attention_flops,
-    decode_flops,
     format_plan,
-    forward_flops,
     plan,
     training_flops,
 )
-from sage_fast.policy.attention import ATTENTION
-from sage_fast.policy.checkpointing import MODES, activation_bytes, set_checkpointing
-from sage_fast.policy.forward import TextToVideoForward
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora, freeze_dead_ends
-from sage_fast.policy.text import TextEmbedding, collate
-from sage_fast.policy.vae import decode_frames
+from sage_fast.models.attention import ATTENTION
+from sage_fast.models.checkpointing import MODES, set_checkpointing
+from sage_fast.models.hunyuan15.forward import TextToVideoForward
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
+from sage_fast.models.hunyuan15.spec import activation_bytes, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+from sage_fast.models.hunyuan15.vae import decode_frames
 from tests.test_decode import Live
-from tests.tiny import settings, tiny_model
+from tests.tiny import settings, tiny_model, tiny_spec
 
 PUBLISHED = build({"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832, "kl.strategy": "dual"})
 
@@ -93,11 +91,11 @@ def test_the_time_is_that_of_the_rank_with_the_most_samples() -> None:
 def test_trained_parameters_are_those_of_peft() -> None:
     config = settings()
     policy = tiny_model(config).policy
-    result = plan(config, dict(policy.transformer.config))
+    result = plan(config, tiny_spec(policy))
     assert result.trainable == sum(p.numel() for p in policy.parameters().values())
     assert result.parameters == sum(p.numel() for n, p in policy.transformer.named_parameters() if ".lora_" not in n)
     full = settings(model__tuning="full")
-    assert plan(full, dict(policy.transformer.config)).trainable > 0.8 * result.parameters
+    assert plan(full, tiny_spec(policy)).trainable > 0.8 * result.parameters
 
 
 def layers(count: int, heads: int = 4, width: int = 16) -> HunyuanVideo15Transformer3DModel:
@@ -212,11 +210,11 @@ def test_decode_flops(frames: int, height: int) -> None:
 
 def test_counts_of_an_iteration() -> None:
     config = settings(sampling__guidance_scale=3.0, train__timestep_fraction=0.5, sampling__steps=8)
-    result = plan(config, dict(tiny_model(config).policy.transformer.config))
+    result = plan(config, tiny_model(config).spec)
     assert result.samples == 6
     assert result.forwards == {"rollout": 6 * 8 * 2, "training": 6 * 4 * 2, "anchor": 6 * 4 * 2}
     assert result.memory["trajectories (fp32 latents)"] == 4 * 2560 * 6 * 8  # 4 steps with gaps: 2 states each
     assert result.memory["stored velocities"] == 4 * 2560 * 6 * 4
     config.objective.ratio, config.train.optimizer_steps = "centred", 2  # its KL needs those of the rollout too
-    result = plan(config, dict(tiny_model(config).policy.transformer.config))
+    result = plan(config, tiny_model(config).spec)
     assert result.memory["stored velocities"] == 2 * 4 * 2560 * 6 * 4

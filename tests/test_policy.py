@@ -18,10 +18,11 @@ from torch import Tensor
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import ATTENTION
-from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy, add_lora, freeze_dead_ends, load_lora
-from sage_fast.policy.load import Model, check_path, load_model
-from sage_fast.policy.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.attention import ATTENTION
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
+from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.load import Model, find_spec, load_model
+from sage_fast.models.lora import LORA_FILE, load_lora
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.transitions import sigma_schedule, transition_table
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
@@ -106,13 +107,13 @@ def test_load_model_stores_weights_as_the_tuning_needs_them(
     model = load(checkpoint, tuning=tuning, dtype=dtype)
     policy, activations = model.policy, getattr(torch, dtype)
     assert not policy.transformer.training
-    assert not model.vae.training
+    assert not model.decoder.vae.training
     assert {p.dtype for p in policy.parameters().values()} == {torch.float32}
     frozen = {p.dtype for p in policy.transformer.parameters() if not p.requires_grad}
     base = torch.float32 if tuning == "full" else activations
     assert base in frozen
     assert frozen <= {base, torch.float32}  # float32: adapters of the dead ends
-    assert not any(p.requires_grad for p in model.vae.parameters())
+    assert not any(p.requires_grad for p in model.decoder.vae.parameters())
     text = text_of(embeddings, PLAIN, QUOTED, dtype=activations)
     v = velocity(policy, noise(2, *SPACE), torch.tensor([0.9, 0.3]), text)
     assert v.shape == (2, *SPACE)
@@ -152,7 +153,7 @@ def test_checkpoints_of_another_task_are_refused(
     """By name, and in a dry run too."""
     other = changed(checkpoint, tmp_path, "transformer", **values)
     with pytest.raises(UserError, match=message):
-        check_path(str(other))
+        find_spec(str(other))
     with pytest.raises(UserError, match=message):
         load(other)
 
@@ -162,7 +163,7 @@ def test_a_checkpoint_of_the_hub_is_refused_likewise(
 ) -> None:
     """Its task is known only when it is read."""
     other = changed(checkpoint, tmp_path, "transformer", task_type="i2v")
-    monkeypatch.setattr("sage_fast.policy.load.reachable", lambda path: str(other))
+    monkeypatch.setattr("sage_fast.models.load.reachable", lambda path: str(other))
     with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'i2v'"):
         load("owner/name")
 
@@ -283,20 +284,20 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
             torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
             torch.testing.assert_close(found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0)
 
-    found = encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", quiet=True)
+    found = encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", TextEmbedding, quiet=True)
     check(found)
     maps = Path("/proc/self/maps").read_text()  # ranks of one node share the memory of what they hold
     assert all(str(file) in maps for file in tmp_path.iterdir())
     assert calls == ["load", PLAIN, QUOTED]
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", quiet=True))
+    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding, quiet=True))
     assert calls == ["load", PLAIN, QUOTED]
     files = sorted(tmp_path.iterdir())
     assert [file.suffix for file in files] == [".safetensors"] * 2
     files[0].write_bytes(files[0].read_bytes()[:-7])  # a broken copy of the folder
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", quiet=True))
+    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding, quiet=True))
     assert calls[3] == "load"
     assert len(calls) == 5
-    encode_cached([PLAIN], factory, tmp_path, "another model", quiet=True)
+    encode_cached([PLAIN], factory, tmp_path, "another model", TextEmbedding, quiet=True)
     assert calls[5:] == ["load", PLAIN]
 
 
@@ -311,7 +312,7 @@ def test_interrupted_encoding_leaves_whole_files_alone(
 
     monkeypatch.setattr("sage_fast.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", quiet=True)
+        encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding, quiet=True)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
 
 
@@ -710,7 +711,7 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
 
 
 def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
-    names = {"path", "policy", "vae", "fps", "attention", "attention_milliseconds", "notes", "checkpointing"}
+    names = {"spec", "policy", "decoder", "attention", "attention_milliseconds", "notes", "checkpointing"}
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
     assert model.path == str(checkpoint)

@@ -37,7 +37,7 @@ from sage_fast.measure.profile import (
     phase_table,
 )
 from sage_fast.metrics import Stopwatch
-from sage_fast.policy.load import transformer_config, vae_config
+from sage_fast.models.load import find_spec
 from sage_fast.profiling import annotate, ranges
 from tests.test_cli import DEMO, SMALL
 from tests.tiny import settings, tiny_trainer
@@ -229,7 +229,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
         assert 0 < row["mfu"] < 1
     overrides = {name.removeprefix("--"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
     config = load(DEMO, overrides | {"model.gradient_checkpointing": "none"})
-    expected = plan(config, transformer_config("testbed"), vae_config("testbed"))
+    expected = plan(config, find_spec("testbed"))
     assert phases["train"]["flops"] == pytest.approx(expected.flops["training"])
     assert result["planned_bytes"] == sum(expected.memory.values())
 

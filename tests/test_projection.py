@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from sage_fast.policy.hunyuan import add_lora
-from sage_fast.policy.projection import Projection, gelu, with_room
+from sage_fast.models.hunyuan15.policy import add_lora
+from sage_fast.models.projection import Projection, gelu, with_room
 from studies.paper.adapter import responses
 from tests.test_forward import PROMPTS, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer

@@ -23,10 +23,11 @@ from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
 from sage_fast.errors import UserError
 from sage_fast.files import read_json, read_metrics
-from sage_fast.policy.encoder import encoder_version, load_encoder
-from sage_fast.policy.hub import reachable
-from sage_fast.policy.load import load_model
-from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
+from sage_fast.models.hub import reachable
+from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
+from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+from sage_fast.models.load import load_model
+from sage_fast.models.protocol import pass_lengths
 from sage_fast.run.evaluation import prompts_and_seeds
 from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
@@ -272,11 +273,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         Path("own.py").write_text(REWARD)
         Path("prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
         Path("heldout.txt").write_text("a hill\na lake\n")
-        patch.setattr(sage_fast.run.embed, "load_encoder", counting(fails_at=4))
+        patch.setattr(sage_fast.models.hunyuan15.spec, "load_encoder", counting(fails_at=4))
         with pytest.raises(RuntimeError):
             embed()
         assert len(list(Path("cache").glob("*.safetensors"))) == 3
-        patch.setattr(sage_fast.run.embed, "load_encoder", counting(encoded := []))
+        patch.setattr(sage_fast.models.hunyuan15.spec, "load_encoder", counting(encoded := []))
         assert embed() == (0, f"sage-fast embed: loading PyTorch and diffusers\ncache: {TEXTS} texts, of which "
                               f"{TEXTS - 3} were encoded now\n")  # fmt: skip
         assert len(encoded) == TEXTS - 3
@@ -315,7 +316,7 @@ def no_encoder(*given: Any) -> None:
 
 
 def test_a_full_cache_loads_no_encoder(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sage_fast.run.embed, "load_encoder", no_encoder)
+    monkeypatch.setattr(sage_fast.models.hunyuan15.spec, "load_encoder", no_encoder)
     assert f"{TEXTS} texts, of which 0 were encoded now" in embed()[1]
 
 
@@ -356,7 +357,9 @@ def test_a_cache_has_to_be_named(there: Path) -> None:
 def test_the_cache_holds_what_the_encoders_give(there: Path) -> None:
     model = load_model(ModelConfig(path="model", dtype="float32"), SamplingConfig(), CPU, seed=0)
     encode = model.load_encoder()
-    found = encode_cached([DOG, ""], no_encoder, there / "cache", cache_key("model", "float32", there / "cache"))
+    found = encode_cached([DOG, ""], no_encoder, there / "cache",
+                          cache_key("model", "float32", there / "cache", lambda: encoder_version("model")),
+                          TextEmbedding)  # fmt: skip
     assert len(found[DOG].glyphs) > 0
     for prompt in (DOG, ""):
         assert torch.equal(found[prompt].text, encode(prompt).text)

@@ -9,9 +9,10 @@ from sage_fast.cli import main
 from sage_fast.config.load import build, dump
 from sage_fast.files import read_metrics
 from sage_fast.measure.plan import plan
-from sage_fast.policy.hunyuan import LORA_FILE
-from sage_fast.policy.load import load_model, transformer_config, vae_config
-from sage_fast.policy.random_weights import MODELS, random_encoder, random_layout, random_module
+from sage_fast.models.hunyuan15.encoder import random_encoder
+from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.random_weights import random_module
 from tests.tiny import settings
 
 PUBLISHED = "random:hunyuanvideo15-480p"
@@ -48,15 +49,16 @@ def test_a_run_from_the_prompt_to_the_checkpoint_and_back(
 
 def test_the_plan_is_that_of_the_published_model() -> None:
     config = build({"model.path": PUBLISHED, "sampling.num_frames": 81})
-    assert plan(config, transformer_config(PUBLISHED), vae_config(PUBLISHED)) == plan(config)
-    assert random_layout(PUBLISHED, "transformer")["task_type"] == "t2v"
+    assert plan(config, find_spec(PUBLISHED)) == plan(config)
+    assert find_spec(PUBLISHED).meta("transformer").config.task_type == "t2v"
     assert main(["train", "configs/hunyuanvideo15-480p.yaml", "--model.path", PUBLISHED, "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_drawn_in_their_type_and_the_same_each_time(dtype: torch.dtype) -> None:
-    for part in MODELS["random:testbed"]:
-        one, two = (random_module("random:testbed", part, dtype, CPU) for _ in range(2))
+    spec = find_spec("random:testbed")
+    for part in ("transformer", "vae"):
+        one, two = (random_module(spec.meta(part), dtype, CPU) for _ in range(2))
         for (name, p), q in zip(one.named_parameters(), two.parameters()):
             assert p.dtype == dtype
             assert torch.equal(p, q), name
@@ -68,12 +70,11 @@ def test_full_tuning_trains_float32_weights() -> None:
     config = settings(model__path="random:testbed", model__tuning="full", model__dtype="bfloat16")
     model = load_model(config.model, config.sampling, CPU, seed=0)
     assert {p.dtype for p in model.policy.parameters().values()} == {torch.float32}
-    assert model.vae.dtype == torch.bfloat16
+    assert model.decoder.vae.dtype == torch.bfloat16
 
 
 def test_embeddings_follow_from_the_text() -> None:
-    with torch.device("meta"):
-        encode = random_encoder(MODELS[PUBLISHED]["transformer"]().config)
+    encode = random_encoder(find_spec(PUBLISHED).meta("transformer").config)
     first, again, other, empty = (encode(text) for text in ("a red kite", "a red kite", "a red kita", ""))
     assert torch.equal(first.text, again.text)
     assert not torch.equal(first.text, other.text)

@@ -24,7 +24,8 @@ from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.errors import UserError
 from sage_fast.files import read_json
 from sage_fast.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
-from sage_fast.policy.text import TextEmbedding, pass_lengths
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.protocol import pass_lengths
 from sage_fast.rewards import Reward, Scores
 from sage_fast.rollout.loop import equal_runs
 from sage_fast.rollout.schedule import check_trainable, deal, draw_samples
@@ -155,7 +156,7 @@ def encode(folder: Path) -> Record:
 
     def round_of(prompts: list[str], cache: Path | None) -> list[str]:
         encoded.clear()
-        found = encode_cached(prompts, factory, cache, "m", quiet=True)
+        found = encode_cached(prompts, factory, cache, "m", TextEmbedding, quiet=True)
         assert list(found) == prompts
         assert all(found[prompt].text.tolist() == [[float(len(prompt))] * 3] * 2 for prompt in prompts)
         return list(encoded)

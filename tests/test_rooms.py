@@ -42,7 +42,7 @@ def rooms() -> dict[str, set[str]]:
 
 def test_there_is_no_circle_among_rooms() -> None:
     left = rooms()
-    assert {"policy", "rollout", "trainer", "run", "measure", "report"} <= left.keys()
+    assert {"models", "rollout", "trainer", "run", "measure", "report"} <= left.keys()
     while free := [name for name, below in left.items() if not below & left.keys()]:
         for name in free:
             del left[name]
@@ -78,8 +78,8 @@ def test_files_can_be_read_in_one_go(folder: str) -> None:
         ("config/schema.py", '"share", "none"]', '"share", "mine", "none"]', "objective", "FEEDBACKS"),
         ("config/schema.py", '"exact", "ode"]', '"exact", "ode", "heun"]', "transitions", "SAMPLERS"),
         ("transitions.py", 'SAMPLERS = {', 'SAMPLERS = {"heun": _ode, ', "transitions", "config.Sampler"),
-        ("config/schema.py", '"xformers"]', '"xformers", "sage"]', "policy.attention", "ATTENTION"),
-        ("policy/attention.py", '    "sdpa": _sdpa,', '    "sdpa": _sdpa,\n    "sage": _sdpa,', "policy.attention",
+        ("config/schema.py", '"xformers"]', '"xformers", "sage"]', "models.attention", "ATTENTION"),
+        ("models/attention.py", '    "sdpa": _sdpa,', '    "sdpa": _sdpa,\n    "sage": _sdpa,', "models.attention",
          "config.AttentionBackend"),
         ("config/schema.py", '"adamw8bit"]', '"adamw8bit", "sgd"]', "optimizers", "OPTIMIZERS"),
         ("optimizers.py", '    "linear"', '    "root": lambda progress: 1 - progress**0.5,\n    "linear"', "optimizers",

@@ -19,10 +19,10 @@ from sage_fast.config.load import load
 from sage_fast.distributed import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
 from sage_fast.errors import RewardError, RunError, UserError
 from sage_fast.measure.plan import plan
-from sage_fast.policy.checkpointing import MODES, set_checkpointing
-from sage_fast.policy.load import Model, load_model, transformer_config, vae_config
-from sage_fast.policy.sequence import SequenceParallel, check_sequence_parallel
-from sage_fast.policy.text import collate
+from sage_fast.models.checkpointing import MODES, set_checkpointing
+from sage_fast.models.hunyuan15.text import collate
+from sage_fast.models.load import Model, find_spec, load_model
+from sage_fast.models.sequence import SequenceParallel, check_sequence_parallel
 from sage_fast.rewards.composite import Pending
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_said_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demo = ["train", str(REPOSITORY / "configs" / "demo.yaml"), "--model.sequence_parallel"]
-    monkeypatch.setattr("sage_fast.policy.load._load", None)
+    monkeypatch.setattr("sage_fast.models.load._load", None)
     for arguments, message in (
         (["2"], "model.sequence_parallel = 2: expected a divisor of the number of ranks, which is 1; the nearest is 1,"
          " or start torchrun --nproc-per-node 2"),
@@ -293,8 +293,8 @@ def test_what_does_not_fit_is_said_before_a_model_is_loaded(
 
 def test_a_part_of_the_tokens_takes_a_part_of_the_memory() -> None:
     """And of the attention that is timed, a part of the heads over all tokens."""
-    layouts = transformer_config("testbed"), vae_config("testbed")
-    one, two = (plan(settings(model__sequence_parallel=size), *layouts, ranks=2) for size in (1, 2))
+    spec = find_spec("testbed")
+    one, two = (plan(settings(model__sequence_parallel=size), spec, ranks=2) for size in (1, 2))
     activations = next(part for part in one.memory if part.startswith("activations"))
     assert two.memory[activations] == pytest.approx(one.memory[activations] * 44 / 87)  # of 87 tokens
     latents = "trajectories (fp32 latents)"
@@ -303,10 +303,10 @@ def test_a_part_of_the_tokens_takes_a_part_of_the_memory() -> None:
 
 def test_the_kernel_is_chosen_for_the_heads_that_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    monkeypatch.setattr("sage_fast.policy.load.measure_attention", lambda shape, *_: shapes.append(shape) or {})
+    monkeypatch.setattr("sage_fast.models.load.measure_attention", lambda shape, *_: shapes.append(shape) or {})
     model = tiny_model(settings())
     for size in (1, 2):
-        monkeypatch.setattr("sage_fast.policy.load.sequence_size", lambda size=size: size)
+        monkeypatch.setattr("sage_fast.models.load.sequence_size", lambda size=size: size)
         model.choose_attention("auto", settings().sampling)
     tokens = model.joint_tokens(settings().sampling)
     assert shapes == [(8, tokens, 4, 16), (8, tokens, 2, 16)]

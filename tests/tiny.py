@@ -11,13 +11,14 @@ from torch import Tensor
 
 from sage_fast.config.load import build, load
 from sage_fast.config.schema import Config
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
-from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import Model
+from sage_fast.models.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
+from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
 from sage_fast.run.setup import load_setup
-from sage_fast.testbed.model import TestbedTransformer, allow_batches, tiny_vae
-from sage_fast.testbed.text import embed
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 
@@ -71,6 +72,10 @@ class BrightnessReward:
         }
 
 
+def tiny_spec(policy: HunyuanVideo15Policy) -> Testbed:
+    return Testbed("tiny", {"transformer": policy.transformer.config})
+
+
 def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Model:
     torch.manual_seed(1)
     transformer = TestbedTransformer().eval()
@@ -80,7 +85,8 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
     policy = HunyuanVideo15Policy(
         torch.nn.Module.to(transformer, device, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
     )
-    model = Model(path="tiny", policy=policy, vae=allow_batches(tiny_vae().eval().to(device)), fps=8)
+    decoder = VideoDecoder(allow_batches(tiny_vae().eval().to(device)))
+    model = Model(spec=tiny_spec(policy), policy=policy, decoder=decoder)
     model.set_checkpointing(config.model.gradient_checkpointing, gathered=config.train.engine == "zero3")
     return model
 

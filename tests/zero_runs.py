@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_fast.distributed import initialize, rank, shutdown, world_size
 from sage_fast.errors import NonFiniteError
 from sage_fast.measure.plan import plan
-from sage_fast.policy.hunyuan import LORA_FILE, HunyuanVideo15Policy
-from sage_fast.policy.text import collate
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import collate
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.trainer import Trainer
 from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_trainer
 
@@ -100,7 +101,7 @@ def memory(engine: str, tuning: str) -> dict[str, Any]:
     wide = {"attention_head_dim": 32, "num_layers": 6, "rope_axes_dim": (8, 12, 12)}
     with mock.patch("tests.tiny.TestbedTransformer", functools.partial(TestbedTransformer, **wide)):
         trainer = tiny_trainer(config, NamedReward())
-    planned = plan(config, dict(trainer.policy.transformer.config), ranks=world_size()).memory
+    planned = plan(config, trainer.model.spec, ranks=world_size()).memory
     trainer.iteration(0)
     backward, peaks = trainer.engine.backward, []
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
@@ -13,8 +14,7 @@ from safetensors.torch import load_file, save
 from sage_fast.console import Progress
 from sage_fast.distributed import all_gather_object, broadcast_object, rank, together, world_size
 from sage_fast.files import write_atomic
-from sage_fast.policy.encoder import encoder_version
-from sage_fast.policy.text import Encoder, TextEmbedding
+from sage_fast.models.protocol import Condition, Encoder
 
 
 def _digest(*parts: str) -> str:
@@ -25,21 +25,22 @@ def _file(cache: Path, model: str, prompt: str) -> Path:
     return cache / f"{_digest(model, prompt)}.safetensors"
 
 
-def cache_key(path: str, dtype: str, cache: Path | None) -> str:
+def cache_key(path: str, dtype: str, cache: Path | None, encoder_version: Callable[[], str | None]) -> str:
     """Model, type and version of the text encoders, of which embeddings are; a collective, the same on every rank.
 
     Training needs no text encoders once all prompts are embedded: where the checkpoint has none, the version is that
     which last filled the cache.
 
     Args:
-        path: of the checkpoint, as `check_path` gives it.
+        path: of the checkpoint.
         dtype: of the encoders.
         cache: folder; None keeps nothing on disk.
+        encoder_version: see `Spec.encoder_version`.
     """
     model = f"{Path(path).resolve() if Path(path).is_dir() else path} {dtype}"
     if cache is None:
         return model
-    version = encoder_version(path) if rank() == 0 else None
+    version = encoder_version() if rank() == 0 else None
     if rank() == 0:
         last = cache / f"{_digest(model)}.encoder"
         if version is None:
@@ -83,8 +84,9 @@ def encode_cached(
     encoder_factory: Callable[[], Encoder],
     cache: Path | None,
     model: str,
+    kind: type[Condition],
     quiet: bool = False,
-) -> dict[str, TextEmbedding]:
+) -> dict[str, Any]:
     """Embeddings of `prompts`, on every rank: read from `cache`, or encoded by one rank and sent to those that lack it.
 
     A collective. No rank waits longer than another takes to load the text encoders and encode one prompt, and nothing
@@ -96,11 +98,12 @@ def encode_cached(
             to embedding.
         cache: folder, one safetensors file per (model, prompt); None keeps nothing on disk.
         model: `cache_key`.
+        kind: what the encoder gives.
         quiet: show no progress.
     """
     prompts = list(dict.fromkeys(prompts))
     files = {} if cache is None else {prompt: _file(cache, model, prompt) for prompt in prompts}
-    known = {prompt: embedding for prompt, file in files.items() if (embedding := _read(file)) is not None}
+    known = {prompt: embedding for prompt, file in files.items() if (embedding := _read(file, kind)) is not None}
     held = all_gather_object([prompt in known for prompt in prompts])
     turns = itertools.cycle(range(world_size()))
     sources = {}  # of the prompts that a rank lacks: one that has it, else the next in turn, which encodes it
@@ -120,22 +123,21 @@ def encode_cached(
             for prompt in block:
                 sent = broadcast_object(known.get(prompt), sources[prompt])
                 # From the file where this rank sees it: mapped, it is the page cache's, once for all ranks of a node.
-                known[prompt] = (_read(files[prompt]) if prompt in files else None) or sent
+                known[prompt] = (_read(files[prompt], kind) if prompt in files else None) or sent
             bar.update(len(block))
     return {prompt: known[prompt] for prompt in prompts}
 
 
-def _write(embedding: TextEmbedding, file: Path) -> None:
+def _write(condition: Condition, file: Path) -> None:
     """A killed run leaves no half-written embedding behind, and runs that share the cache do not meet."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, save({"text": embedding.text.contiguous(), "glyphs": embedding.glyphs.contiguous()}))
+    write_atomic(file, save({name: tensor.contiguous() for name, tensor in condition.tensors().items()}))
 
 
-def _read(file: Path) -> TextEmbedding | None:
+def _read(file: Path, kind: type[Condition]) -> Condition | None:
     """None if the file is missing or broken."""
     try:
-        tensors = load_file(file)
-        return TextEmbedding(text=tensors["text"], glyphs=tensors["glyphs"])
+        return kind(**load_file(file))
     except (FileNotFoundError, SafetensorError):
         return None
 

@@ -6,12 +6,12 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.console import Say, say_nothing
 from sage_fast.engine.plain import Engine
 from sage_fast.engine.settings import check_engine
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+from sage_fast.models.policy import Policy
 
 __all__ = ["Engine", "check_engine", "make_engine"]
 
 
-def make_engine(policy: HunyuanVideo15Policy, config: TrainConfig, tell: Say = say_nothing) -> Engine:
+def make_engine(policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> Engine:
     """The engine of `train.engine`."""
     if config.engine == "plain":
         return Engine(policy, config, tell)

@@ -16,20 +16,12 @@ it back. tests/test_engine_deepspeed.py holds the sum against the tensors that a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-from torch import nn
 
 from sage_fast.config.schema import Config
 from sage_fast.engine.settings import deepspeed_settings, stage_of
+from sage_fast.models.policy import Policy
 from sage_fast.objective import strategy_of
 from sage_fast.optimizers import OPTIMIZERS
-
-
-def gathered_layers(transformer: nn.Module) -> list[nn.Linear]:
-    """The modules whose weights ZeRO-3 gathers for one forward or backward; all others stay whole."""
-    blocks: Any = transformer.transformer_blocks
-    return [module for module in blocks.modules() if isinstance(module, nn.Linear)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,22 +39,23 @@ class Held:
     host: dict[str, float]
 
 
-def held_bytes(config: Config, transformer: nn.Module, ranks: int = 1, checkpointing: str = "full") -> Held:
+def held_bytes(config: Config, policy: Policy, ranks: int = 1, checkpointing: str = "full") -> Held:
     """
     Args:
         config: validated settings.
-        transformer: on any device, the meta device too; its weights whole.
+        policy: on any device, the meta device too; its weights whole.
         ranks: N.
         checkpointing: with ZeRO-3, `none` keeps the bfloat16 copies of all gathered weights for the backward.
     """
     train, full = config.train, config.model.tuning == "full"
     width = 4 if full or config.model.dtype == "float32" else 2
-    trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    every, trained = [p for _, p in policy.named_parameters()], policy.parameters()
     n = sum(p.numel() for p in trained.values())
-    f = sum(p.numel() for p in transformer.parameters()) - n
+    f = sum(p.numel() for p in every) - n
     stage, snapshots = stage_of(train), int(strategy_of(config.kl).anchor is not None) + int(train.ema_decay > 0)
     share = 1 / ranks if stage else 1.0
-    moments = sum(OPTIMIZERS[train.optimizer].state_bytes(name, p) * p.numel() for name, p in trained.items()) * share
+    state_bytes = OPTIMIZERS[train.optimizer].state_bytes
+    moments = sum(state_bytes(p, policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
     weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
     training = {
         "gradients": 4.0 * n * (share if stage > 1 else 1),
@@ -75,14 +68,13 @@ def held_bytes(config: Config, transformer: nn.Module, ranks: int = 1, checkpoin
         settings = deepspeed_settings(train, n)["zero_optimization"]
         training["bucket of gradients"] = 4.0 * settings["reduce_bucket_size"]
     if stage == 3:
-        inner = {p for layer in gathered_layers(transformer) for p in layer.parameters()}
-        outer = [p for p in transformer.parameters() if p not in inner]
+        inner = {p for unit in policy.sharded_units() for p in unit.parameters()}
+        outer = [p for p in every if p not in inner]
         weights = {part: size * share for part, size in weights.items()}
         weights["whole on each rank: outside the blocks"] = float(
             sum((4 if p.requires_grad else width) * p.numel() for p in outer)
         )
-        blocks: Any = transformer.transformer_blocks
-        block = sum(p.numel() for p in blocks[0].parameters())
+        block = sum(p.numel() for p in policy.block_list()[0].parameters())
         training["gathered weights of a block"] = float((4 if full else width) * block)
         if checkpointing != "none":
             copies = 2.0 * block if copies else 0.0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainConfig
 from sage_fast.console import Say, say_nothing, say_wrapped
@@ -20,8 +20,8 @@ from sage_fast.distributed import all_reduce, barrier, data_size, rank, world_si
 from sage_fast.environment import free_bytes
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.files import saving
+from sage_fast.models.policy import Policy, State
 from sage_fast.optimizers import OPTIMIZERS, learning_rate
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
 from sage_fast.updates import BFLOAT16_RESOLUTION, UpdateSize, watch_updates
 
 WATCHED_ITERATIONS = 3
@@ -43,13 +43,13 @@ class Engine:
         ema: averaged weights, as `policy.snapshot` gives them; None if `train.ema_decay` is 0.
     """
 
-    def __init__(self, policy: HunyuanVideo15Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
+    def __init__(self, policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
         self.policy = policy
         self.config = config
         self.tell = tell
         self.parameters = list(policy.parameters().values())
         self.steps = 0
-        self._updates = watch_updates(policy.transformer, policy.whole)
+        self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.whole)
         self._warned = False
         self._prepare()
         self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
@@ -57,7 +57,8 @@ class Engine:
         self._remembered_bytes = 0
 
     def _prepare(self) -> None:
-        self.optimizers = OPTIMIZERS[self.config.optimizer].make(self.policy.parameters(), self.config)
+        make, policy = OPTIMIZERS[self.config.optimizer].make, self.policy
+        self.optimizers = make(policy.parameters(), self.config, policy.is_muon)
 
     @property
     def learning_rate(self) -> float:

@@ -21,12 +21,11 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 
 from sage_fast.distributed import all_reduce, data_size, join_deepspeed, rank, world_size
-from sage_fast.engine.memory import gathered_layers
 from sage_fast.engine.plain import Engine
 from sage_fast.engine.settings import deepspeed_settings, stage_of
 from sage_fast.errors import UserError
+from sage_fast.models.policy import Item, Policy, State, WholeStates, check_names
 from sage_fast.optimizers import BETAS
-from sage_fast.policy.hunyuan import Item, State, WholeStates, check_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -62,11 +61,11 @@ class ZeroEngine(Engine):
             fused=fused,
         )
         self.optimizer.register_step_pre_hook(self._decay)
-        modules = _Modules(self.policy.transformer)
+        modules = _Modules(self.policy)
         self.deepspeed, *_ = deepspeed.initialize(
             model=modules, optimizer=self.optimizer, config=deepspeed_settings(self.config, trained)
         )
-        self.policy.forward.uses_all_embedders = True
+        self.policy.use_all_weights()
         self.policy.states = _Parts() if self.stage < 3 else _Shards(self.deepspeed.optimizer, modules)
 
     def _note(self, number: int, grad: Tensor) -> None:
@@ -170,7 +169,7 @@ class ZeroEngine(Engine):
         present = []
         if self.stage == 3:
             adapter = self.policy.has_adapter
-            for name, p in self.policy.transformer.named_parameters():
+            for name, p in self.policy.named_parameters():
                 if not adapter or ".lora_" in name:
                     whole = self.policy.whole(p)
                     if rank() == 0:
@@ -189,10 +188,10 @@ class _Modules(nn.Module):
     module, and what every rank does not call equally often, is outside of them and stays whole.
     """
 
-    def __init__(self, transformer: nn.Module) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.transformer = transformer
-        self.gathered = tuple(gathered_layers(transformer))
+        self.networks = nn.ModuleDict(policy.networks)
+        self.gathered = tuple(policy.sharded_units())
 
     def children(self) -> Iterator[nn.Module]:
         return iter(self.gathered)

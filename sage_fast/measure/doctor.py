@@ -27,8 +27,8 @@ from sage_fast.environment import environment
 from sage_fast.files import write_json
 from sage_fast.measure.harness import Save, best_device, head_line, save_nothing
 from sage_fast.measure.verdict import VERDICTS, Check, Verdict, in_one_line, tried
+from sage_fast.models.attention import INSTALL
 from sage_fast.ops import implementation
-from sage_fast.policy.attention import INSTALL
 
 OPTIONAL = {
     "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),

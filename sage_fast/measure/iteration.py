@@ -18,8 +18,8 @@ from sage_fast.console import progress, say
 from sage_fast.environment import environment
 from sage_fast.measure.harness import Save, head_line, save_nothing
 from sage_fast.measure.stock import StockDecoder, StockPolicy
+from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.setup import load_setup
-from sage_fast.testbed.model import TestbedTransformer
 from sage_fast.trainer import Trainer
 
 PATHS = ("stock", "eager")
@@ -59,9 +59,10 @@ def _trainer(config: Config, name: str) -> Trainer:
         say(f"note: {note}")
     if name == "stock":
         policy = setup.model.policy
-        setup.model.policy = StockPolicy(policy.transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale)
-        batches = isinstance(policy.transformer, TestbedTransformer)
-        setup.model.decoder = StockDecoder(setup.model.vae, batches)
+        transformer = policy.networks["transformer"]
+        setup.model.policy = StockPolicy(transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale)
+        batches = isinstance(transformer, TestbedTransformer)
+        setup.model.decoder = StockDecoder(setup.model.decoder.vae, batches)
     setup.encode(quiet=True)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
     if name == "stock":

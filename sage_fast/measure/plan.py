@@ -1,7 +1,7 @@
 """What an iteration will cost, before it is run: `sage-fast train CONFIG --dry-run`.
 
-The real architecture is built on the meta device (no memory, no weights); the rest are formulas, each checked by
-tests/test_plan.py against a count made by PyTorch. FLOPs are two per multiply-add.
+The real architecture is built on the meta device (no memory, no weights); the rest are formulas, those of the model in
+its `Spec`, each checked by tests/test_plan.py against a count made by PyTorch. FLOPs are two per multiply-add.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
 from sage_fast.config.schema import Config
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes
 from sage_fast.measure.harness import H200_BF16_FLOPS
+from sage_fast.models.load import find_spec, meta_policy
+from sage_fast.models.protocol import Spec
+from sage_fast.models.registry import default_family
+from sage_fast.models.sequence import check_heads
 from sage_fast.objective import stores_rollout_velocities, strategy_of, surrogate_of
-from sage_fast.policy.checkpointing import MODES, activation_bytes
-from sage_fast.policy.hunyuan import add_lora, freeze_dead_ends
-from sage_fast.policy.load import TEXT_TOKENS, check_path, transformer_config, vae_config
-from sage_fast.policy.sequence import check_heads
 from sage_fast.rollout.schedule import (
     check_trainable,
     configured_table,
@@ -33,39 +28,6 @@ from sage_fast.rollout.schedule import (
     trained_steps,
 )
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.testbed.model import TestbedTransformer, tiny_vae
-
-TESTBED_TEXT_TOKENS = 7
-"""Length of every prompt of the testbed."""
-
-Architecture = Mapping[str, Any]
-
-
-def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
-    """FLOPs of one forward of one sample, d = heads x head_dim:
-
-        layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner
-
-    with mlp ratio r = 4 (so 24 d^2), N video and L text tokens, one more token's worth for the modulation of both
-    streams, and the same two terms over the L text tokens for the refiner. Not counted: time and text embedders,
-    normalisation, elementwise work.
-    """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    linear = (8 + 4 * architecture["mlp_ratio"]) * d**2
-    joint = tokens + text_tokens
-    blocks = architecture["num_layers"] * (linear * (joint + 1) + 4 * joint**2 * d)
-    refiner = architecture["num_refiner_layers"] * (linear * text_tokens + 4 * text_tokens**2 * d)
-    patch = architecture["patch_size_t"] * architecture["patch_size"] ** 2
-    embed = 2 * tokens * d * patch * (architecture["in_channels"] + architecture["out_channels"])
-    project = 2 * text_tokens * d * architecture["text_embed_dim"]
-    return float(blocks + refiner + embed + project)
-
-
-def attention_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
-    """The part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d a layer."""
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    blocks = architecture["num_layers"] * (tokens + text_tokens) ** 2
-    return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
 
 
 def training_flops(forward: float, attention: float, *, checkpointing: str, frozen_base: bool) -> float:
@@ -82,36 +44,6 @@ def training_flops(forward: float, attention: float, *, checkpointing: str, froz
     linear = forward - attention
     again = checkpointing != "none", checkpointing == "full"
     return linear * (1 + again[0] + (1 if frozen_base else 2)) + attention * (1 + again[1] + 2.5)
-
-
-def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
-    """FLOPs of decoding one video: two per weight of a convolution and place where it is applied, and attention of each
-    frame to itself and all earlier ones, 2 T (T + 1) (H W)^2 C.
-
-    Args:
-        decoder: a `HunyuanVideo15Decoder3D`, on the meta device too.
-        latents: (C, T, H, W).
-    """
-    _, t, h, w = latents
-
-    def conv(module: Any) -> float:
-        return 2.0 * getattr(module, "conv", module).weight.numel() * t * h * w
-
-    def residual(block: Any) -> float:
-        shortcut = conv(block.conv_shortcut) if block.conv_shortcut is not None else 0.0
-        return conv(block.conv1) + conv(block.conv2) + shortcut
-
-    middle = decoder.mid_block
-    flops = conv(decoder.conv_in) + sum(residual(block) for block in middle.resnets)
-    for attention in middle.attentions:
-        flops += sum(conv(getattr(attention, name)) for name in ("to_q", "to_k", "to_v", "proj_out"))
-        flops += 2.0 * t * (t + 1) * (h * w) ** 2 * attention.to_q.out_channels
-    for block in decoder.up_blocks:
-        flops += sum(residual(resnet) for resnet in block.resnets)
-        for upsampler in block.upsamplers or ():
-            flops += conv(upsampler.conv)
-            t, h, w = 2 * t - 1 if upsampler.add_temporal_upsample else t, 2 * h, 2 * w
-    return flops + conv(decoder.conv_out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,56 +83,22 @@ class Plan:
     engine: str
 
 
-def build_meta(config: Config, architecture: Architecture | None) -> HunyuanVideo15Transformer3DModel:
-    """The configured transformer on the meta device, with its adapter; by default the published 8.3 B architecture."""
-    settings = {k: v for k, v in (architecture or {}).items() if not k.startswith("_")}
-    cls = TestbedTransformer if "text_embed_2_hidden_dim" in settings else HunyuanVideo15Transformer3DModel
-    with torch.device("meta"):
-        transformer = cls(**settings)
-        model = config.model
-        if model.tuning == "lora":
-            add_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
-        else:
-            freeze_dead_ends(transformer)
-    return transformer
-
-
-def build_meta_vae(autoencoder: Architecture | None, testbed: bool) -> AutoencoderKLHunyuanVideo15:
-    """The autoencoder on the meta device; by default the published one, or the testbed's."""
-    settings = {k: v for k, v in (autoencoder or {}).items() if not k.startswith("_")}
-    with torch.device("meta"):
-        return tiny_vae() if testbed and not settings else AutoencoderKLHunyuanVideo15(**settings)
-
-
-def plan(
-    config: Config,
-    architecture: Architecture | None = None,
-    autoencoder: Architecture | None = None,
-    *,
-    ranks: int = 1,
-) -> Plan:
+def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1) -> Plan:
     """Sizes, FLOPs and memory of one iteration.
 
     Args:
         config: validated settings.
-        architecture: the transformer's config.json; None for the published architecture.
-        autoencoder: the autoencoder's config.json, likewise.
+        spec: of the model; by default the published sizes of the first family that ships.
         ranks: GPUs; samples are spread over them (`model.sequence_parallel` of them share theirs), and of weights and
             optimizer what `train.engine` shares out.
     """
-    transformer = build_meta(config, architecture)
-    built = transformer.config
-    trainable = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    base = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" not in name)
+    spec = spec or default_family()()
+    s, train, sharing = config.sampling, config.train, config.model.sequence_parallel
+    check_heads(sharing, spec.heads)
+    policy, cost, latent = meta_policy(spec, config.model), spec.cost(config), spec.latent_shape(s)
+    trainable = sum(p.numel() for p in policy.parameters().values())
+    base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
 
-    s, train = config.sampling, config.train
-    testbed = isinstance(transformer, TestbedTransformer)
-    vae = build_meta_vae(autoencoder, testbed)
-    text_tokens = TESTBED_TEXT_TOKENS if testbed else TEXT_TOKENS
-    spatial, temporal = vae.spatial_compression_ratio, vae.temporal_compression_ratio
-    latent = (built.out_channels, (s.num_frames - 1) // temporal + 1, s.height // spatial, s.width // spatial)
-    tokens = math.prod(latent[1:]) // (built.patch_size_t * built.patch_size**2)
-    joint = tokens + text_tokens
     samples = train.prompts_per_iteration * train.group_size
     steps = trained_steps(iteration_table(configured_table(config), config, 0), config, 0)
     trained, anchored = len(steps), len(position_steps(config, steps, 0))
@@ -213,33 +111,27 @@ def plan(
         "training": samples * trained * passes,
         "anchor": samples * (anchored * (strategy_of(config.kl).anchor is not None) + scored) * passes,
     }
-    forward = forward_flops(built, tokens, text_tokens)
     asked = config.model.gradient_checkpointing
     mode = "full" if asked == "auto" else asked  # what is free is known where it is run
     per_training = training_flops(
-        forward,
-        attention_flops(built, tokens, text_tokens),
-        checkpointing=mode,
-        frozen_base=config.model.tuning == "lora",
+        cost.forward, cost.attention, checkpointing=mode, frozen_base=config.model.tuning == "lora"
     )
     flops = {
-        "forward": forward,
-        "rollout": forwards["rollout"] * forward,
+        "forward": cost.forward,
+        "rollout": forwards["rollout"] * cost.forward,
         "training": forwards["training"] * per_training,
-        "anchor": forwards["anchor"] * forward,
-        "decode": samples * decode_flops(vae.decoder, latent),
+        "anchor": forwards["anchor"] * cost.forward,
+        "decode": samples * cost.decode,
     }
 
     width = 2 if config.model.dtype == "bfloat16" else 4
-    sharing = config.model.sequence_parallel
-    check_heads(sharing, built.num_attention_heads)
     mine = len(share_of(samples, ranks // sharing, 0))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
-    held = held_bytes(config, transformer, ranks, mode)
+    held = held_bytes(config, policy, ranks, mode)
     memory = {
         **held.weights,
         **held.training,
-        "autoencoder": float(width * sum(p.numel() for p in vae.parameters())),
+        "autoencoder": float(width * cost.decoder_weights),
     }
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
     if s.offload_trajectories:
@@ -247,13 +139,7 @@ def plan(
     else:
         memory, host = memory | trajectories, {}
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
-    rank = config.model.lora_rank if config.model.tuning == "lora" else 0
-    activations = {
-        name: activation_bytes(
-            name, built, -(-joint // sharing), width, rank=rank, batch_size=train.batch_size, passes=passes
-        )
-        for name in MODES
-    }
+    activations = dict(cost.activations)
     memory[f"activations, checkpointing {asked}{', as full' if asked == 'auto' else ''}"] = activations.pop(mode)
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
@@ -262,8 +148,8 @@ def plan(
         parameters=base,
         trainable=trainable,
         latent_shape=latent,
-        tokens=tokens,
-        text_tokens=text_tokens,
+        tokens=spec.tokens(latent),
+        text_tokens=spec.text_tokens,
         ranks=ranks,
         samples=samples,
         trained_steps=trained,
@@ -341,7 +227,6 @@ def dry_run(config: Config, ranks: int) -> str:
     Raises:
         UserError: the settings make it impossible, or `model.path` is no checkpoint.
     """
-    path = config.model.path
-    check_path(path)
+    spec = find_spec(config.model.path)
     check_trainable(config, ranks)
-    return format_plan(plan(config, transformer_config(path), vae_config(path), ranks=ranks))
+    return format_plan(plan(config, spec, ranks=ranks))

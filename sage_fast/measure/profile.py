@@ -29,7 +29,6 @@ from sage_fast.errors import UserError
 from sage_fast.files import write_json
 from sage_fast.measure.harness import head_line, matmul_ceiling
 from sage_fast.measure.plan import plan
-from sage_fast.policy.load import transformer_config, vae_config
 from sage_fast.profiling import DOMAIN, PHASES, annotate, ranges
 from sage_fast.rollout.schedule import check_trainable
 from sage_fast.run.setup import load_setup
@@ -112,7 +111,7 @@ def profile_iteration(
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
         chosen = cast(Checkpointing, setup.model.checkpointing)  # by `auto`
         run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
-        expected = plan(run, transformer_config(config.model.path), vae_config(config.model.path))
+        expected = plan(run, setup.model.spec)
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
         if trainer.anchor_is_current:
             flops["anchor"] = 0.0  # the rollout's own velocities serve

@@ -14,20 +14,20 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.measure.plan import attention_flops, decode_flops, forward_flops, training_flops
+from sage_fast.measure.plan import training_flops
 from sage_fast.measure.stock import StockDecoder, StockPolicy
 from sage_fast.measure.verdict import in_one_line
-from sage_fast.policy.attention import ATTENTION, fastest, measure_attention
-from sage_fast.policy.block import TextToVideoBlock, block_forward
-from sage_fast.policy.checkpointing import set_checkpointing
-from sage_fast.policy.decode import VideoDecoder
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
-from sage_fast.policy.load import TEXT_TOKENS
-from sage_fast.policy.random_weights import random_module
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.models.attention import ATTENTION, fastest, measure_attention
+from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+from sage_fast.models.random_weights import random_module
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.testbed.model import LATENT_SHAPE
 from sage_fast.transitions import sigma_schedule, transition_table
 
 STEPS = 10
@@ -50,7 +50,7 @@ class Size:
 
     batch: int
     space: tuple[int, int, int]
-    text_tokens: int = TEXT_TOKENS
+    text_tokens: int = HunyuanVideo15.text_tokens
     testbed: bool = False
 
 
@@ -68,14 +68,14 @@ GATE_SPACE = (3, 8, 8)
 """Latents at most that the decoders' gate compares: a layout that is right there is right everywhere."""
 
 
-def model_name(testbed: bool) -> str:
-    """The `model.path` of a rung's random weights."""
-    return "random:testbed" if testbed else "random:hunyuanvideo15-480p"
+def spec_of(testbed: bool) -> HunyuanVideo15:
+    """The model of a rung."""
+    return Testbed() if testbed else HunyuanVideo15()
 
 
 def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
     """The architecture with random weights, made on the device, and a LoRA adapter that is not zero."""
-    transformer = random_module(model_name(testbed), "transformer", dtype, device)
+    transformer = random_module(spec_of(testbed).meta("transformer"), dtype, device)
     add_lora(transformer, rank=16 if testbed else 64, alpha=16, targets=ModelConfig().lora_targets, seed=0)
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) 
 
 def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
     """path of `decode` -> a decoder of the same random weights, in memory of its own, as the layouts differ."""
-    vae = random_module(model_name(testbed), "vae", dtype, device).requires_grad_(False)
+    vae = random_module(spec_of(testbed).meta("vae"), dtype, device).requires_grad_(False)
     contiguous, channels_last = (VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True))
     channels_last.plans = contiguous.plans  # as much at a time, whatever is free by then
     stock = StockDecoder(vae, batches=testbed)
@@ -146,7 +146,7 @@ class Rung:
         return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)
 
     def flops(self, part: str) -> float:
-        """Model FLOPs of a part at the unpadded prompt, by the formulas of measure/plan.py."""
+        """Model FLOPs of a part at the unpadded prompt, by the formulas of the plan."""
         config, size = self.transformer.config, self.size
         if part == "decode":
             return size.batch * decode_flops(self.decoders["stock"].vae.decoder, self.shape)

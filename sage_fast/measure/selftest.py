@@ -15,16 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from sage_fast.measure import normalisations
 from sage_fast.measure.harness import host_timer, matmul_ceiling, usual_dtype
 from sage_fast.measure.verdict import Check, in_one_line, tried
+from sage_fast.models.attention import ATTENTION, INSTALL, fastest, measure_attention, try_attention, usable
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+from sage_fast.models.testbed.model import LATENT_SHAPE, TestbedTransformer
+from sage_fast.models.testbed.text import embed
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
-from sage_fast.policy.attention import ATTENTION, INSTALL, fastest, measure_attention, try_attention, usable
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
-from sage_fast.policy.text import TextEmbedding, collate
 from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.seeding import sample_seeds
-from sage_fast.testbed.model import LATENT_SHAPE, TestbedTransformer
-from sage_fast.testbed.text import embed
 from sage_fast.transitions import sigma_schedule, transition_table
 
 PROMPT = "a red circle moves left quickly"

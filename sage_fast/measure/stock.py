@@ -10,10 +10,10 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.policy.decode import VideoDecoder
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
-from sage_fast.policy.text import TextBatch, TextEmbedding, collate
-from sage_fast.testbed.model import allow_batches
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.testbed.model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS, IMAGE_TOKENS = 1000, 256, 729
 """What the published pipeline pads a prompt to."""
@@ -43,13 +43,16 @@ class StockSchedule:
 class StockTable:
     policy: StockPolicy
     sigmas: Tensor
-    embeddings: Mapping[str, TextEmbedding]
+    embeddings: Mapping[Any, TextEmbedding]
 
-    def of(self, prompts: Sequence[str]) -> StockSchedule:
-        texts = [self.embeddings[prompt] for prompt in prompts]
+    def of(self, keys: Sequence[Any]) -> StockSchedule:
+        texts = [self.embeddings[key] for key in keys]
         negatives = [self.embeddings[text.negative] for text in texts] if self.policy.uses_guidance else []
         negative = StockSchedule(self.sigmas, self._batch(negatives)) if negatives else None
         return StockSchedule(self.sigmas, self._batch(texts), negative)
+
+    def at(self, keys: Sequence[Any], steps: Tensor) -> StockConditioning:
+        return self.of(keys).at(steps)
 
     def _batch(self, texts: Sequence[TextEmbedding]) -> TextBatch:
         return collate(texts, self.policy.device, self.policy.dtype)
@@ -65,16 +68,14 @@ class StockPolicy(HunyuanVideo15Policy):
         # The stock forward hands its fp32 timestep to an embedder that may have bf16 weights.
         transformer.time_embed.timestep_embedder.register_forward_pre_hook(_match_weight_dtype)
 
-    conditioning_is_frozen = False  # nothing is computed beforehand
-
-    def velocity(self, x: Tensor, conditioning: Any) -> Tensor:
+    def velocity(self, x: Tensor, inputs: Any) -> Tensor:
         with self._autocast():
-            return self.stock_forward(x.to(self.dtype), 1000 * conditioning.sigma, conditioning.text)
+            return self.stock_forward(x.to(self.dtype), 1000 * inputs.sigma, inputs.text)
 
     def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Any:
         return StockConditioning(sigma, text, StockConditioning(sigma, negative) if negative else None)
 
-    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[str, TextEmbedding]) -> Any:
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> Any:
         return StockTable(self, sigmas.to(self.device, torch.float32), embeddings)
 
     def stock_forward(self, x: Tensor, timestep: Tensor, text: TextBatch) -> Tensor:

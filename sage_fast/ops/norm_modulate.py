@@ -4,7 +4,7 @@
 
 Nothing but x and scale is kept for the backward, which normalises the row that it reads anyway. Where scale and shift
 are frozen their gradients, sums over all tokens, are not computed. `room` leaves columns to the right of each row for
-who reads them (policy/projection.py), and `spare` rows below each sample's for who joins others to them
+who reads them (models/projection.py), and `spare` rows below each sample's for who joins others to them
 (ops/norm_rotate.py). In a residual branch the gradient of the branch and that of x are added in the same pass.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sage_fast.policy.conditioning import ConditioningTable
+from sage_fast.models.protocol import Conditions, Key
 from sage_fast.process import Process
 from sage_fast.rollout.schedule import Transition
 from sage_fast.rollout.trajectories import Trajectories, on_device
@@ -22,8 +22,8 @@ class Batch:
     table: TransitionTable
     coefs: Tensor
     trajectories: Trajectories
-    conditioning: ConditioningTable
-    prompts: Sequence[str]
+    conditioning: Conditions
+    keys: Sequence[Key]
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]
 

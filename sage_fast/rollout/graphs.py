@@ -2,7 +2,7 @@
 
 A graph holds the transformer and the fused transition over buffers that stay where they are: latents, step index,
 seeds, coefficients and conditioning. The step index advances inside, so a rollout is T replays and nothing else. A
-graph is tied to the addresses of the weights: in-place updates (the optimizer, `HunyuanVideo15Policy.using`) are seen
+graph is tied to the addresses of the weights: in-place updates (the optimizer, `Policy.using`) are seen
 by the next rollout, after replaced weights or adapters it records again.
 """
 
@@ -16,10 +16,11 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from sage_fast.distributed import sequence_size
+from sage_fast.models.policy import Policy
+from sage_fast.models.protocol import Schedule
 from sage_fast.ops import transition_step
 from sage_fast.ops.transition_step import guided
-from sage_fast.policy.conditioning import ConditioningSchedule
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.profiling import annotate
 
 MAX_TOKENS = 8192
@@ -35,9 +36,9 @@ Recorder = Callable[[Run], tuple[Callable[[], object], tuple[Tensor, ...], int]]
 
 
 def denoise(
-    policy: HunyuanVideo15Policy,
+    policy: Policy,
     coefs: Tensor,
-    schedule: ConditioningSchedule,
+    schedule: Schedule,
     seeds: Tensor,
     x: Tensor,
     step: Tensor,
@@ -61,9 +62,9 @@ class StepGraph:
 
     def __init__(
         self,
-        policy: HunyuanVideo15Policy,
+        policy: Policy,
         coefs: Tensor,
-        schedule: ConditioningSchedule,
+        schedule: Schedule,
         seeds: Tensor,
         latents: Tensor,
         record: Recorder,
@@ -82,7 +83,7 @@ class StepGraph:
 
         self._replay, self._outputs, self.memory = record(run)
 
-    def load(self, coefs: Tensor, schedule: ConditioningSchedule, seeds: Tensor, latents: Tensor) -> None:
+    def load(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor) -> None:
         """Begin a rollout at step 0."""
         for buffer, value in zip(self._buffers, [coefs, *schedule.tensors(), seeds, latents], strict=True):
             buffer.copy_(value)
@@ -105,9 +106,7 @@ class StepGraphs:
         say: told once for each reason why a step runs without a graph.
     """
 
-    def __init__(
-        self, policy: HunyuanVideo15Policy, record: Recorder, max_memory: int, say: Callable[[str], object] = print
-    ) -> None:
+    def __init__(self, policy: Policy, record: Recorder, max_memory: int, say: Callable[[str], object] = print) -> None:
         self.policy = policy
         self.record = record
         self.max_memory = max_memory
@@ -117,16 +116,14 @@ class StepGraphs:
         self._seen: set[tuple[Any, ...]] = set()
         self._failed = False
 
-    def prepare(
-        self, coefs: Tensor, schedule: ConditioningSchedule, seeds: Tensor, latents: Tensor
-    ) -> StepGraph | None:
+    def prepare(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor) -> StepGraph | None:
         """The graph of these shapes, loaded with these values; None if the step runs without one.
 
         The first rollout of a shape does: recording costs as much as some steps, and a shape may never come back.
         """
         inputs = (coefs, schedule, seeds, latents)
-        self.policy.forward.refresh()  # a replay does not
-        tokens = len(latents) * (latents[0, 0].numel() + schedule.context.shape[2])
+        self.policy.refresh()  # a replay does not
+        tokens = len(latents) * (latents[0, 0].numel() // self.policy.patch + schedule.tokens)
         if tokens > MAX_TOKENS:
             self._refuse(("tokens",), f"a step has {tokens:,} tokens, and they pay below {MAX_TOKENS:,}")
             return None
@@ -166,15 +163,16 @@ class StepGraphs:
             self.say(f"no CUDA graph for this rollout: {reason}")
 
 
-def weights_key(policy: HunyuanVideo15Policy) -> int:
+def weights_key(policy: Policy) -> int:
     """Changes when a weight or adapter is replaced, or a setting that a recording fixes; not by in-place updates."""
-    addresses = [p.data_ptr() for p in policy.transformer.parameters()]
+    addresses = [p.data_ptr() for _, p in policy.named_parameters()]
     adapters = [
         (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.items())
-        for layer in policy.transformer.modules()
+        for network in policy.networks.values()
+        for layer in network.modules()
         if isinstance(layer, LoraLayer)
     ]
-    return hash((*addresses, *adapters, policy.guidance_scale, policy.forward.attention))
+    return hash((*addresses, *adapters, policy.guidance_scale, policy.attention))
 
 
 class CudaRecorder:
@@ -208,10 +206,10 @@ class CudaRecorder:
         return graph.replay, outputs, torch.cuda.memory_reserved() - before
 
 
-def step_graphs(policy: HunyuanVideo15Policy, say: Callable[[str], object]) -> StepGraphs | None:
+def step_graphs(policy: Policy, say: Callable[[str], object]) -> StepGraphs | None:
     """Graphs for a policy on a CUDA device; None on the CPU, which has none, where weights come and go (ZeRO-3), and
     where ranks share samples, whose exchanges DeepSpeed issues from the host."""
-    if policy.device.type != "cuda" or policy.states.gathers or policy.forward.sequence is not None:
+    if policy.device.type != "cuda" or policy.states.gathers or sequence_size() > 1:
         return None
     total = torch.cuda.get_device_properties(policy.device).total_memory
     return StepGraphs(policy, CudaRecorder(), int(MAX_MEMORY_SHARE * total), say)

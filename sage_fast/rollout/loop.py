@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sage_fast.models.policy import Policy
+from sage_fast.models.protocol import Conditions, Key
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
-from sage_fast.policy.conditioning import ConditioningTable
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy
 from sage_fast.profiling import annotate
 from sage_fast.rollout.graphs import StepGraphs, denoise
 from sage_fast.transitions import TransitionTable
@@ -44,11 +44,11 @@ def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -
 
 @torch.no_grad()
 def rollout(
-    policy: HunyuanVideo15Policy,
+    policy: Policy,
     table: TransitionTable,
     coefs: Tensor,
-    conditioning: ConditioningTable,
-    prompts: Sequence[str],
+    conditioning: Conditions,
+    keys: Sequence[Key],
     seeds: Tensor,
     latents: Tensor,
     *,
@@ -63,7 +63,7 @@ def rollout(
         table: the transitions, host side.
         coefs: `table.coefficients(...)` on the policy's device.
         conditioning: of the noise levels of `table`.
-        prompts: B prompts.
+        keys: of the conditions of B samples; a prompt is its own.
         seeds: int64 `[B]`, noise key of each sample.
         latents: float32 `[B, C, T, H, W]` at sigma = 1.
         record: given every step (`Trajectories.record`).
@@ -73,7 +73,7 @@ def rollout(
     Returns:
         float32 `[B, C, T, H, W]`, the final samples (VAE-scaled).
     """
-    schedule = conditioning.of(prompts)
+    schedule = conditioning.of(keys)
     seeds = seeds.to(policy.device)
     graph = graphs.prepare(coefs, schedule, seeds, latents) if graphs is not None else None
     steps = torch.arange(len(table), device=policy.device)

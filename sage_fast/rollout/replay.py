@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sage_fast.config.schema import Config
 from sage_fast.console import progress
+from sage_fast.models.policy import Policy, State
+from sage_fast.models.protocol import Condition, Inputs, Key, pass_lengths
 from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
-from sage_fast.policy.conditioning import Conditioning
-from sage_fast.policy.hunyuan import HunyuanVideo15Policy, State
-from sage_fast.policy.text import TextEmbedding, collate, pass_lengths
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.loop import equal_runs
 from sage_fast.rollout.schedule import Transition
@@ -25,20 +25,20 @@ class Replay:
     Args:
         policy: whose forwards these are.
         config: of the run.
-        embeddings: prompt -> embedding, for every training prompt and its negative one.
+        embeddings: key -> condition, of every training sample and its negative one.
 
     Attributes:
-        lengths: prompt -> tokens of its text in each pass of a forward.
+        lengths: key -> length of the condition in each pass of a forward.
     """
 
-    def __init__(self, policy: HunyuanVideo15Policy, config: Config, embeddings: Mapping[str, TextEmbedding]) -> None:
+    def __init__(self, policy: Policy, config: Config, embeddings: Mapping[Any, Condition]) -> None:
         self.policy = policy
         self.config = config
         self.lengths = pass_lengths(embeddings, guided=policy.uses_guidance)
 
-    def runs(self, prompts: Sequence[str], size: int) -> list[slice]:
-        """Neighbours that go through one forward: at most `size` prompts of one length, so that none is padded."""
-        return equal_runs([self.lengths[prompt] for prompt in prompts], size)
+    def runs(self, keys: Sequence[Key], size: int) -> list[slice]:
+        """Neighbours that go through one forward: at most `size` conditions of one length, so that none is padded."""
+        return equal_runs([self.lengths[key] for key in keys], size)
 
     @property
     def velocity_dtype(self) -> torch.dtype:
@@ -66,22 +66,13 @@ class Replay:
         """`[B, C, T, H, W]`, guidance included, at the stored latents (`x`, if they are at hand)."""
         if x is None:
             x = batch.trajectories.gather(batch.trajectories.states, micro)
-        return self.policy.guided_velocity(x, self._conditioning(batch, micro))
+        return self.policy.guided_velocity(x, self._inputs(batch, micro))
 
-    def _conditioning(self, batch: Batch, micro: Sequence[Transition]) -> Conditioning:
-        """From the rollout's table; computed again, with gradients, if its weights are trained."""
-        device = self.policy.device
-        prompts, steps = [batch.prompts[i] for i, _ in micro], [t for _, t in micro]
-        if self.policy.conditioning_is_frozen:
-            same = len(set(steps)) == 1
-            return batch.conditioning.of(prompts).at(on_device(steps[:1] if same else steps, device))
-        embeddings = batch.conditioning.embeddings
-        text, negative = (
-            collate([embeddings[prompt] for prompt in of], device, self.policy.dtype)
-            for of in (prompts, [embeddings[prompt].negative for prompt in prompts])
-        )
-        sigma = on_device(batch.table.sigmas[steps].float(), device)
-        return self.policy.condition(sigma, text, negative if self.policy.uses_guidance else None)
+    def _inputs(self, batch: Batch, micro: Sequence[Transition]) -> Inputs:
+        """One row of steps where all of them are the same."""
+        keys, steps = [batch.keys[i] for i, _ in micro], [t for _, t in micro]
+        same = len(set(steps)) == 1
+        return batch.conditioning.at(keys, on_device(steps[:1] if same else steps, self.policy.device))
 
     @torch.no_grad()
     def anchor_velocities(
@@ -107,7 +98,7 @@ class Replay:
 
     def _work(self, batch: Batch, steps: Sequence[int], quiet: bool) -> Iterable[tuple[int, slice, list[Transition]]]:
         """(step, samples, their transitions) of forwards at every sample and step; as many on every rank."""
-        runs = self.runs(batch.prompts, self.config.sampling.batch_size)
+        runs = self.runs(batch.keys, self.config.sampling.batch_size)
         work = [(t, run, [(i, t) for i in range(run.start, run.stop)]) for t in steps for run in runs]
         work = [item for item, _ in self.policy.states.lockstep(work, work[-1])]
         return progress(work, "anchor", len(work), "forward", quiet=quiet)

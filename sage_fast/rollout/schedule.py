@@ -14,8 +14,9 @@ from sage_fast.config.schema import Config
 from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
+from sage_fast.models.protocol import Key
+from sage_fast.models.sequence import check_sequence_parallel
 from sage_fast.objective import FEEDBACKS, strategy_of, surrogate_of, uses_closed_form
-from sage_fast.policy.sequence import check_sequence_parallel
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
 from sage_fast.transitions import REDUCTIONS, SAMPLERS, TransitionTable, sigma_schedule, transition_table
 
@@ -151,6 +152,7 @@ class Sample:
         group: counts the iteration's prompts.
         index: within its group.
         prompt: of the group.
+        key: of its condition; a prompt is its own.
         seed: key of its noise.
         latent_seed: key of its initial latents; that of the group with shared initial noise.
     """
@@ -158,6 +160,7 @@ class Sample:
     group: int
     index: int
     prompt: str
+    key: Key
     seed: int
     latent_seed: int
 
@@ -170,7 +173,8 @@ def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list
         seeds = sample_seeds(config.seed, iteration, group, range(config.train.group_size)).tolist()
         for index, seed in enumerate(seeds):
             latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
-            samples.append(Sample(group=group, index=index, prompt=prompts[prompt], seed=seed, latent_seed=latent_seed))
+            text = prompts[prompt]
+            samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=seed, latent_seed=latent_seed))
     return samples
 
 

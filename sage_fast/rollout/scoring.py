@@ -11,7 +11,7 @@ from sage_fast.console import Say, say_nothing
 from sage_fast.distributed import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
 from sage_fast.errors import RewardError
 from sage_fast.metrics import Stopwatch
-from sage_fast.policy.decode import PendingVideos, VideoDecoder
+from sage_fast.models.decoder import Decoder, PendingVideos
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
 
 
@@ -56,7 +56,7 @@ class VideoScorer:
 
     def __init__(
         self,
-        decoder: VideoDecoder,
+        decoder: Decoder,
         reward: Scorer,
         watch: Stopwatch,
         tell: Say = say_nothing,

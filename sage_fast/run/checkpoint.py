@@ -22,7 +22,7 @@ from sage_fast.distributed import all_gather_object, barrier, broadcast_object, 
 from sage_fast.engine import Engine
 from sage_fast.errors import RankError, UserError, reason
 from sage_fast.files import PARTIAL, read_json, remove_folder, sync, write_json
-from sage_fast.policy.hunyuan import State
+from sage_fast.models.policy import State
 from sage_fast.report.scores import mean_and_error, read_scores
 from sage_fast.run.weights import MANIFEST, checkpoints, digest, fault_of, iteration_of
 

@@ -13,9 +13,7 @@ from sage_fast.data.embeddings import cache_key, fill_cache
 from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.distributed import initialize, rank, shutdown
 from sage_fast.errors import UserError
-from sage_fast.policy.encoder import load_encoder
-from sage_fast.policy.hub import reachable
-from sage_fast.policy.load import check_path, transformer_layout
+from sage_fast.models.load import find_spec
 from sage_fast.run.setup import configured_prompts
 
 
@@ -42,10 +40,9 @@ def embed_prompts(config: Config, source: str | None, *, quiet: bool) -> str:
     prompts = read_prompts(source, config.sampling) if source else [*itertools.chain(*configured_prompts(config))]
     texts = dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()])
     device = initialize(config.timeout_minutes)
-    path, cache = check_path(config.model.path), Path(config.data.embedding_cache)
-    layout = transformer_layout("model.path", reachable(path))
-    load = functools.partial(load_encoder, path, layout, getattr(torch, config.model.dtype), device)
-    key = cache_key(path, config.model.dtype, cache)
+    spec, cache = find_spec(config.model.path, fetch=True), Path(config.data.embedding_cache)
+    load = functools.partial(spec.load_encoder, getattr(torch, config.model.dtype), device)
+    key = cache_key(spec.path, config.model.dtype, cache, spec.encoder_version)
     encoded = fill_cache(list(texts), load, cache, key, quiet or rank() > 0)
     shutdown()
     return f"{cache}: {len(texts)} texts, of which {encoded} were encoded now"

@@ -18,7 +18,7 @@ from sage_fast.distributed import initialize, rank
 from sage_fast.errors import UserError
 from sage_fast.files import VIDEOS, write_atomic, write_json, writing
 from sage_fast.metrics import JUDGE_PART
-from sage_fast.policy.load import load_model
+from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.scores import format_scores
 from sage_fast.report.videos import numbered, read_video

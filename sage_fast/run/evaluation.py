@@ -26,8 +26,8 @@ from sage_fast.distributed import (
 )
 from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import JUDGE_PART
-from sage_fast.policy.load import Model
-from sage_fast.policy.text import TextEmbedding, pass_lengths
+from sage_fast.models.load import Model
+from sage_fast.models.protocol import Condition, pass_lengths
 from sage_fast.report.scores import read_scores
 from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
@@ -104,7 +104,7 @@ def video_chunks(
     config: Config,
     model: Model,
     prompts: Sequence[str],
-    embeddings: Mapping[str, TextEmbedding],
+    embeddings: Mapping[Any, Condition],
     seeds: Tensor,
     *,
     quiet: bool = True,
@@ -148,7 +148,7 @@ def generate(
     config: Config,
     model: Model,
     prompts: Sequence[str],
-    embeddings: Mapping[str, TextEmbedding],
+    embeddings: Mapping[Any, Condition],
     seeds: Tensor,
     *,
     quiet: bool = True,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -19,23 +19,20 @@ from sage_fast.distributed import (
     initialize,
     join_sequence_group,
     rank,
-    sequence_size,
     world_size,
 )
 from sage_fast.engine.memory import held_bytes
 from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
-from sage_fast.policy.checkpointing import MODES, activation_bytes
-from sage_fast.policy.load import Model, check_path, load_model
-from sage_fast.policy.sequence import check_sequence_parallel
-from sage_fast.policy.text import TextEmbedding
+from sage_fast.models.checkpointing import MODES
+from sage_fast.models.load import Model, find_spec, load_model
+from sage_fast.models.protocol import Condition
+from sage_fast.models.sequence import check_sequence_parallel
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
 from sage_fast.rollout.schedule import share_of
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.testbed.model import BASE
-from sage_fast.testbed.text import embed
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,7 +52,7 @@ class Setup:
     negatives: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
     judge: Judge | None = None
-    embeddings: dict[str, TextEmbedding] = dataclasses.field(default_factory=dict)
+    embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
 
     def encode(self, cache: Path | None = None, *, quiet: bool) -> None:
         """Embed all prompts, each on one rank: see `encode_cached`.
@@ -70,7 +67,8 @@ class Setup:
             ["", *self.prompts, *self.eval_prompts, *self.negatives.values()],
             self.model.load_encoder,
             folder,
-            cache_key(self.model.path, self.config.model.dtype, folder),
+            cache_key(self.model.path, self.config.model.dtype, folder, self.model.spec.encoder_version),
+            self.model.spec.condition,
             quiet or rank() > 0,
         )
         self.embeddings = {
@@ -104,9 +102,9 @@ def load_setup(
     else:
         train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
     negatives = negatives_of([*train_prompts, *eval_prompts])
-    if check_path(config.model.path) == str(BASE):  # the testbed knows few words, and they are looked up at once
-        for text in (*(prompt.text for prompt in (*train_prompts, *eval_prompts)), *negatives.values()):
-            embed(text)
+    spec = find_spec(config.model.path)
+    for text in (*(prompt.text for prompt in (*train_prompts, *eval_prompts)), *negatives.values()):
+        spec.check_prompt(text)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
         texts, eval_texts = ([prompt.text for prompt in of] for of in (train_prompts, eval_prompts))
@@ -188,7 +186,7 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     asked, device = config.model.gradient_checkpointing, model.policy.device
     if asked != "auto":
         return asked
-    held = held_bytes(config, model.policy.transformer, world_size())
+    held = held_bytes(config, model.policy, world_size())
     coming = sum(held.training.values())
     if not config.sampling.offload_trajectories:
         coming += _trajectories(config, model)
@@ -196,19 +194,9 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     if device.type == "cuda" and config.sampling.cuda_graphs and config.sampling.batch_size * tokens <= MAX_TOKENS:
         share -= MAX_MEMORY_SHARE
     room = share * free_bytes(device) - coming
-    for mode in MODES:
-        needed = activation_bytes(
-            mode,
-            model.policy.transformer.config,
-            -(-tokens // sequence_size()),
-            model.policy.dtype.itemsize,
-            rank=config.model.lora_rank if config.model.tuning == "lora" else 0,
-            batch_size=config.train.batch_size,
-            passes=2 if model.policy.uses_guidance else 1,
-        )
-        if needed <= room:
-            break
-    return MODES[max(all_gather_object(MODES.index(mode)))]
+    needed = model.spec.cost(config).activations
+    fits = next((mode for mode in MODES if needed[mode] <= room), MODES[-1])
+    return MODES[max(all_gather_object(MODES.index(fits)))]
 
 
 def _samples(config: Config) -> int:

@@ -21,8 +21,8 @@ from sage_fast.environment import command_line, environment
 from sage_fast.errors import RankError, Stopped, UserError
 from sage_fast.files import aside, read_json, write_atomic, write_json
 from sage_fast.metrics import REWARD_PART, straggler_line
+from sage_fast.models.policy import State, numel
 from sage_fast.optimizers import check_optimizer
-from sage_fast.policy.hunyuan import State, numel
 from sage_fast.report.hacking import verdict
 from sage_fast.report.page import write_report
 from sage_fast.report.scores import format_number, format_paired_table, paired_table, read_scores
@@ -280,8 +280,7 @@ def _evaluations(run: Path, iteration: int) -> dict[str, dict[str, Any]]:
 
 def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str, Any]:
     """Print and record what this run, which starts or goes on at `iteration`, is made of; returns `run.json`."""
-    weights = trainer.policy.transformer.named_parameters()
-    parameters = sum(numel(p) for name, p in weights if ".lora_" not in name)
+    parameters = sum(numel(p) for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(map(numel, trainer.engine.parameters))
     facts = environment(trainer.device) | {
         "command": command_line(sys.argv),

@@ -1,1 +1,1 @@
-"""The moving-shapes world: tiny instances of the real classes, their base weights, and how they were made."""
+"""The moving-shapes world: its scenes and words, what can go wrong in a clip, and the judge that looks at one."""

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from sage_fast.testbed.corruptions import ATTRIBUTES
-from sage_fast.testbed.model import BASE
 from sage_fast.testbed.world import Scene
 
+JUDGE = Path(__file__).parent / "base" / "judge"  # the trained weights that ship with the package
 SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
 
 
@@ -71,7 +71,7 @@ def judge_loss(
     return loss
 
 
-def load_judge(folder: Path = BASE / "judge") -> JudgeNetwork:
+def load_judge(folder: Path = JUDGE) -> JudgeNetwork:
     """The trained network, float32 (stored as float16), in evaluation mode."""
     network: JudgeNetwork = JudgeNetwork.from_pretrained(folder, torch_dtype=torch.float32)
     return network.eval()

@@ -19,7 +19,7 @@ from sage_fast.report.charts import COLORS, GREY
 from studies.paper.finding import Claim, Finding, Material, Verdict
 
 if TYPE_CHECKING:
-    from sage_fast.policy.hunyuan import HunyuanVideo15Policy
+    from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 
 SIZES, QUICK_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2), (1e-4, 1e-3)
 JUDGED = 1e-4
@@ -33,8 +33,8 @@ Shares = Mapping[tuple[float, str], tuple[float, float]]
 def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
     """The same weights in bfloat16 and in float32."""
     from sage_fast.config.schema import ModelConfig
-    from sage_fast.policy.hunyuan import HunyuanVideo15Policy, add_lora
-    from sage_fast.testbed.model import TestbedTransformer
+    from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+    from sage_fast.models.testbed.model import TestbedTransformer
 
     policies = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -50,8 +50,8 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
 @torch.no_grad()
 def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: bool) -> Tensor:
     """With up-projections of this size; float64."""
-    from sage_fast.policy.text import TextEmbedding, collate
-    from sage_fast.testbed.text import TEXT_EMBED_DIM
+    from sage_fast.models.hunyuan15.text import TextEmbedding, collate
+    from sage_fast.models.testbed.text import TEXT_EMBED_DIM
 
     generator = torch.Generator().manual_seed(seed)
     for name, p in policy.parameters().items():

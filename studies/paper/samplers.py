@@ -232,8 +232,8 @@ def _on_testbed(
     tables: Mapping[tuple[str, float], TransitionTable], quick: bool
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
     """Of the base model's videos for held-out prompts, and of true clips that were encoded and decoded."""
+    from sage_fast.models.testbed.model import allow_batches
     from sage_fast.run.setup import load_setup
-    from sage_fast.testbed.model import allow_batches
     from scripts.pretrain_testbed import encode_prompts
 
     setup = load_setup(shipped("demo"), rewards=False)
@@ -243,7 +243,7 @@ def _on_testbed(
         key: torch.cat([_videos(setup, table, prompts, repeat) for repeat in range(repeats)])
         for key, table in tables.items()
     }
-    vae = setup.model.vae
+    vae = setup.model.decoder.vae
     latents = encode_prompts(allow_batches(vae), setup.eval_prompts, 1, torch.Generator().manual_seed(0))
     floor = manifold_distances(setup.model.decoder.submit(vae.config.scaling_factor * latents.flatten(0, 1)).result())
     return {key: manifold_distances(of).numpy() for key, of in videos.items()}, floor.numpy()

@@ -20,7 +20,7 @@ from sage_fast.measure.compile_report import ARCHITECTURES, SPECIALISATIONS, Row
 PROGRAM = """
 import dataclasses, json
 from sage_fast.measure.compile_report import SPECIALISATIONS, Specialisation, compile_report
-from sage_fast.policy.projection import room_for
+from sage_fast.models.projection import room_for
 
 names = ("_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel")
 odd = [

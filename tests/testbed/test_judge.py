@@ -1,7 +1,6 @@
 """The held-out judge: it knows what it looks at, falls with every corruption, and is not fooled as the reward is."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from sage_fast.rewards import Judge, load_reward
 from sage_fast.rewards.judge import TestbedJudge
 from sage_fast.rewards.testbed import TestbedReward, measure, motion_quality, text_alignment, visual_quality
 from sage_fast.testbed.corruptions import ATTRIBUTES, CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
-from sage_fast.testbed.model import BASE
+from sage_fast.testbed.judge import JUDGE as WEIGHTS
 from sage_fast.testbed.world import BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse, render
 
 JUDGE = TestbedJudge()
@@ -37,7 +36,7 @@ def corrupted(kind: str, strength: float, scenes: list[Scene] = SCENES[::5]) -> 
 
 def test_it_is_small() -> None:
     assert sum(p.numel() for p in JUDGE.network.parameters()) <= 150_000
-    assert sum(file.stat().st_size for file in (Path(BASE) / "judge").iterdir()) <= 4e5
+    assert sum(file.stat().st_size for file in WEIGHTS.iterdir()) <= 4e5
 
 
 def test_it_names_the_attributes_of_fresh_clips() -> None:

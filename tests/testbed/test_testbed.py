@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.load import load
-from sage_fast.policy.load import load_model
+from sage_fast.models.load import load_model
+from sage_fast.models.testbed.model import BASE, TestbedTransformer, load_vae
+from sage_fast.models.testbed.text import embed
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate
 from sage_fast.seeding import sample_seeds
-from sage_fast.testbed.model import BASE, TestbedTransformer, load_vae
-from sage_fast.testbed.text import embed
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, render, train_prompts
 from scripts.pretrain_testbed import pretrain
 from tests.tiny import embeddings

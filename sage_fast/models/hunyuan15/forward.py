@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
+from sage_fast.models.attention import ATTENTION, Attention
+from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
+from sage_fast.models.hunyuan15.conditioning import Conditioning
+from sage_fast.models.hunyuan15.text import TextBatch
+from sage_fast.models.projection import Projection
+from sage_fast.models.sequence import SequenceParallel
 from sage_fast.ops import norm_modulate
-from sage_fast.policy.attention import ATTENTION, Attention
-from sage_fast.policy.block import TextToVideoBlock, block_forward
-from sage_fast.policy.conditioning import Conditioning
-from sage_fast.policy.projection import Projection
-from sage_fast.policy.sequence import SequenceParallel
-from sage_fast.policy.text import TextBatch
 
 
 class TextToVideoForward(nn.Module):

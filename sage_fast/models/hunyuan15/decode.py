@@ -1,4 +1,4 @@
-"""Latents to videos: how much at a time, chosen from free memory, and beside the rollout on a GPU."""
+"""Latents to videos: how much at a time, chosen from free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sage_fast.environment import free_bytes
 from sage_fast.errors import UserError
-from sage_fast.policy.vae import decode_frames, peak_bytes, video_shape
+from sage_fast.models.decoder import Decoder
+from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shape
 
 SHARE = 0.5
 """Of the memory free at the first decode; the rest is for the rollout beside it, and for training."""
@@ -90,24 +91,8 @@ def choose(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PendingVideos:
-    """Videos that may still be in the making on another stream."""
-
-    videos: Tensor
-    event: torch.cuda.Event | None
-
-    def result(self) -> Tensor:
-        """The videos, float32 `[B, F, 3, H', W']` in [0, 1]; the current stream waits for them, the CPU does not."""
-        if self.event is not None:
-            stream = torch.cuda.current_stream(self.videos.device)
-            stream.wait_event(self.event)
-            self.videos.record_stream(stream)  # its memory belongs to the other stream's pool
-        return self.videos
-
-
-class VideoDecoder:
-    """The decode of a frozen autoencoder.
+class VideoDecoder(Decoder):
+    """The decode of HunyuanVideo 1.5's autoencoder.
 
     Args:
         vae: the autoencoder, on its device; its weights are rearranged in memory.
@@ -116,12 +101,11 @@ class VideoDecoder:
     """
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, channels_last: bool | None = None) -> None:
-        self.vae = vae
+        super().__init__(vae)
         self.layout = torch.contiguous_format
         if vae.device.type == "cpu" if channels_last is None else channels_last:
             self.layout = torch.channels_last_3d
         self.plans: dict[tuple[int, ...], DecodePlan] = {}
-        self._stream: torch.cuda.Stream | None = None
         for weight in vae.decoder.parameters():
             if weight.ndim == 5:
                 weight.data = weight.data.contiguous(memory_format=self.layout)
@@ -162,22 +146,6 @@ class VideoDecoder:
                 out[:, done : done + piece.shape[2]] = piece.transpose(1, 2)
                 done += piece.shape[2]
         return videos.mul_(0.5).add_(0.5).clamp_(0, 1)
-
-    def submit(self, latents: Tensor) -> PendingVideos:
-        """Decode on a stream of its own, after what the current stream has been given; on the CPU, at once.
-
-        The current stream may go on with the next rollout meanwhile. At most one submission should be pending while
-        another's videos are scored: each holds its videos.
-        """
-        if latents.device.type != "cuda":
-            return PendingVideos(videos=self(latents), event=None)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(latents.device)
-        self._stream.wait_stream(torch.cuda.current_stream(latents.device))
-        with torch.cuda.stream(self._stream):
-            videos = self(latents)
-        latents.record_stream(self._stream)  # freed by its owner, its memory waits for this decode
-        return PendingVideos(videos=videos, event=self._stream.record_event())
 
     def _tiled(self, latents: Tensor, plan: DecodePlan) -> Tensor:
         """Scaled latents -> `[B, 3, F, H', W']` by the autoencoder's own tiling around our decoder."""

@@ -1,6 +1,7 @@
 """Tiny instances of the real HunyuanVideo 1.5 classes, small enough to be trained on a laptop core."""
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
@@ -9,7 +10,12 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanV
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
 from torch import Tensor
 
-from sage_fast.testbed.text import TEXT_EMBED_DIM
+from sage_fast.config.schema import SamplingConfig
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.protocol import Encoder, Spec
+from sage_fast.models.random_weights import is_random
+from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
 
 LATENT_CHANNELS = 32  # as the real model's
 LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent frame
@@ -114,3 +120,35 @@ def load_vae(folder: Path = BASE) -> AutoencoderKLHunyuanVideo15:
     Decoding: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32, 32] in [-1, 1].
     """
     return allow_batches(AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)).eval()
+
+
+class Testbed(HunyuanVideo15):
+    """The tiny model, whose text encoder is a table of words."""
+
+    __test__ = False
+    networks: ClassVar = {"transformer": TestbedTransformer}
+    randoms = ("random:testbed",)
+    fps = 8
+    text_tokens = 7  # of every prompt
+
+    def meta(self, part: str) -> Any:
+        if part == "vae" and not self.layouts.get(part):
+            with torch.device("meta"):
+                return allow_batches(tiny_vae())
+        return Spec.meta(self, part)
+
+    def notes(self, sampling: SamplingConfig) -> list[str]:
+        return []
+
+    def check_prompt(self, prompt: str) -> None:
+        if not is_random(self.path):
+            embed(prompt)
+
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+        if is_random(self.path):
+            return super().load_encoder(dtype, device)
+        no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
+        return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
+
+    def encoder_version(self) -> str:
+        return ""

@@ -7,40 +7,29 @@ prompt keeps only its valid tokens; a batch pads to its longest member, and not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from sage_fast.models.protocol import Condition
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextEmbedding:
+class TextEmbedding(Condition):
     """One prompt, without padding.
 
     Attributes:
         text: `[L, text_embed_dim]` states of the language model (Qwen2.5-VL).
         glyphs: `[L2, text_embed_2_dim]` states of ByT5 for quoted text; L2 = 0 without quotes.
-        negative: the prompt that guidance leads away from.
     """
 
     text: Tensor
     glyphs: Tensor
-    negative: str = ""
 
     @property
     def tokens(self) -> int:
         return len(self.text) + len(self.glyphs)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> TextEmbedding:
-        return dataclasses.replace(self, text=self.text.to(device, dtype), glyphs=self.glyphs.to(device, dtype))
-
-
-def pass_lengths(embeddings: Mapping[str, TextEmbedding], *, guided: bool) -> dict[str, tuple[int, ...]]:
-    """Prompt -> tokens of its text in each pass of a forward: with guidance, in that of its negative prompt too."""
-    return {
-        prompt: (embedding.tokens, embeddings[embedding.negative].tokens) if guided else (embedding.tokens,)
-        for prompt, embedding in embeddings.items()
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +60,3 @@ def collate(embeddings: Sequence[TextEmbedding], device: torch.device, dtype: to
     text, text_mask = pad([embedding.text.to(device, dtype) for embedding in embeddings])
     glyphs, glyphs_mask = pad([embedding.glyphs.to(device, dtype) for embedding in embeddings])
     return TextBatch(text=text, text_mask=text_mask, glyphs=glyphs, glyphs_mask=glyphs_mask)
-
-
-Encoder = Callable[[str], TextEmbedding]

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage_fast.policy.text import TextEmbedding, pad
+from sage_fast.models.hunyuan15.text import TextEmbedding, pad
+from sage_fast.models.protocol import Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,11 @@ class ConditioningSchedule:
     context: Tensor
     mask: Tensor | None
     negative: ConditioningSchedule | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Length of the longest prompt."""
+        return self.context.shape[2]
 
     def tensors(self) -> list[Tensor]:
         """Everything it holds; what a CUDA graph keeps a copy of."""
@@ -84,49 +91,56 @@ class ConditioningTable:
     Args:
         modulation: `[T, layers, 2, 6, d]`.
         final: `[T, 2, d]`.
-        embeddings: prompt -> embedding; holds the negative prompts too if there is guidance.
+        embeddings: key -> embedding; holds the negative ones too if there is guidance.
         contextualize: P embeddings of one length -> `[T, P, L, d]`.
         uses_guidance: whether there is an unconditional pass.
+        trained: (keys, steps) -> conditioning with gradients; None while the weights behind the table are frozen.
     """
 
     def __init__(
         self,
         modulation: Tensor,
         final: Tensor,
-        embeddings: Mapping[str, TextEmbedding],
+        embeddings: Mapping[Any, TextEmbedding],
         contextualize: Callable[[Sequence[TextEmbedding]], Tensor],
         uses_guidance: bool,
+        trained: Callable[[Sequence[Key], Tensor], Conditioning] | None = None,
     ) -> None:
         self.modulation = modulation
         self.final = final
         self.embeddings = embeddings
         self.contextualize = contextualize
         self.uses_guidance = uses_guidance
-        self._contexts: dict[str, Tensor] = {}
+        self.trained = trained
+        self._contexts: dict[Key, Tensor] = {}
 
-    def of(self, prompts: Sequence[str]) -> ConditioningSchedule:
+    def of(self, keys: Sequence[Key]) -> ConditioningSchedule:
         """The schedule of a batch; prompts of different lengths are padded and masked."""
-        negatives = [self.embeddings[prompt].negative for prompt in prompts]
+        negatives = [self.embeddings[key].negative for key in keys]
         negative = self._schedule(negatives) if self.uses_guidance else None
-        return dataclasses.replace(self._schedule(prompts), negative=negative)
+        return dataclasses.replace(self._schedule(keys), negative=negative)
 
-    def _schedule(self, prompts: Sequence[str]) -> ConditioningSchedule:
-        self._fill(prompts)
-        if len(set(prompts)) == 1:
-            context, mask = self._contexts[prompts[0]][:, None], None
+    def at(self, keys: Sequence[Key], steps: Tensor) -> Conditioning:
+        """Rows of the table; computed again, with gradients, where its weights are trained."""
+        return self.of(keys).at(steps) if self.trained is None else self.trained(keys, steps)
+
+    def _schedule(self, keys: Sequence[Key]) -> ConditioningSchedule:
+        self._fill(keys)
+        if len(set(keys)) == 1:
+            context, mask = self._contexts[keys[0]][:, None], None
         else:
-            padded, mask = pad([self._contexts[prompt].transpose(0, 1) for prompt in prompts])  # [B, L, T, d]
+            padded, mask = pad([self._contexts[key].transpose(0, 1) for key in keys])  # [B, L, T, d]
             context = padded.permute(2, 0, 1, 3)
         return ConditioningSchedule(modulation=self.modulation, final=self.final, context=context, mask=mask)
 
     @torch.no_grad()
-    def _fill(self, prompts: Sequence[str]) -> None:
+    def _fill(self, keys: Sequence[Key]) -> None:
         """Compute what is missing, prompts of one length together."""
-        missing: dict[tuple[int, int], list[str]] = defaultdict(list)
-        for prompt in dict.fromkeys(prompts):
-            if prompt not in self._contexts:
-                embedding = self.embeddings[prompt]
-                missing[len(embedding.text), len(embedding.glyphs)].append(prompt)
+        missing: dict[tuple[int, int], list[Key]] = defaultdict(list)
+        for key in dict.fromkeys(keys):
+            if key not in self._contexts:
+                embedding = self.embeddings[key]
+                missing[len(embedding.text), len(embedding.glyphs)].append(key)
         for group in missing.values():
-            contexts = self.contextualize([self.embeddings[prompt] for prompt in group])
+            contexts = self.contextualize([self.embeddings[key] for key in group])
             self._contexts.update(zip(group, contexts.unbind(1)))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage_fast.models.attention import Attention
+from sage_fast.models.projection import Projection, gelu, with_room
 from sage_fast.ops import gated_norm, norm_rotate, residual_norm
-from sage_fast.policy.attention import Attention
-from sage_fast.policy.projection import Projection, gelu, with_room
 
 
 class TextToVideoBlock(nn.Module):

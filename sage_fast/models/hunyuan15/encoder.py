@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
-from diffusers.configuration_utils import FrozenDict
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from sage_fast.errors import UserError
-from sage_fast.policy.hub import HUB_SECONDS, progress_bars_of, reachable
-from sage_fast.policy.random_weights import is_random, random_encoder
-from sage_fast.policy.text import Encoder, TextEmbedding
-from sage_fast.testbed.model import TestbedTransformer
-from sage_fast.testbed.text import embed
+from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.protocol import Encoder
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 BLOCK, BLOCKS = 4096, 256
 """Bytes, and how many of them, that tell the contents of a large file: in one of 5 GB, a block of every 20 MB."""
 
+BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
+"""Of a prompt: what a token of the published tokenizer holds of English, and the length that the pipeline cuts at."""
 
-def load_encoder(path: str, layout: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Encoder:
+
+def load_encoder(path: str, dtype: torch.dtype, device: torch.device) -> Encoder:
     """Load the text encoders, and nothing else of a checkpoint; they are released with the function that is returned.
 
     Args:
-        path: of the checkpoint, as `check_path` gives it.
-        layout: the transformer's config.json.
+        path: of the checkpoint.
         dtype: of the encoders and of what they give.
         device: where they run; what they give is on the CPU.
 
     Raises:
         UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
     """
-    if is_random(path):
-        return random_encoder(FrozenDict(layout))
-    if layout["_class_name"] == TestbedTransformer.__name__:
-        no_glyphs = torch.zeros(0, layout["text_embed_2_dim"])
-        return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
     source = reachable(path)
     try:
         with torch.device("meta"):  # of which the pipeline reads sizes, and no weights
@@ -63,15 +56,13 @@ def load_encoder(path: str, layout: Mapping[str, Any], dtype: torch.dtype, devic
 def encoder_version(path: str) -> str | None:
     """Changes when a file of the text encoders or tokenizers does; cheap, since of large files it reads a part.
 
-    Empty for models whose text encoder is code; None if the checkpoint is there without its text encoders.
+    None if the checkpoint is there without its text encoders.
 
     Raises:
         UserError: the hub does not answer.
     """
     source = reachable(path)
     folder = Path(source)
-    if is_random(path) or (folder / "testbed.json").is_file():
-        return ""
     if folder.is_dir():
         if not all((folder / part).is_dir() for part in PARTS):
             return None
@@ -128,3 +119,22 @@ def _encode(pipeline: HunyuanVideo15Pipeline, prompt: str, device: torch.device)
     """Encode one prompt with the text encoders of a published checkpoint, as the diffusers pipeline does."""
     text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompt, device=device, batch_size=1)
     return TextEmbedding(text=text[0][text_mask[0].bool()].cpu(), glyphs=glyphs[0][glyphs_mask[0].bool()].cpu())
+
+
+def random_encoder(config: Any) -> Encoder:
+    """Embeddings made up from the text of a prompt: the same for the same text, of the published shapes, no glyphs.
+
+    Args:
+        config: the transformer's.
+    """
+
+    def encode(prompt: str) -> TextEmbedding:
+        text = prompt.encode()
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1)
+        tokens = min(1 + len(text) // BYTES_OF_A_TOKEN, MAX_TOKENS)
+        return TextEmbedding(
+            text=torch.randn(tokens, config.text_embed_dim, generator=generator),
+            glyphs=torch.zeros(0, config.text_embed_2_dim),
+        )
+
+    return encode

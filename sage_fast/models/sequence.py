@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from sage_fast.distributed import join_deepspeed
 from sage_fast.errors import UserError
-from sage_fast.policy.attention import Attention
+from sage_fast.models.attention import Attention
 
 
 def check_sequence_parallel(size: int, ranks: int) -> int:

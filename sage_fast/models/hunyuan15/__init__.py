@@ -1,0 +1,1 @@
+"""HunyuanVideo 1.5 over diffusers: forward, blocks, conditioning, text, decode."""

@@ -1,0 +1,137 @@
+"""HunyuanVideo 1.5 as a policy, over diffusers' `HunyuanVideo15Transformer3DModel`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from sage_fast.models import lora
+from sage_fast.models.attention import Attention
+from sage_fast.models.hunyuan15.conditioning import Conditioning, ConditioningTable
+from sage_fast.models.hunyuan15.forward import TextToVideoForward
+from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
+from sage_fast.models.policy import Policy
+from sage_fast.models.protocol import Key
+from sage_fast.models.sequence import SequenceParallel
+
+
+class HunyuanVideo15Policy(Policy):
+    """
+    Args:
+        transformer: any instance of the diffusers class, on its device.
+        dtype: type of activations. Weights stored in another type are used under autocast.
+        guidance_scale: classifier-free guidance; 1 runs only the conditional pass.
+    """
+
+    def __init__(
+        self, transformer: HunyuanVideo15Transformer3DModel, *, dtype: torch.dtype, guidance_scale: float = 1.0
+    ) -> None:
+        super().__init__({"transformer": transformer}, dtype=dtype, guidance_scale=guidance_scale)
+        self.transformer = transformer
+        self.forward = TextToVideoForward(transformer, dtype)
+        self.patch = places_of_a_token(transformer.config)
+        self.latent_channels: int = transformer.config.out_channels
+
+    @property
+    def attention(self) -> Attention:
+        return self.forward.attention
+
+    def serve(self, attention: Attention) -> None:
+        self.forward.attention = attention
+
+    def share_samples(self, sequence: SequenceParallel) -> None:
+        self.forward.sequence = sequence
+
+    def use_all_weights(self) -> None:
+        self.forward.uses_all_embedders = True
+
+    def refresh(self) -> None:
+        self.forward.refresh()
+
+    def velocity(self, x: Tensor, inputs: Conditioning) -> Tensor:
+        self.forward.refresh()
+        with self._autocast():
+            return self.forward(x.to(self.dtype), inputs)
+
+    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Conditioning:
+        """Conditioning of B samples, differentiable.
+
+        Args:
+            sigma: float32 `[B]` in [0, 1]; the network is given timestep = 1000 sigma.
+            text: B prompts.
+            negative: B negative prompts, for guidance.
+        """
+        with self._autocast():
+            modulation, final = self.forward.modulation(1000 * sigma, self.dtype)
+
+            def of(batch: TextBatch) -> Conditioning:
+                context, mask = self.forward.context(1000 * sigma, batch)
+                return Conditioning(modulation=modulation, final=final, context=context.to(self.dtype), mask=mask)
+
+            return dataclasses.replace(of(text), negative=of(negative) if negative is not None else None)
+
+    @torch.no_grad()
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> ConditioningTable:
+        """Conditioning of every prompt at every noise level, by the present weights.
+
+        Args:
+            sigmas: `[T]` in [0, 1].
+            embeddings: key -> embedding; with guidance, of the negative prompts too.
+        """
+        timesteps = 1000 * sigmas.to(self.device, torch.float32)
+
+        def contextualize(embeddings: Sequence[TextEmbedding]) -> Tensor:
+            once, times = collate(embeddings, self.device, self.dtype), (len(timesteps), 1, 1)  # of one length: no mask
+            text = dataclasses.replace(once, text=once.text.repeat(times), glyphs=once.glyphs.repeat(times))
+            with self._autocast():
+                context, _ = self.forward.context(timesteps.repeat_interleave(len(embeddings)), text)
+            return context.to(self.dtype).unflatten(0, (len(timesteps), len(embeddings)))
+
+        with self._autocast():
+            modulation, final = self.forward.modulation(timesteps, self.dtype)
+        trained = None if self.forward.conditioning_is_frozen else functools.partial(self._trained, sigmas, embeddings)
+        return ConditioningTable(modulation, final, embeddings, contextualize, self.uses_guidance, trained)
+
+    def _trained(
+        self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding], keys: Sequence[Key], steps: Tensor
+    ) -> Conditioning:
+        """Conditioning at `steps`, with gradients."""
+        sigma = sigmas.to(self.device, torch.float32)[steps].expand(len(keys))
+        negatives = [embeddings[key].negative for key in keys]
+        text, negative = (
+            collate([embeddings[key] for key in row], self.device, self.dtype) for row in (keys, negatives)
+        )
+        return self.condition(sigma, text, negative if self.uses_guidance else None)
+
+
+def places_of_a_token(architecture: Any) -> int:
+    return architecture["patch_size_t"] * architecture["patch_size"] ** 2
+
+
+def add_lora(transformer: Any, **adapter: Any) -> None:
+    """`models.lora.add_lora` without the layers that text-to-video never reads."""
+    lora.add_lora(transformer, **adapter)
+    freeze_dead_ends(transformer)
+
+
+def freeze_dead_ends(transformer: Any) -> None:
+    """Freeze what text-to-video never reads, so that no optimizer or reducer waits for its gradient.
+
+    The last block's text stream feeds nothing, so its queries and all that follows them are idle; its keys and values
+    are not. Without image tokens the image projection is idle too.
+    """
+    last = transformer.transformer_blocks[-1]
+    for module in (
+        last.attn.add_q_proj,
+        last.attn.norm_added_q,
+        last.attn.to_add_out,
+        last.ff_context,
+        transformer.image_embedder,
+    ):
+        module.requires_grad_(False)

@@ -1,0 +1,269 @@
+"""HunyuanVideo 1.5 known from its configuration alone: sizes, and what a sample costs in FLOPs and bytes.
+
+The formulas are checked by tests/test_plan.py against counts made by PyTorch. FLOPs are two per multiply-add.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo15, FlowMatchEulerDiscreteScheduler, HunyuanVideo15Transformer3DModel
+from diffusers.guiders import ClassifierFreeGuidance
+from torch import nn
+
+from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.errors import UserError
+from sage_fast.models.checkpointing import MODES
+from sage_fast.models.hub import reachable
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder, random_encoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.projection import room_for
+from sage_fast.models.protocol import Cost, Encoder, Spec
+from sage_fast.models.random_weights import is_random
+
+# What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
+# and of the adapters' room a token. tests/test_plan.py counts each; whoever changes the block changes them here.
+KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 17, 18
+"""From the forward of a video token in one block to its backward, beside the block's input and what attention gave: the
+normed rows of both matmuls and video after attention (3), q, k, v, and q and k after rotation (5), attention's output
+as a matmul's input (1), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
+room for the adapters, one for three of them and three for one. Where all weights are trained, attention's output is no
+copy, and what both gates multiply is kept (-1, +2). Text tokens keep less, and are few."""
+GRADIENTS = 5
+"""At work at the peak of the backward of one block, beside what is kept: the gradient of the stream (1) and that of the
+feed-forward's inner rows (4 d and room for one adapter)."""
+
+
+Architecture = Mapping[str, Any]
+"""The transformer's config."""
+
+
+class HunyuanVideo15(Spec):
+    """HunyuanVideo 1.5, text-to-video."""
+
+    title = "HunyuanVideo 1.5"
+    published = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+    networks: ClassVar = {"transformer": HunyuanVideo15Transformer3DModel}
+    autoencoder = AutoencoderKLHunyuanVideo15
+    condition = TextEmbedding
+    randoms = ("random:hunyuanvideo15-480p",)
+
+    @functools.cached_property
+    def transformer_config(self) -> Any:
+        """With the defaults that config.json leaves out."""
+        return self.meta("transformer").config
+
+    @functools.cached_property
+    def vae(self) -> Any:
+        """The autoencoder on the meta device."""
+        return self.meta("vae")
+
+    @property
+    def heads(self) -> int:
+        return self.transformer_config.num_attention_heads
+
+    @property
+    def patch(self) -> int:
+        return places_of_a_token(self.transformer_config)
+
+    def meta(self, part: str) -> Any:
+        if part == "transformer" and not self.layouts.get(part):  # otherwise as published
+            with torch.device("meta"):
+                return HunyuanVideo15Transformer3DModel(task_type="t2v")
+        return super().meta(part)
+
+    def check(self) -> None:
+        """Refuse what would load and then be sampled wrongly: image conditions and a second time are never passed."""
+        layout = self.layouts.get("transformer", {})
+        task = layout.get("task_type", "t2v")
+        if task != "t2v":
+            raise UserError(
+                f"model.path = {self.path!r}: its transformer has task_type = {task!r}; expected a text-to-video "
+                f"checkpoint, 't2v', such as {self.published}"
+            )
+        if layout.get("use_meanflow", False):
+            raise UserError(
+                f"model.path = {self.path!r}: its transformer has use_meanflow = true, a step-distilled model that is "
+                f"told the end of each step too; expected one without, such as {self.published}"
+            )
+
+    def notes(self, sampling: SamplingConfig) -> list[str]:
+        """Where the settings sample otherwise than the checkpoint's own pipeline.
+
+        Notes and not errors, since both may be wanted: a run without guidance takes half the forwards.
+        """
+        loaded = reachable(self.path)
+        notes = []
+        try:
+            scheduler = FlowMatchEulerDiscreteScheduler.load_config(loaded, subfolder="scheduler")
+            guider = ClassifierFreeGuidance.load_config(loaded, subfolder="guider")
+        except OSError:
+            lacks = "the checkpoint lacks scheduler/ or guider/"
+            return [f"{lacks}: sampling.shift and sampling.guidance_scale are not compared"]
+        if scheduler.get("use_dynamic_shifting") or scheduler.get("shift", 1.0) != sampling.shift:
+            dynamic = scheduler.get("use_dynamic_shifting")
+            published = "a shift that depends on the size" if dynamic else f"shift {scheduler.get('shift', 1.0):g}"
+            notes.append(f"sampling.shift = {sampling.shift:g}, and the checkpoint's scheduler has {published}")
+        scale = guider.get("guidance_scale", 1.0) if guider.get("enabled", True) else 1.0
+        if scale != sampling.guidance_scale:
+            notes.append(
+                f"sampling.guidance_scale = {sampling.guidance_scale:g}, and the checkpoint's guider has "
+                f"{scale:g}{' (off: a model distilled from guidance)' if scale == 1 else ''}"
+            )
+        return notes
+
+    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
+        return (
+            self.transformer_config.out_channels,
+            (sampling.num_frames - 1) // self.vae.temporal_compression_ratio + 1,
+            sampling.height // self.vae.spatial_compression_ratio,
+            sampling.width // self.vae.spatial_compression_ratio,
+        )
+
+    def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int]:
+        joint = self.tokens(self.latent_shape(sampling)) + self.text_tokens
+        return joint, self.heads, self.transformer_config.attention_head_dim
+
+    def cost(self, config: Config) -> Cost:
+        architecture, model = self.transformer_config, config.model
+        latents = self.latent_shape(config.sampling)
+        tokens = self.tokens(latents)
+        activations = {
+            mode: activation_bytes(
+                mode,
+                architecture,
+                -(-(tokens + self.text_tokens) // model.sequence_parallel),
+                2 if model.dtype == "bfloat16" else 4,
+                rank=model.lora_rank if model.tuning == "lora" else 0,
+                batch_size=config.train.batch_size,
+                passes=2 if config.sampling.guidance_scale != 1 else 1,
+            )
+            for mode in MODES
+        }
+        return Cost(
+            forward=forward_flops(architecture, tokens, self.text_tokens),
+            attention=attention_flops(architecture, tokens, self.text_tokens),
+            decode=decode_flops(self.vae.decoder, latents),
+            decoder_weights=sum(p.numel() for p in self.vae.parameters()),
+            activations=activations,
+        )
+
+    def freeze_idle(self, network: nn.Module) -> None:
+        freeze_dead_ends(network)
+
+    def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> HunyuanVideo15Policy:
+        return HunyuanVideo15Policy(networks["transformer"], dtype=dtype, guidance_scale=guidance_scale)
+
+    def decoder(self, vae: Any) -> VideoDecoder:
+        return VideoDecoder(vae)
+
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+        if is_random(self.path):
+            return random_encoder(self.transformer_config)
+        return load_encoder(self.path, dtype, device)
+
+    def encoder_version(self) -> str | None:
+        return "" if is_random(self.path) else encoder_version(self.path)
+
+
+def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
+    """FLOPs of one forward of one sample, d = heads x head_dim:
+
+        layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner
+
+    with mlp ratio r = 4 (so 24 d^2), N video and L text tokens, one more token's worth for the modulation of both
+    streams, and the same two terms over the L text tokens for the refiner. Not counted: time and text embedders,
+    normalisation, elementwise work.
+    """
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    linear = (8 + 4 * architecture["mlp_ratio"]) * d**2
+    joint = tokens + text_tokens
+    blocks = architecture["num_layers"] * (linear * (joint + 1) + 4 * joint**2 * d)
+    refiner = architecture["num_refiner_layers"] * (linear * text_tokens + 4 * text_tokens**2 * d)
+    patch = architecture["patch_size_t"] * architecture["patch_size"] ** 2
+    embed = 2 * tokens * d * patch * (architecture["in_channels"] + architecture["out_channels"])
+    project = 2 * text_tokens * d * architecture["text_embed_dim"]
+    return float(blocks + refiner + embed + project)
+
+
+def attention_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
+    """The part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d a layer."""
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    blocks = architecture["num_layers"] * (tokens + text_tokens) ** 2
+    return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
+
+
+def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
+    """FLOPs of decoding one video: two per weight of a convolution and place where it is applied, and attention of each
+    frame to itself and all earlier ones, 2 T (T + 1) (H W)^2 C.
+
+    Args:
+        decoder: a `HunyuanVideo15Decoder3D`, on the meta device too.
+        latents: (C, T, H, W).
+    """
+    _, t, h, w = latents
+
+    def conv(module: Any) -> float:
+        return 2.0 * getattr(module, "conv", module).weight.numel() * t * h * w
+
+    def residual(block: Any) -> float:
+        shortcut = conv(block.conv_shortcut) if block.conv_shortcut is not None else 0.0
+        return conv(block.conv1) + conv(block.conv2) + shortcut
+
+    middle = decoder.mid_block
+    flops = conv(decoder.conv_in) + sum(residual(block) for block in middle.resnets)
+    for attention in middle.attentions:
+        flops += sum(conv(getattr(attention, name)) for name in ("to_q", "to_k", "to_v", "proj_out"))
+        flops += 2.0 * t * (t + 1) * (h * w) ** 2 * attention.to_q.out_channels
+    for block in decoder.up_blocks:
+        flops += sum(residual(resnet) for resnet in block.resnets)
+        for upsampler in block.upsamplers or ():
+            flops += conv(upsampler.conv)
+            t, h, w = 2 * t - 1 if upsampler.add_temporal_upsample else t, 2 * h, 2 * w
+    return flops + conv(decoder.conv_out)
+
+
+def activation_bytes(
+    mode: str,
+    architecture: Mapping[str, Any],
+    tokens: int,
+    bytes_per_value: int,
+    *,
+    rank: int,
+    batch_size: int = 1,
+    passes: int = 1,
+) -> float:
+    """Most bytes of a micro-batch's activations and their gradients, which is at the start of the backward.
+
+    Args:
+        mode: one of `MODES`.
+        architecture: the transformer's config.
+        tokens: of video and text.
+        bytes_per_value: of an activation.
+        rank: of the adapter; 0 where all weights are trained.
+        batch_size: transitions of a micro-batch.
+        passes: 2 with guidance, whose passes are kept both and go backward one after the other.
+    """
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    stream = bytes_per_value * d  # a block's input, and its output, which is computed again too
+    of_attention = attention_output_bytes(architecture, bytes_per_value)
+    room, room_of_three = (room_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
+    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + room_of_three + 3 * room)
+    kept, again = {
+        "none": (stream + of_attention + inner, 0),
+        "attention": (stream + of_attention, inner + stream),
+        "full": (stream, of_attention + inner + stream),
+    }[mode]
+    gradients = bytes_per_value * (GRADIENTS * d + room)
+    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + again + gradients))
+
+
+def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:
+    """What attention gives for a token in one block: the output, and a float32 log-sum-exp of each head."""
+    heads = architecture["num_attention_heads"]
+    return heads * (architecture["attention_head_dim"] * bytes_per_value + 4)

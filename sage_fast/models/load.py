@@ -1,0 +1,284 @@
+"""From `model.path` to a policy, its decoder and its text encoders."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ConfigMixin
+from safetensors import SafetensorError
+
+from sage_fast.config.schema import ModelConfig, SamplingConfig
+from sage_fast.distributed import all_gather_object, sequence_group, sequence_size
+from sage_fast.errors import UserError, nearest
+from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
+from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.decoder import Decoder
+from sage_fast.models.hub import progress_bars_of, reachable
+from sage_fast.models.lora import add_lora, load_lora
+from sage_fast.models.policy import Policy
+from sage_fast.models.protocol import Encoder, Spec
+from sage_fast.models.random_weights import is_random, random_module
+from sage_fast.models.registry import default_family, families, family, split_path
+from sage_fast.models.sequence import SequenceParallel, check_heads
+
+BASE = Path(__file__).parent / "testbed" / "base"
+"""What `model.path = testbed` is: the pre-trained weights that ship with the package."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Model:
+    """A policy with what stands before and after it.
+
+    Attributes:
+        spec: what its configuration alone says.
+        policy: the trained part.
+        decoder: of the frozen autoencoder, for latents of any batch.
+        attention: the backend that serves it.
+        attention_milliseconds: what the choice was made by; empty without a choice.
+        notes: what a user should know of this checkpoint and machine, one sentence each.
+        checkpointing: what the backward computes again, one of `models.checkpointing.MODES`.
+    """
+
+    spec: Spec
+    policy: Policy
+    decoder: Decoder
+    attention: str = "sdpa"
+    attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    checkpointing: str = "none"
+
+    @property
+    def path(self) -> str:
+        """Where it came from."""
+        return self.spec.path
+
+    @property
+    def fps(self) -> int:
+        """Frames per second of its videos."""
+        return self.spec.fps
+
+    def choose_attention(self, asked: str, sampling: SamplingConfig) -> None:
+        """Serve attention by the backend `asked`, or by the fastest that is right, at the size of this run.
+
+        Raises:
+            UserError: what was asked for is not there, does not run or computes something else, on any rank.
+        """
+        device, dtype = self.policy.device, self.policy.dtype
+        check_attention(asked, device, dtype)
+        if (of_sample := self.spec.attention_shape(sampling)) is None:
+            if asked not in ("auto", self.attention):
+                raise UserError(
+                    f"model.attention = {asked!r}: {self.spec.title} calls a kernel of its own; the nearest is 'auto'"
+                )
+            return
+        tokens, heads, width = of_sample
+        shape = (sampling.batch_size, tokens, heads // sequence_size(), width)
+        if asked == "auto":
+            trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
+            problems = {name: trial.problem for of in trials for name, trial in of.items() if trial.problem}
+            self.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
+            right = {name: trial for name, trial in trials[0].items() if name not in problems}
+            if problems and not right:
+                raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(self.notes))
+            self.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
+            asked = fastest(right)
+        elif asked != "sdpa":
+            found: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
+            if worst := min((trial for trial in found if trial.problem), key=lambda trial: trial.works, default=None):
+                problem = f"model.attention = {asked!r}: {worst.problem}"
+                if not worst.works:
+                    raise UserError(f"{problem}; the nearest choice is 'auto'")
+                self.notes.append(f"{problem}; train.parity_gate tells whether it matters")
+        self.attention = asked
+        self.policy.serve(ATTENTION[asked])
+
+    def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
+        """Train with one of `models.checkpointing.MODES`; `gathered`, as there."""
+        self.checkpointing = mode
+        for network in self.policy.networks.values():
+            set_checkpointing(network, mode, gathered=gathered)
+
+    def joint_tokens(self, sampling: SamplingConfig, text_tokens: int | None = None) -> int:
+        """Tokens of a video and of a prompt of `text_tokens`, by default as many as the spec assumes."""
+        text_tokens = self.spec.text_tokens if text_tokens is None else text_tokens
+        return self.spec.tokens(self.latent_shape(sampling)) + text_tokens
+
+    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
+        """(C, T, H, W) of one video's latents."""
+        return self.spec.latent_shape(sampling)
+
+    def load_encoder(self) -> Encoder:
+        """Load the text encoders; they are released with the function that is returned.
+
+        Raises:
+            UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
+        """
+        return self.spec.load_encoder(self.policy.dtype, self.policy.device)
+
+
+class _Layout(ConfigMixin):
+    """Reads the config.json of any part."""
+
+    config_name = "config.json"
+
+
+def read_layout(setting: str, source: str, part: str) -> dict[str, Any]:
+    """The config.json of a part, from a folder or the hub.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return _Layout.load_config(source, subfolder=part)
+    except OSError as error:
+        raise UserError(f"{setting} = {source!r}: cannot read the {part}'s config.json: {error}") from error
+
+
+def find_spec(path: str, *, fetch: bool = False) -> Spec:
+    """What `model.path` names, from its configuration alone.
+
+    Args:
+        path: `testbed`, a folder, a hub id, `random:NAME`, or any of these behind `package.module:Name:`.
+        fetch: ask the hub for what is not here. Without, a hub id has the published sizes of its family, by default
+            those of the first that ships.
+
+    Raises:
+        UserError: neither a checkpoint folder nor the form of a hub id, no such random model, no family for it, or a
+            checkpoint of another task.
+    """
+    given = path
+    named, path = split_path(path)
+    if is_random(path):
+        return _find_random(path)
+    if path == "testbed":
+        path = str(BASE)
+    folder = Path(path)
+    if not folder.is_dir():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+            raise UserError(
+                f"model.path = {given!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a "
+                f"hub id such as {(named or default_family()).published}"
+            )
+        if not fetch:
+            return (named or default_family())(path)
+    source = reachable(path)
+    if folder.is_dir() and not (folder / "transformer" / "config.json").is_file():
+        raise UserError(_incomplete(given, named or default_family(), "transformer"))
+    class_name = str(read_layout("model.path", source, "transformer").get("_class_name"))
+    if named is None and class_name not in families():
+        raise UserError(f"model.path = {given!r} holds a {class_name}; expected one of {list(families())}")
+    cls = named or family(families()[class_name])
+    parts = (*cls.networks, "vae")
+    for part in parts:
+        if folder.is_dir() and not (folder / part / "config.json").is_file():
+            raise UserError(_incomplete(given, cls, part))
+    spec = cls(path, {part: read_layout("model.path", source, part) for part in parts})
+    spec.check()
+    return spec
+
+
+def _incomplete(path: str, cls: type[Spec], part: str) -> str:
+    return f"model.path = {path!r}: not a {cls.title} checkpoint in diffusers format; {part}/config.json is missing"
+
+
+def _find_random(path: str) -> Spec:
+    found = {name: cls for cls in map(family, families().values()) for name in cls.randoms}
+    if path not in found:
+        raise UserError(f"model.path = {path!r}: {nearest(path, found)}")
+    return found[path](path)
+
+
+def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """`from_pretrained` that never fills a gap with random weights, which only `random:NAME` asks for."""
+    if is_random(source):
+        return random_module(spec.meta(part), dtype, device)
+    cls = {**spec.networks, "vae": spec.autoencoder}[part]
+    try:
+        with progress_bars_of(source):
+            module, found = cls.from_pretrained(source, subfolder=part, dtype=dtype, output_loading_info=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{setting} = {source!r}: cannot read the weights in {part}/: {error}") from error
+    odd = [f"{key} is {kind}" for kind in ("missing", "unexpected") for key in found[f"{kind}_keys"]]
+    if odd:
+        raise UserError(f"{setting} = {source!r}: {len(odd)} weights in {part}/ do not fit its config.json: {odd[0]}")
+    return module
+
+
+def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int, weights: str | None) -> None:
+    """Give a network the adapter of `weights`, or a new one, or train all of it; never what no forward reads."""
+    if config.tuning == "full":
+        network.requires_grad_(True)
+    elif weights is not None:
+        load_lora(network, Path(weights))
+    else:
+        default = config.lora_targets == ModelConfig.lora_targets and spec.lora_targets is not None
+        targets = str(spec.lora_targets if default else config.lora_targets)
+        add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)
+    spec.freeze_idle(network)
+
+
+def meta_policy(spec: Spec, config: ModelConfig) -> Policy:
+    """The configured policy on the meta device, with its adapter: no memory, no weights."""
+    networks = {part: spec.meta(part) for part in spec.networks}
+    with torch.device("meta"):
+        for network in networks.values():
+            make_trainable(spec, network, config, 0, None)
+        return spec.policy(networks, dtype=getattr(torch, config.dtype), guidance_scale=1.0)
+
+
+def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.device, seed: int) -> Model:
+    """Load a checkpoint and make it trainable.
+
+    Raises:
+        UserError: checkpoint missing, incomplete or of another task, LoRA weights of another model, or attention that
+            is not there or not right.
+    """
+    dtype = getattr(torch, config.dtype)
+    check_attention(config.attention, device, dtype)
+    spec = find_spec(config.path, fetch=True)
+    check_heads(config.sequence_parallel, spec.heads)
+    loaded = reachable(spec.path)
+    # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
+    weights = torch.float32 if config.tuning == "full" else dtype
+    setting, source = "model.path", loaded
+    if config.tuning == "full" and config.weights is not None:
+        setting, source = "model.weights", config.weights
+        for part in spec.networks:
+            _check_same(source, part, spec.layouts.get(part, {}))
+    networks = {part: _load(spec, setting, source, part, weights, device) for part in spec.networks}
+    vae = _load(spec, "model.path", loaded, "vae", dtype, device)
+    for network in networks.values():
+        network.to(device).eval()
+        make_trainable(spec, network, config, seed, config.weights)
+    vae.to(device).eval().requires_grad_(False)
+    policy = spec.policy(networks, dtype=dtype, guidance_scale=sampling.guidance_scale)
+    if is_random(spec.path):
+        notes = [f"model.path = {spec.path}: the weights are random; times and memory count, videos and rewards do not"]
+    else:
+        notes = spec.notes(sampling)
+    if (group := sequence_group()) is not None:
+        policy.share_samples(SequenceParallel(group, device))
+    model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
+    model.choose_attention(config.attention, sampling)
+    return model
+
+
+def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UserError: `source` does not hold weights of a network with this config.json.
+    """
+    if not (Path(source) / part / "config.json").is_file():
+        raise UserError(f"model.weights = {source!r}: expected a folder that holds {part}/config.json")
+    for key, value in read_layout("model.weights", source, part).items():
+        # A key that only one of the files spells out has its default in the other.
+        if key not in ("_diffusers_version", "_name_or_path") and layout.get(key, value) != value:
+            raise UserError(
+                f"model.weights = {source!r} was made for another model: "
+                f"{key} is {value!r}, model.path has {layout[key]!r}"
+            )

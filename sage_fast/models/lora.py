@@ -1,0 +1,105 @@
+"""LoRA adapters in diffusers format: make one, load one, and say what is wrong with a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sage_fast.errors import UserError
+
+ADAPTER = "default"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+def lora_file(part: str) -> str:
+    """File of the adapter of one part of a checkpoint."""
+    return LORA_FILE if part == "transformer" else f"{part}_{LORA_FILE}"
+
+
+def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) -> None:
+    """Freeze the network and add a LoRA adapter in float32; its up-projections start at zero.
+
+    Raises:
+        UserError: `targets` (a regular expression over whole module names) matches no layer, or not only layers.
+    """
+    network.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+        torch.default_generator.manual_seed(seed)
+        try:
+            network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=ADAPTER)
+        except (ValueError, re.error) as error:
+            raise UserError(f"model.lora_targets = {targets!r}: {error}") from error
+    _train_adapter(network)
+
+
+def load_lora(network: Any, path: Path) -> None:
+    """Freeze the network and add the LoRA adapter at `path`, a file or folder in diffusers format, trainable.
+
+    Raises:
+        UserError: no such file, or an adapter made for another model.
+    """
+    file = path / LORA_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"model.weights = {str(path)!r}: no such file; expected {LORA_FILE} or a folder that holds it")
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise UserError(f"model.weights = {str(path)!r}: not a safetensors file: {error}") from error
+    layers = {n: m.weight.shape for n, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
+    # A network writes bare layer names; a pipeline puts "transformer." before each.
+    prefix = "transformer" if any(key.startswith("transformer.") for key in tensors) else None
+    problem = _problem_of_factors({key.removeprefix("transformer."): t for key, t in tensors.items()}, layers)
+    if problem is not None:
+        raise UserError(f"model.weights = {str(path)!r}{problem}")
+    network.requires_grad_(False)
+    try:
+        network.load_lora_adapter(str(file), prefix=prefix, adapter_name=ADAPTER, use_safetensors=True)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # metadata that does not fit
+        why = str(error).strip().splitlines()[0]
+        raise UserError(f"model.weights = {str(path)!r}: diffusers cannot load it as a LoRA: {why}") from error
+    _train_adapter(network)
+    # The line above the last has rounded the adapter to the type of the base: once more, now in float32.
+    set_peft_model_state_dict(network, {k.removeprefix("transformer."): t for k, t in tensors.items()}, ADAPTER)
+
+
+def _problem_of_factors(tensors: Mapping[str, Tensor], layers: Mapping[str, torch.Size]) -> str | None:
+    """Why tensors `<layer>.lora_A.weight` and `.lora_B.weight` are no adapter for layers with weights of these shapes;
+    None if they are one: two factors for each layer, all of one rank, finite."""
+    named = re.compile(r"(.+)\.lora_([AB])\.weight")
+    if not any(map(named.fullmatch, tensors)):
+        return ": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)"
+    ranks = set()
+    for key, tensor in tensors.items():
+        if (match := named.fullmatch(key)) is None:
+            return f": holds {key!r}; expected nothing but `<layer>.lora_A.weight` and `<layer>.lora_B.weight`"
+        layer, factor = match.groups()
+        other = f"{layer}.lora_{'B' if factor == 'A' else 'A'}.weight"
+        weight, axis = layers.get(layer), 1 if factor == "A" else 0
+        if weight is None or tensor.ndim != len(weight) or tensor.shape[axis] != weight[axis]:
+            expected = "no such layer here" if weight is None else f"expected width {weight[axis]}"
+            return f" was made for another model: {key} has shape {list(tensor.shape)}, {expected}"
+        if other not in tensors:
+            return f": {key} is there and {other} is missing"
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            return f": {key} is {tensor.dtype}; expected float32, bfloat16 or float16"
+        if not tensor.isfinite().all():
+            return f": {key} is not finite"
+        ranks.add(tensor.shape[1 - axis])
+    if len(ranks) > 1 or 0 in ranks:
+        return f": its factors have the ranks {sorted(ranks)}; expected one above 0 for all layers"
+    return None
+
+
+def _train_adapter(network: Any) -> None:
+    for name, p in network.named_parameters():
+        if ".lora_" in name:
+            p.data = p.data.float()
+            p.requires_grad_(True)

@@ -1,0 +1,48 @@
+"""Random weights for `model.path = random:NAME`: the published sizes without a checkpoint, to time and to weigh.
+
+What such a model makes is noise. What it costs is what the published one costs: the classes, shapes and types are the
+same, and an iteration runs from the prompt to the checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sage_fast.config.schema import RANDOM
+
+
+def is_random(path: str) -> bool:
+    """Whether `path` asks for random weights."""
+    return path.startswith(RANDOM)
+
+
+def random_module(meta: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
+    """A part with random weights, made on the device in `dtype`: nothing of its size is held anywhere else.
+
+    Args:
+        meta: the part on the meta device, which is changed.
+        dtype: of the weights.
+        device: where they are drawn, always from the same seed: one kind of device gives one model.
+    """
+    module = nn.Module.to(meta, dtype)
+    assert not list(module.buffers()), "they would stay uninitialised"
+    return randomize(module.to_empty(device=device)).eval()
+
+
+@torch.no_grad()
+def randomize(module: Any) -> Any:
+    """Draw all weights. Gates are small, as in a trained model, so that rounding does not grow from block to block."""
+    generator = torch.Generator(device=next(module.parameters()).device).manual_seed(0)
+    for name, p in module.named_parameters():
+        if name.endswith("gamma") or ("norm" in name and p.ndim == 1 and name.endswith("weight")):
+            p.fill_(1)
+        elif p.ndim == 1:
+            p.fill_(0.1)
+        else:
+            p.normal_(std=p[0].numel() ** -0.5, generator=generator)
+        if ".linear." in name and "norm1" in name:
+            p.mul_(0.1)
+    return module

@@ -1,1 +1,0 @@
-"""HunyuanVideo 1.5 over diffusers: forward, blocks, attention, conditioning, text, LoRA, decode."""
