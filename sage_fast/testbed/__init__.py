@@ -1,1 +1,1 @@
-"""The moving-shapes world: tiny instances of the real classes, their base weights, and how they were made."""
+"""The testbed: the moving-shapes world, tiny instances of the real model classes, and their base weights."""
