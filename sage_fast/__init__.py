@@ -4,8 +4,8 @@ import os
 
 __version__ = "0.1.0"
 
-# `sage_fast.kernels` and `sage_fast.configs` lie beside the package in a checkout (kernels/, without an __init__.py, so
-# that `import kernels` finds the Hugging Face package there too) and inside it once installed.
+# In a checkout `sage_fast.kernels` and `sage_fast.configs` lie beside the package; once installed they are inside it.
+# kernels/ has no __init__.py, so that `import kernels` still finds the Hugging Face package in a checkout.
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_checkout, "kernels", "transition_step.py")):
     __path__.append(_checkout)

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The `sage-fast` command: one table, `COMMANDS`. Nothing heavy is imported before a command needs it."""
+"""The `sage-fast` command line. `COMMANDS` holds every command; heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Any setting of the YAML file can be given on the command line, such as
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
 PIPE_CLOSED = 141
-"""Exit status of a command whose reader went away, as in `sage-fast train --help | head`."""
+"""Exit status when the reader of stdout has gone away, as in `sage-fast train --help | head`."""
 
 Options = argparse.Namespace
 Overrides = dict[str, str]
@@ -43,10 +43,10 @@ class Command(NamedTuple):
     """A command of `sage-fast`.
 
     Attributes:
-        help: one line, which begins with a verb.
-        arguments: what `add_argument` is given for each.
-        run: returns the exit status.
-        settings: every setting is an option too; `run` gets those that are given as overrides.
+        help: one line that starts with a verb.
+        arguments: names and keywords for each `add_argument` call.
+        run: function that runs the command and returns the exit status.
+        settings: also accept every setting as an option; `run` gets the given ones as overrides.
     """
 
     help: str
@@ -56,11 +56,11 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {}
-"""In the order of the help."""
+"""Commands by name, in the order the help lists them."""
 
 
 def command(name: str, help: str, *arguments: Any, settings: bool = False) -> Callable[[Run], Run]:
-    """Put a command, which the function below runs, into `COMMANDS`."""
+    """Register the decorated function in `COMMANDS`."""
 
     def register(run: Run) -> Run:
         COMMANDS[name] = Command(help, arguments, run, settings)
@@ -70,7 +70,7 @@ def command(name: str, help: str, *arguments: Any, settings: bool = False) -> Ca
 
 
 def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """An argument of a command, as `add_argument` takes it."""
+    """Return the names and keywords of one `add_argument` call."""
     return names, options
 
 
@@ -78,10 +78,10 @@ def argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, An
 
 
 def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
-    """Make the parser of all commands.
+    """Build the parser of all commands.
 
     Args:
-        show_settings: commands whose options include every setting, for help and completion.
+        show_settings: commands whose settings become options too, for help and completion.
     """
     parser = argparse.ArgumentParser(
         prog="sage-fast",
@@ -105,7 +105,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
         if settings and name in show_settings:
             from sage_fast.config.load import add_settings
 
-            subparser.epilog = "A setting is given as --key.path VALUE or --key.path=VALUE, the value as in YAML."
+            subparser.epilog = "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
             add_settings(subparser)
         for names, keywords in arguments:
             subparser.add_argument(*names, **keywords)
@@ -113,16 +113,16 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for a mistake of the user, 1 for a run that failed."""
+    """Run a command and return its exit status: 2 for a user error, 1 for a failed run."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return guarded(" ".join(["sage-fast", *words[:1]]), lambda: _run(words))
 
 
 def guarded(name: str, command: Callable[[], int]) -> int:
-    """Run a command; returns its exit status.
+    """Run a command and return its exit status.
 
-    Errors that are raised on purpose, and those of the operating system, become one line after `name`. Any other is a
-    mistake of the program or of a plug-in, and keeps its traceback.
+    `UserError`, `RunError` and `OSError` are printed as one line after `name`. Any other exception is a bug, here or in
+    a plug-in, and keeps its traceback.
     """
     try:
         try:
@@ -157,7 +157,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _output_is_closed() -> bool:
-    """Whether the reader of standard output went away, and not that of another pipe."""
+    """Return whether the reader of stdout has gone away, rather than that of another pipe."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -175,18 +175,18 @@ def _overrides(command: str, rest: list[str]) -> Overrides:
 
 
 def _tell(options: Options, *lines: str) -> None:
-    """Print lines at once, on the first rank, unless --quiet."""
+    """Print lines on rank 0 and flush, unless --quiet."""
     if not getattr(options, "quiet", False) and os.environ.get("RANK", "0") == "0":
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
 
 
 def _tell_loading(options: Options) -> None:
-    """Say why nothing happens for the seconds that the next imports take."""
+    """Announce the imports that follow, which take seconds."""
     _tell(options, f"sage-fast {options.command}: loading PyTorch and diffusers")
 
 
 def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
-    """Settings of a YAML file or run folder, and the iteration of its weights; tells which, and that loading begins."""
+    """Return the settings of a YAML file or run folder and the iteration of its weights; announce both."""
     from sage_fast.run.weights import load_run
 
     config, iteration = load_run(options.config, overrides, lambda line: _tell(options, line))
@@ -200,8 +200,8 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
 
 
 @command(
-    "init", "write a configuration, a reward and prompts into a folder, to start from",
-    argument("folder", metavar="FOLDER", help="new, or without files of those names"),
+    "init", "write a configuration, a reward and prompts to start from into a folder",
+    argument("folder", metavar="FOLDER", help="new folder, or one without files of those names"),
     argument(
         "--config", metavar="NAME", default="demo",
         help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), paper-480p or official-480p (the authors' code)",
@@ -245,7 +245,7 @@ def _train(options: Options, overrides: Overrides) -> int:
     restarted = not options.resume and is_restart(config)
     if restarted:
         config, notes = resumed_settings(options.config, overrides)
-        _tell(options, f"restarted by torchrun: goes on with the run in {config.output}")
+        _tell(options, f"restarted by torchrun: resuming the run in {config.output}")
     _tell(options, *notes)
     with writing(config.output):
         train(config, resume=options.resume or restarted, quiet=options.quiet)
@@ -267,7 +267,7 @@ def _check_gpus(options: Options) -> None:
 @command(
     "embed", "encode all prompts into data.embedding_cache, so that training loads no text encoder",
     argument("config", metavar="CONFIG", help="YAML file"),
-    argument("--prompts", metavar="FILE", help="instead of data.prompts and data.eval_prompts"),
+    argument("--prompts", metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts"),
     argument("--quiet", action="store_true", help="print nothing but errors"),
     settings=True,
 )  # fmt: skip
@@ -280,7 +280,7 @@ def _embed(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "sample", "make videos with the ODE",
+    "sample", "generate videos with the ODE sampler",
     argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
     argument("--prompt", action="append", default=[], help="may be given several times"),
     argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, .jsonl or .csv"),
@@ -311,10 +311,10 @@ def _sample(options: Options, overrides: Overrides) -> int:
         help="YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it",
     ),
     argument(
-        "--scorer", action="append", default=[], metavar="NAME", help="a further reward (several times for several)"
+        "--scorer", action="append", default=[], metavar="NAME", help="an extra reward; may be given several times"
     ),
-    argument("--folder", help="new or empty: takes the videos, the table, and a page with both"),
-    argument("--json", metavar="FILE", help="write every score there"),
+    argument("--folder", help="new or empty folder for the videos, the table, and a page with both"),
+    argument("--json", metavar="FILE", help="write every score to FILE"),
     argument("--quiet", action="store_true", help="no progress bar"),
     settings=True,
 )  # fmt: skip
@@ -342,19 +342,19 @@ def _eval(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "compare", "lay runs over each other on one page, make a blind study of their videos, or count its votes",
+    "compare", "compare runs on one page, make a blind study of their videos, or count its votes",
     argument("run", metavar="RUN", nargs="*", help="run folder, or folder with videos.csv; LABEL=RUN names it"),
     argument("--folder", default="comparison", help="where the pages go (default: comparison)"),
     argument("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)"),
     argument(
         "--blind", type=int, metavar="N",
-        help="in place of that page, one that asks which is better in N pairs of videos of the first and each other",
+        help="instead, make a page that asks which video is better, in N pairs of the first run and each other run",
     ),
-    argument("--seed", type=int, default=0, help="with --blind: of the pairs, their order and their sides"),
+    argument("--seed", type=int, default=0, help="with --blind: seed of the pairs, their order and their sides"),
     argument(
         "--votes", nargs="+", metavar=("KEY", "VOTES"),
-        help="instead: win rates with intervals, from blind-key.json, which lies beside the blind page, and a file of "
-             "each voter",
+        help="instead, print win rates with intervals; KEY is the blind-key.json written with the page, VOTES a file "
+             "for each voter",
     ),
 )  # fmt: skip
 def _compare(options: Options, overrides: Overrides) -> int:
@@ -382,9 +382,9 @@ def _compare(options: Options, overrides: Overrides) -> int:
 def _count_votes(options: Options) -> int:
     key, *files = map(Path, options.votes)
     if options.run or options.blind is not None:
-        raise UserError("--votes KEY VOTES counts the votes of a page that is there: it goes without runs and --blind")
+        raise UserError("--votes KEY VOTES counts the votes of an existing page: give neither runs nor --blind")
     if not files:
-        raise UserError(f"--votes {key}: expected the file of at least one voter after it")
+        raise UserError(f"--votes {key}: expected the file of at least one voter after KEY")
     from sage_fast.report.blind import count_votes, format_win_rates
 
     print(format_win_rates(*count_votes(key, files)))
@@ -397,7 +397,7 @@ def _count_votes(options: Options) -> int:
     argument("--shift", type=float, default=5.0, help="default: 5"),
     argument("--eta", type=float, default=1.0, help="default: 1"),
     argument("--sampler", action="append", default=[], metavar="NAME", help="may be given several times"),
-    argument("--figure", metavar="FILE", help="draw them there, as .svg or .png"),
+    argument("--figure", metavar="FILE", help="draw them to FILE, .svg or .png"),
 )  # fmt: skip
 def _sde(options: Options, overrides: Overrides) -> int:
     from sage_fast.tools.sde import sde
@@ -408,8 +408,8 @@ def _sde(options: Options, overrides: Overrides) -> int:
 @command(
     "serve-reward", "score videos for other runs, over HTTP",
     argument("config", metavar="CONFIG", help="YAML file; its rewards are served"),
-    argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)"),
-    argument("--port", type=int, default=8000, help="0: a free one (default: 8000)"),
+    argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"),
+    argument("--port", type=int, default=8000, help="0 picks a free port (default: 8000)"),
     settings=True,
 )  # fmt: skip
 def _serve(options: Options, overrides: Overrides) -> int:
@@ -419,7 +419,7 @@ def _serve(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "report", "write report.html of a run, again or while it is running",
+    "report", "write the report.html of a run, finished or still running",
     argument("run", metavar="RUN", help="run folder"),
 )  # fmt: skip
 def _report(options: Options, overrides: Overrides) -> int:
@@ -431,14 +431,14 @@ def _report(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "bench", "time the operators, the rollout or whole iterations against what stock code does",
+    "bench", "time the operators, the rollout or whole iterations against stock code",
     argument("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators"),
     argument("--config", metavar="FILE", help="YAML file, for `bench iteration`"),
-    argument("--json", metavar="FILE", help="write every number there, after every row"),
-    argument("--size", action="append", help="a size such as '480p batch 4' (several times for several)"),
-    argument("--part", action="append", help="of `bench rollout`: forward, step, rollout, train, decode"),
-    argument("--path", action="append", help="of `bench rollout` or `iteration`: stock, eager, compiled, ..."),
-    argument("--budget", type=float, metavar="SECONDS", help="`bench rollout`: skip rows that do not fit"),
+    argument("--json", metavar="FILE", help="write every number to FILE, again after every row"),
+    argument("--size", action="append", help="a size such as '480p batch 4'; may be given several times"),
+    argument("--part", action="append", help="for `bench rollout`: forward, step, rollout, train or decode"),
+    argument("--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, compiled, ..."),
+    argument("--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit"),
     argument("--repetitions", type=int, default=15),
     argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU"),
 )  # fmt: skip
@@ -451,11 +451,11 @@ def _bench(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "grid", "train a grid of settings, here or as a Slurm array job; can be stopped and goes on",
+    "grid", "train a grid of settings, here or as a Slurm array job; started again, it resumes",
     argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)"),
     argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)"),
-    argument("--slurm", metavar="FILE", help="write an array job, one element a run, instead of running"),
-    argument("--cell", metavar="NAME", help="only this run, in this process, as an element of the array does"),
+    argument("--slurm", metavar="FILE", help="write an array job with one element per run, instead of running"),
+    argument("--cell", metavar="NAME", help="run only this cell, in this process, as an array element does"),
     argument("--quiet", action="store_true", help="print nothing but errors"),
     settings=True,
 )  # fmt: skip
@@ -466,11 +466,11 @@ def _grid(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "profile", "time one iteration by phase and by kernel; prints the nsys and ncu commands for it",
+    "profile", "time one iteration by phase and by kernel; print the nsys and ncu commands for it",
     argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
     argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)"),
     argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)"),
-    argument("--window-only", action="store_true", help="only NVTX ranges, to run under nsys or ncu"),
+    argument("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu"),
     settings=True,
 )  # fmt: skip
 def _profile(options: Options, overrides: Overrides) -> int:
@@ -488,8 +488,8 @@ def _profile(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "doctor", "check what is installed, whether it works and agrees, and how fast it is here",
-    argument("--json", metavar="FILE", help="write every row there"),
+    "doctor", "check what is installed, whether it works and gives the right numbers, and how fast it is",
+    argument("--json", metavar="FILE", help="write every row to FILE"),
 )  # fmt: skip
 def _doctor(options: Options, overrides: Overrides) -> int:
     _tell_loading(options)

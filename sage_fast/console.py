@@ -1,7 +1,7 @@
-"""What a user sees while a command runs: lines on standard output, and how far a long part has come.
+"""Console output: lines on stdout, progress of long work, and the log file.
 
-On a terminal progress is a bar on standard error; elsewhere it is a plain line now and then, so that a log holds no
-carriage returns and a long part is never silent.
+On a terminal, progress is a bar on stderr. Elsewhere it is a plain line now and then: a log gets no carriage returns,
+and long work is never silent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, TextIO, TypeVar
 from tqdm import tqdm
 
 Say = Callable[[str], object]
-"""Told one line."""
+"""Function that takes one line of output."""
 
 SECONDS_BETWEEN_LINES = 4.0
 LONG = 60.0
-"""Seconds after which a part is long: then a line comes only so often, and a log of hours stays short."""
+"""Seconds of work after which progress lines come only this often, so that a log of hours stays short."""
 
 Item = TypeVar("Item")
 
@@ -35,23 +35,23 @@ def say(line: str) -> None:
 
 
 def say_wrapped(line: str, tell: Say) -> None:
-    """Tell one long line as lines of at most 80 columns, indented after the first; a path stays whole."""
+    """Wrap a line to 80 columns and pass it to `tell`. Continuation lines are indented; paths are not broken."""
     tell(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
 
 
 def say_nothing(line: str) -> None:
-    """`say` of a quiet command, and of all ranks but the first: the line goes into the log alone, if there is one."""
+    """Log a line without printing it: `say` for a quiet command and for every rank but 0."""
     if _log is not None:
         _log.write(f"{line}\n")
 
 
 def speaker(quiet: bool) -> Say:
-    """`say`, or `say_nothing` if quiet."""
+    """Return `say_nothing` if quiet, else `say`."""
     return say_nothing if quiet else say
 
 
 class _Log:
-    """A file of lines, each with its time; what draws a bar is no line."""
+    """Log file with a timestamp per line; progress bars (text with carriage returns) are left out."""
 
     def __init__(self, file: TextIO) -> None:
         self.file = file
@@ -65,7 +65,7 @@ class _Log:
 
 
 class _Copied:
-    """A stream of the screen, and of the log."""
+    """Output stream that also writes to the log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -83,10 +83,10 @@ _log: _Log | None = None
 
 
 def log_to(path: Path) -> None:
-    """From now on `path` is told, beside the screen, all that this process says and prints: warnings, the traceback of
-    what ends it, and where it was if it crashes or is aborted. The screen stays as it was.
+    """Mirror stdout and stderr to `path`, appending to what an earlier process wrote.
 
-    Lines that are said quietly go there too. What an earlier process wrote is kept.
+    The log gets warnings, the final traceback, the stack after a crash or an abort (faulthandler), and the lines of
+    `say_nothing`. The screen shows the same as before.
     """
     global _log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,14 +99,14 @@ def log_to(path: Path) -> None:
 
 
 class Progress:
-    """How far `total` units of work have come; use it in a `with` block and call `update`.
+    """Progress of `total` units of work. Use it as a context manager and call `update`.
 
     Args:
-        what: is being done, such as `sample`.
-        total: units.
-        unit: of the count.
+        what: name of the work, such as `sample`.
+        total: number of units.
+        unit: singular name of a unit.
         quiet: show nothing.
-        pause: called after each update; what it raises ends the work.
+        pause: called after each update; an exception it raises ends the work.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Progress:
             self._bar.close()
 
     def update(self, count: int = 1) -> None:
-        """`count` more units are done."""
+        """Count `count` more units as done."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
@@ -149,7 +149,7 @@ class Progress:
 def progress(
     items: Iterable[Item], what: str, total: int, unit: str = "step", *, quiet: bool = False
 ) -> Iterator[Item]:
-    """The items, with `Progress` over them."""
+    """Yield the items and show `Progress` over them."""
     with Progress(what, total, unit, quiet=quiet) as bar:
         for item in items:
             yield item

@@ -1,7 +1,7 @@
-"""Ranks and reductions; every function is the identity in a single process.
+"""Ranks and collectives; in a single process every collective is the identity.
 
-Ranks that follow each other may share samples (`model.sequence_parallel`): they form a sequence group, hold the same
-samples and count as one data-parallel rank.
+With `model.sequence_parallel`, consecutive ranks form a sequence group: they hold the same samples and count as one
+data-parallel rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sage_fast.errors import RankError, Stopped
 
 
 def initialize(timeout_minutes: float = 10) -> torch.device:
-    """Join the process group that torchrun describes, if any, and return this rank's device.
+    """Join torchrun's process group, if there is one, and return this rank's device.
 
     Args:
-        timeout_minutes: longest wait for the other ranks in a collective, for a group that is not joined yet.
+        timeout_minutes: timeout of a collective; no effect on a group that is already joined.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
@@ -37,7 +37,7 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(minutes=timeout_minutes),
-            # NCCL connects at once, and never guesses the device of a barrier.
+            # NCCL connects eagerly and does not have to guess the device of a barrier.
             device_id=device if device.type == "cuda" else None,
             **_store_of_restart(),
         )
@@ -45,8 +45,11 @@ def initialize(timeout_minutes: float = 10) -> torch.device:
 
 
 def _store_of_restart() -> dict[str, Any]:
-    """A part of torchrun's store for each restart on one machine: without --rdzv-backend or --standalone it keeps the
-    store, in which these ranks would find the addresses of those before them. Across machines it makes a new one."""
+    """Return arguments of `init_process_group` that separate the store of each restart on one machine.
+
+    Without --rdzv-backend or --standalone, torchrun keeps its store over a restart, and the new ranks would find the
+    addresses of the old ones in it. Across machines torchrun makes a new store.
+    """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts == 0 or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         return {}
@@ -58,10 +61,10 @@ _sequence_group: dist.ProcessGroup | None = None
 
 
 def join_sequence_group(size: int, timeout_minutes: float = 10) -> None:
-    """Make each `size` ranks in a row one sequence group; `size` divides the number of ranks.
+    """Split the ranks into sequence groups of `size` consecutive ranks; `size` divides the world size.
 
-    Neighbours, so that a group lies within a node if `size` divides the ranks of a node: what it exchanges in every
-    block is far more than what data-parallel ranks exchange in an iteration.
+    Consecutive ranks share a node if `size` divides the ranks per node. That matters: a sequence group exchanges far
+    more in every block than data-parallel ranks do in an iteration.
     """
     global _sequence_group
     if size == sequence_size():
@@ -71,7 +74,7 @@ def join_sequence_group(size: int, timeout_minutes: float = 10) -> None:
 
 
 def sequence_group() -> dist.ProcessGroup | None:
-    """The ranks that share this rank's samples; None if it shares none."""
+    """Process group of the ranks that share this rank's samples; None without sequence parallelism."""
     return _sequence_group
 
 
@@ -84,7 +87,7 @@ def sequence_rank() -> int:
 
 
 def data_rank() -> int:
-    """This rank's place among those that have samples of their own."""
+    """Data-parallel rank: the index of this rank's sequence group."""
     return rank() // sequence_size()
 
 
@@ -93,11 +96,11 @@ def data_size() -> int:
 
 
 def join_deepspeed() -> None:
-    """Let DeepSpeed communicate in the process group that is there, within its timeout; it would make another one."""
+    """Make DeepSpeed use the existing process group and its timeout; otherwise it would create another group."""
     import deepspeed  # optional, and takes seconds
     from deepspeed.utils import groups
 
-    # An operator for inference that nothing here calls; on a CPU it is compiled at start, and says so on the screen.
+    # An inference operator that is never called here. On a CPU, DeepSpeed would compile it at start and print so.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(verbose=False)
@@ -127,24 +130,24 @@ def barrier() -> None:
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """`sum`, `min` or `max` over the ranks, in place."""
+    """Reduce over all ranks in place; `op` is `sum`, `min` or `max`."""
     if dist.is_initialized():
         dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op])
     return tensor
 
 
 def data_sum(tensor: Tensor) -> Tensor:
-    """Sum over the ranks, in place, with samples that ranks share counted once."""
+    """Sum over the data-parallel ranks in place: shared samples count once."""
     return all_reduce(tensor).div_(sequence_size())
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """The values of all ranks; small picklable things only."""
+    """Return the values of all ranks in rank order; for small picklable objects."""
     return _gather_objects(value, world_size(), None) if dist.is_initialized() else [value]
 
 
 def gather_objects_of_sequence(value: Any) -> list[Any]:
-    """The values of the ranks of this sequence group, likewise."""
+    """Return the values of the ranks of this sequence group, as `all_gather_object` does."""
     return _gather_objects(value, sequence_size(), _sequence_group) if _sequence_group is not None else [value]
 
 
@@ -155,7 +158,7 @@ def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> l
 
 
 def broadcast_object(value: Any, source: int) -> Any:
-    """The value of rank `source`, on every rank; something picklable, tensors on the CPU."""
+    """Return the value of rank `source` on every rank. It must be picklable, with tensors on the CPU."""
     if not dist.is_initialized():
         return value
     values = [value if rank() == source else None]
@@ -165,11 +168,11 @@ def broadcast_object(value: Any, source: int) -> Any:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Around work without collectives: what fails on one rank fails on all, so that none waits for it in vain.
+    """Fail on every rank if a block without collectives fails on one, so that no rank hangs. Collective.
 
     Raises:
-        RankError: on the ranks whose own work went well, or was stopped, if that of another one failed.
-        Stopped: on all ranks, if it was raised on one.
+        RankError: another rank failed; raised where this rank's block finished or was stopped.
+        Stopped: on all ranks, if it was raised on one and none failed.
     """
     if world_size() == 1:
         yield

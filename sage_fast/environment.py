@@ -1,4 +1,4 @@
-"""What a process runs on: versions, commit, device and free memory; recorded with every run and every measurement."""
+"""Versions, commit, device and free memory, as recorded with every run and every measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What is needed to repeat a result: commit, date, device, threads, operators and versions."""
+    """Return what it takes to repeat a result: commit, date, device, threads, operators and versions."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -42,19 +42,19 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """What was typed, as far as a process can know: `python -m sage_fast ...` is seen as the path of __main__.py."""
+    """Return the typed command as a shell line. `python -m sage_fast` arrives as the path of __main__.py."""
     program = arguments[0]
     started = ["python", "-m", "sage_fast"] if program.endswith("sage_fast/__main__.py") else [program]
     return shlex.join([*started, *arguments[1:]])
 
 
 def commit() -> str | None:
-    """The commit of the checkout that the package was imported from, `+changes` after it.
+    """Return the commit of the checkout the package was imported from, with `+changes` if tracked files differ.
 
-    Where git cannot tell, as in a copy without `.git`, the environment variable COMMIT names it.
+    Without git or `.git`, return the environment variable COMMIT, or None.
     """
     folder = Path(__file__).resolve().parents[1]
-    git = ["git", "--git-dir=.git"]  # this one, and none of a folder around it
+    git = ["git", "--git-dir=.git"]  # only this checkout, not a repository around it
     commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "--untracked-files=no"])
     try:
         head, changes = (
@@ -67,7 +67,7 @@ def commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Such as `NVIDIA H200` or `AMD EPYC 9V74 80-Core Processor`."""
+    """Return the device's name, such as `NVIDIA H200` or `AMD EPYC 9V74 80-Core Processor`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -77,15 +77,15 @@ def device_name(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that PyTorch could still get on `device`, including what it holds in reserve."""
+    """Return the bytes PyTorch can still allocate on `device`, including its cached free blocks."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
-    return psutil.virtual_memory().available  # with the page cache, which gives way
+    return psutil.virtual_memory().available  # includes the page cache, which can be evicted
 
 
 def format_bytes(count: float) -> str:
-    """In the largest unit that fits, such as `15.51 GiB`."""
+    """Format a byte count in the largest unit that fits, such as `15.51 GiB`."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"

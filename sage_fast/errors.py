@@ -1,6 +1,6 @@
-"""The errors that are raised on purpose: the command shows them in one line, and everything else with its traceback.
+"""Errors raised on purpose. The command line shows them in one line and any other exception with its traceback.
 
-Imports nothing heavy.
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -11,49 +11,49 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something that a user gave is wrong: a setting, a file, an option. Exit status 2."""
+    """A wrong setting, file or option. Exit status 2."""
 
 
 class RunError(RuntimeError):
-    """A run cannot go on although its settings are valid. Exit status 1.
+    """A run that cannot continue although its settings are valid. Exit status 1.
 
     Attributes:
-        on_all_ranks: it was raised on every rank, so that they can still save a checkpoint together.
+        on_all_ranks: whether every rank raises it; if so, the ranks can still save a checkpoint together.
     """
 
     on_all_ranks = False
 
 
 class NonFiniteError(RunError):
-    """A loss or gradient that is not finite; nothing was updated with it. What is tested is a sum over the ranks."""
+    """A loss or gradient that is not finite. No weight was updated; the tested value is a sum over the ranks."""
 
     on_all_ranks = True
 
 
 class ParityError(RunError):
-    """Training does not reproduce the log-probs of the rollout; measured over all ranks."""
+    """Training does not reproduce the rollout's log-probs (max over ranks)."""
 
     on_all_ranks = True
 
 
 class RankError(RunError):
-    """Another rank failed; raised on all the others (`sage_fast.distributed.together`)."""
+    """A failure of another rank, raised on all the others by `sage_fast.distributed.together`."""
 
     on_all_ranks = True
 
 
 class RewardError(RunError):
-    """A reward that failed, or that is not finite."""
+    """A reward that failed or is not finite."""
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM asked a run to end; raised where its state is whole, on every rank.
+    """Stop requested by SIGINT or SIGTERM. Raised on every rank at a point where the run's state is consistent.
 
     Args:
-        number: of the signal.
+        number: signal number.
 
     Attributes:
-        status: exit status: 130 after SIGINT, as of any program, and 0 after SIGTERM, which a scheduler sends.
+        status: exit status: 130 after SIGINT, as usual; 0 after SIGTERM, which a scheduler sends.
     """
 
     on_all_ranks = True
@@ -65,7 +65,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """`expected one of a, b, c; did you mean 'b'?`, the question only if something is close."""
+    """Return `expected one of a, b, c; did you mean 'b'?`. The question is left out if nothing is close."""
     choices = list(choices)
     close = difflib.get_close_matches(str(value), choices, n=1)
     question = f"; did you mean {close[0]!r}?" if close else ""
@@ -73,7 +73,7 @@ def nearest(value: str, choices: Iterable[str]) -> str:
 
 
 def reason(error: OSError) -> str:
-    """`'path': No space left on device`, as far as the error knows them."""
+    """Return `'path': No space left on device`, or as much of it as the error knows."""
     if error.strerror is None:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Reading and writing files: errors that name them, and permissions that let colleagues read what is written."""
+"""Read and write files: errors name the file, writes are atomic, and colleagues may read what is written."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from safetensors import SafetensorError
 from sage_fast.errors import UserError
 
 PARTIAL = ".partial"
-"""Suffix of a file or folder that is being written; what a kill leaves under it is no result, and may be removed."""
+"""Suffix of a file or folder that is being written. If a kill leaves one behind, it may be removed."""
 
 VIDEOS = "videos.csv"
-"""What makes a folder one of videos that can be scored and compared: see `sage_fast.report.videoset`."""
+"""File that marks a folder of videos to score and compare; see `sage_fast.report.videoset`."""
 
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Name `path` in an error of writing that names no file itself, as that of a full disk."""
+    """Add `path` to a write error that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -37,8 +37,9 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Around `torch.save` and safetensors: what they raise becomes an OSError, since all that can go wrong there is the
-    writing, and what they leave at `path`, a file or a folder, can be read by colleagues.
+    """Wrap `torch.save` and safetensors: convert their errors to OSError and make `path` readable for colleagues.
+
+    Only the write can go wrong there. `path` is a file or a folder.
     """
     try:
         yield
@@ -50,9 +51,9 @@ def saving(path: Path) -> Iterator[None]:
 
 
 def _share(path: Path) -> None:
-    """Give a file, or all files below a folder, the permissions of any new file: 0644 under the usual umask.
+    """Give a file, or all files below a folder, the default permissions: 0644 under the usual umask.
 
-    safetensors writes through a temporary file of mode 0600, which colleagues cannot read.
+    safetensors writes through a temporary file with mode 0600, which colleagues cannot read.
     """
     umask = os.umask(0)
     os.umask(umask)
@@ -63,22 +64,22 @@ def _share(path: Path) -> None:
 
 @contextlib.contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """Where to write a file or a folder within the block, at whose end it appears at `path`, whole and on the disk.
+    """Yield a temporary path for a file or folder; on exit fsync it and rename it to `path`.
 
-    A kill, a full disk or a loss of power tears nothing.
+    A kill, a full disk or a loss of power never leaves a part of it at `path`.
 
     Args:
-        path: of a regular file or a folder, which is replaced; the folder around it exists.
+        path: regular file or folder, replaced if it exists; its parent folder exists.
 
     Raises:
-        OSError: it names `path`; what stood there is as it was.
+        OSError: names `path`, whose content is unchanged.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         yield partial
         for written in [*partial.rglob("*"), partial]:
             sync(written)
-        if path.is_dir():  # which a rename does not replace
+        if path.is_dir():  # rename does not replace a folder
             remove_folder(path)
         partial.replace(path)
         sync(path.parent)
@@ -91,13 +92,13 @@ def aside(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file by `aside`; text is encoded as UTF-8."""
+    """Write a file atomically through `aside`; text is encoded as UTF-8."""
     with aside(path) as partial, partial.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sync(path: Path) -> None:
-    """Let what is in a file, or the names in a folder, survive a loss of power."""
+    """Flush a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -106,7 +107,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a folder with all that is in it, or nothing."""
+    """Remove a file or a whole folder; a missing path is a no-op."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -114,7 +115,7 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """It disappears at once: a kill leaves no half of it under its name."""
+    """Rename a folder, then remove it, so that a kill leaves no half of it under its name."""
     old = folder.with_name(f"{folder.name}.old{PARTIAL}")
     remove(old)
     folder.replace(old)
@@ -122,7 +123,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
-    """A result file, readable by a person; it appears whole, or stays as it was."""
+    """Write an indented JSON file atomically; write to a pipe or device such as /dev/stdout directly."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1) + "\n"
     if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
@@ -133,10 +134,10 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
 
 
 def make_folder_of(file: str | None, option: str = "--json") -> None:
-    """Make the folder of an option's file, so that it is found out before the work that a result cannot be written.
+    """Create the parent folder of an option's file. A path that cannot be written fails here, before the work.
 
     Raises:
-        UserError: the file is a folder.
+        UserError: `file` is a folder.
     """
     if file is not None:
         if Path(file).is_dir():
@@ -145,11 +146,11 @@ def make_folder_of(file: str | None, option: str = "--json") -> None:
 
 
 def append_line(file: BinaryIO, line: str) -> None:
-    """Append a line in one write; what a full disk took only a part of is cut off again.
+    """Append a line in one write; if the disk is full, truncate the partial line.
 
     Args:
         file: opened for appending, unbuffered.
-        line: without its end.
+        line: without the newline.
     """
     content, size = line.encode() + b"\n", os.fstat(file.fileno()).st_size
     with writing(file.name):
@@ -163,9 +164,10 @@ def append_line(file: BinaryIO, line: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """
+    """Read a JSON object.
+
     Raises:
-        UserError: it holds no JSON object, as after a write that was cut off.
+        UserError: the file holds no JSON object, as after an interrupted write.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -177,10 +179,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a `metrics.jsonl`; none without a file. A last line cut off by a kill is dropped.
+    """Read the rows of a `metrics.jsonl`; [] if there is no file. An incomplete last line, as after a kill, is dropped.
 
     Raises:
-        UserError: a complete line is no JSON object with an integer `iteration`.
+        UserError: a complete line is not a JSON object with an integer `iteration`.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     rows = []
@@ -192,7 +194,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise UserError("expected an object with an integer 'iteration' from 0")
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove it to go on"
+                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove the line to continue"
             ) from error
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""Accumulate numbers over an iteration, reduce them over ranks, and time its phases."""
+"""Metrics of an iteration, reduced over ranks, and the times of its phases."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sage_fast.objective import Loss
 from sage_fast.profiling import PHASES, WAIT, annotate
 
 REWARD_PART = "reward_part/"
-"""Prefix of the parts of a reward, whose names its author chooses; statistics are under `reward/`."""
+"""Prefix of a reward's parts, whose names its author chooses. Statistics are under `reward/`."""
 JUDGE_PART = "judge/"
-"""Prefix of the parts of `eval.judge` among those of an evaluation."""
+"""Prefix of the parts of `eval.judge` in an evaluation."""
 
 
 class Metrics:
-    """Per-sample values by name; nothing synchronises with the device until `reduce`."""
+    """Per-sample values keyed by name. Nothing synchronises with the device before `reduce`."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
@@ -31,23 +31,23 @@ class Metrics:
         self._fixed: dict[str, float] = {}
 
     def set(self, name: str, value: float) -> None:
-        """A value that is already the same on every rank."""
+        """Record a value that is already the same on every rank."""
         self._fixed[name] = value
 
     def count(self, name: str, value: int) -> None:
         self._fixed[name] = self._fixed.get(name, 0) + value
 
     def add(self, name: str, values: Tensor, op: str = "mean") -> None:
-        """Collect `values [N]`; `op` is mean, min or max over all of them and all ranks."""
+        """Collect `values [N]`, to be reduced by `op` (mean, min or max) over the iteration and all ranks."""
         self._values[name, op].append(values.detach())
 
     def add_by_step(self, steps: Sequence[int], values: Tensor) -> None:
-        """Collect one value of `values [N]` for each of N transition steps."""
+        """Collect `values [N]`, one for each of N transition steps."""
         for step, value in zip(steps, values.detach()):
             self._by_step[step].append(value)
 
     def reduce(self) -> dict[str, float]:
-        """Names to numbers, the same on every rank; ranks need not have collected the same names."""
+        """Return the numbers by name, the same on every rank. Collective; ranks may have collected different names."""
         operators: dict[str, Callable[..., float]] = {"mean": sum, "min": min, "max": max}
         merged: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
         local = {}
@@ -65,7 +65,7 @@ class Metrics:
         return row
 
     def by_step(self, steps: int) -> list[float | None]:
-        """Mean of the values collected for each of `steps` transitions; None for a step without any."""
+        """Return the mean over ranks for each of `steps` transitions, None where nothing was collected. Collective."""
         local = {
             step: (float(torch.stack(values).double().sum()), len(values)) for step, values in self._by_step.items()
         }
@@ -86,15 +86,15 @@ def record_rewards(
     equal: Tensor,
     retried: int = 0,
 ) -> None:
-    """Statistics of the composite as `reward/<statistic>`, means of its parts as `reward_part/<part>`.
+    """Record statistics of the composite as `reward/<statistic>` and means of its parts as `reward_part/<part>`.
 
     Args:
-        metrics: takes them.
+        metrics: receives them.
         rewards, advantages: `[P, G]`, of all ranks.
-        parts: each `[P G]`.
+        parts: part -> `[P G]`.
         valid: bool `[P, G]`, False for a failed reward.
-        equal: bool `[P]`, groups without an advantage.
-        retried: samples whose reward was called again.
+        equal: bool `[P]`, True for a group without advantages.
+        retried: number of samples whose reward was retried.
 
     Raises:
         NonFiniteError: every reward failed.
@@ -115,7 +115,7 @@ def record_rewards(
 
 
 def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
-    """What an update tells of the loss, the KLs and the ratio."""
+    """Record the loss, the KLs and the ratio of an update."""
     for loss in losses:
         metrics.add("loss", loss.total)
         metrics.add("loss/policy", loss.policy)
@@ -129,10 +129,10 @@ def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
 
 
 class Stopwatch:
-    """Seconds by phase, and on a GPU the peak of allocated memory; each phase is a named range for profilers too.
+    """Seconds per phase and, on a GPU, peak allocated memory. Each phase is also a named range for profilers.
 
-    Waits for the device when a phase ends. What one phase left running on another stream counts in the next. A phase
-    within another counts for itself alone.
+    The end of a phase synchronises with the device. Work left running on another stream counts in the next phase. The
+    time of a nested phase is not part of the outer one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,14 +144,14 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, phase: str, *, wait: bool = True) -> Iterator[None]:
-        """Add the seconds of the block to `phase`; without `wait`, those that it takes to give the device its work."""
+        """Add the block's seconds to `phase`. Without `wait` this is launch time: the device is not waited for."""
         start = time.perf_counter()
         self._note_peak()
         self._open.append(phase)
         try:
             with annotate(phase):
                 yield
-                # Inside the range, so that every kernel of a phase starts and ends within it.
+                # Wait inside the range, so that it covers every kernel of the phase.
                 if wait and self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
         finally:
@@ -163,15 +163,15 @@ class Stopwatch:
             self._seconds[self._open[-1]] -= seconds
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Around a collective whose result is needed at once: `wait`, of which a single process has none."""
+        """Time a collective whose result is needed at once, as phase `wait`. No-op in a single process."""
         if world_size() == 1:
             return contextlib.nullcontext()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # its own work is not waiting
+            torch.cuda.synchronize(self.device)  # this rank's own work does not count as waiting
         return self(WAIT)
 
     def _note_peak(self) -> None:
-        """The peak since the last call belongs to all phases that are open."""
+        """Credit the peak since the last call to all open phases."""
         if self.device.type != "cuda":
             return
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -179,24 +179,24 @@ class Stopwatch:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peaks(self) -> dict[str, int]:
-        """`memory/<phase>`, bytes; nothing on the CPU."""
+        """Return `memory/<phase>` in bytes; empty on a CPU."""
         return {f"memory/{phase}": peak for phase, peak in self._peaks.items()}
 
     def seconds(self) -> dict[str, float]:
-        """`time/<phase>`, and `time/total` since this watch was made."""
+        """Return `time/<phase>`, and `time/total` since the stopwatch was created."""
         rows = {f"time/{phase}": value for phase, value in self._seconds.items()}
         return rows | {"time/total": time.perf_counter() - self.start}
 
 
 def slowest_and_fastest(seconds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
-    """Phase -> `slowest` and `fastest`, each [rank, seconds]; `work` is all of a rank's phases.
+    """Return phase -> `slowest` and `fastest`, each [rank, seconds]. Phase `work` is the sum over a rank's phases.
 
     Args:
         seconds: `Stopwatch.seconds()` of every rank.
     """
     known = [phase for phase in PHASES if any(f"time/{phase}" in row for row in seconds)]
     times = {phase: [row.get(f"time/{phase}", 0.0) for row in seconds] for phase in known}
-    times["work"] = [sum(of_rank) for of_rank in zip(*times.values())]
+    times["work"] = [sum(phases) for phases in zip(*times.values())]
     ends = {}
     for phase, values in times.items():
         slowest, fastest = values.index(max(values)), values.index(min(values))
@@ -205,11 +205,11 @@ def slowest_and_fastest(seconds: Sequence[Mapping[str, float]]) -> dict[str, dic
 
 
 SHARE_OF_STRAGGLERS, SECONDS_OF_STRAGGLERS = 0.1, 1.0
-"""Of an iteration, what the slowest rank works longer than the fastest before a line says so."""
+"""Straggler thresholds for slowest minus fastest rank: share of the iteration, and seconds; both must be reached."""
 
 
 def straggler_line(row: Mapping[str, Any]) -> str | None:
-    """Which rank the others wait for, if that is worth a line; where it differs most is named."""
+    """Return a line that names the straggler and the phase with the largest spread; None below the threshold."""
     ends = dict(row.get("time/ranks", {}))
     if not ends:
         return None

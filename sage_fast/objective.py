@@ -1,4 +1,4 @@
-"""The objective of SAGE-GRPO as small pure functions on `[B]` tensors; docs/math.md gives the equations.
+"""The SAGE-GRPO objective as small pure functions on `[B]` tensors; docs/math.md has the equations.
 
 loss_i,t = -S_t surrogate(ratio or log-prob, A_i) + lambda_KL (beta_pos KL(theta || anchor) + beta_vel KL_vel)
 """
@@ -30,14 +30,14 @@ from sage_fast.process import FORWARD, REVERSE, Process
 def group_advantages(
     rewards: Tensor, valid: Tensor, *, std: AdvantageStd = "group", clamp: float = 5.0, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """A_i = (R_i - mean of its group) / (std + eps), clamped (Eq. 10).
+    """Return A_i = (R_i - group mean) / (std + eps), clamped (Eq. 10).
 
     Args:
         rewards: float `[P, G]`, one row per group.
         valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
-        std: population std of the `group`, or of the `batch`: all groups, about their groups' means.
+        std: population std of each `group`, or of the whole `batch` about the group means.
         clamp: bound on |A|.
-        eps: constant of Eq. 10.
+        eps: epsilon of Eq. 10.
 
     Returns:
         Advantages `[P, G]`, and bool `[P]`, True for groups whose valid rewards are all equal (or fewer than two).
@@ -57,31 +57,33 @@ def group_advantages(
 
 
 def _clipped_ratio(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """min(ratio A, clip(ratio) A)."""
+    """Clipped surrogate: min(ratio A, clip(ratio) A)."""
     ratio, clip_range = torch.exp(log_ratio), objective.clip_range
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage)
 
 
 def _plain_log_prob(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """log-prob x A (Eq. 43), less the rollout's, which is constant."""
+    """Surrogate log-prob x A (Eq. 43), up to the rollout's log-prob, which is constant."""
     return log_ratio * advantage
 
 
 def _nft(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """Minus the loss of DiffusionNFT (arXiv 2509.16117) times advantage_clamp / beta, up to a constant; the log-ratio
-    is that of the noised sample, centred (docs/math.md)."""
+    """Negative DiffusionNFT loss (arXiv 2509.16117) times advantage_clamp / beta, up to a constant.
+
+    The log-ratio is the centred one of the noised sample (docs/math.md).
+    """
     return advantage * log_ratio - objective.nft_beta * objective.advantage_clamp * kl_old
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SurrogateRow:
-    """What the policy maximises, and what that needs.
+    """A surrogate and what it needs.
 
     Attributes:
         value: (log-ratio, KL to the rollout policy, advantage, settings) -> `[B]`, maximised.
-        uses_ratio: it clips the ratio: `objective.ratio` applies, and rounding in the log-ratio does harm.
-        centred: it takes the log-ratio with the KL to the rollout policy added, whatever `objective.ratio` says.
-        process: what is scored: the steps of the rollout, or the final samples, noised again.
+        uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
+        centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
+        process: scores the steps of the rollout, or the final samples with new noise.
     """
 
     value: Callable[[Tensor, Tensor, Tensor, ObjectiveConfig], Tensor]
@@ -102,11 +104,11 @@ assert tuple(SURROGATES) == get_args(Surrogate), (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RatioRow:
-    """How the log-ratio is prepared for a surrogate that clips the ratio.
+    """Preparation of the log-ratio for a surrogate that clips the ratio.
 
     Attributes:
-        centred: the KL to the rollout policy is added, so that its mean is zero.
-        normalised: it is multiplied by S_t, so that the clip acts alike at every step.
+        centred: add the KL to the rollout policy, so that the mean log-ratio is zero.
+        normalised: multiply by S_t, so that the clip acts alike at every step.
     """
 
     centred: bool
@@ -123,7 +125,7 @@ assert tuple(RATIOS) == get_args(Ratio), "a ratio is named in config.Ratio and h
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Per-sample terms `[B]` of one micro-batch; `total` and `policy` carry the gradient, `ratio` is the one used."""
+    """Per-sample terms `[B]` of a micro-batch; `total` and `policy` carry gradients, `ratio` is the prepared one."""
 
     total: Tensor
     policy: Tensor
@@ -136,11 +138,11 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KLStrategy:
-    """What a strategy penalises.
+    """The KL terms of a strategy.
 
     Attributes:
-        anchor: of the position term: `start`, the weights at the start of the run; `moving`, refreshed every
-            `kl.anchor_interval` optimizer steps; None without the term.
+        anchor: anchor of the position term: `start`, the weights at the start of the run; `moving`, refreshed every
+            `kl.anchor_interval` optimizer steps; None for no position term.
         velocity: whether the KL to the rollout policy is penalised.
     """
 
@@ -169,25 +171,25 @@ def strategy_of(kl: KLConfig) -> KLStrategy:
 
 
 def uses_closed_form(kl: KLConfig) -> bool:
-    """Whether there is a velocity term, and it is the KL itself, not its estimate from the rollout's noise."""
+    """Return whether there is a velocity term in closed form, not the estimate from the rollout's noise."""
     return strategy_of(kl).velocity and kl.velocity_term == "closed_form"
 
 
 def centres_ratio(objective: ObjectiveConfig) -> bool:
-    """Whether the KL to the rollout policy is added to the log-ratio."""
+    """Return whether the KL to the rollout policy is added to the log-ratio."""
     row = surrogate_of(objective)
     return row.centred or (row.uses_ratio and RATIOS[objective.ratio].centred)
 
 
 def normalises_ratio(objective: ObjectiveConfig) -> bool:
-    """Whether the log-ratio is multiplied by S_t."""
+    """Return whether the log-ratio is multiplied by S_t."""
     return surrogate_of(objective).uses_ratio and RATIOS[objective.ratio].normalised
 
 
 def stores_rollout_velocities(config: Config) -> bool:
-    """Whether the loss needs the KL to the rollout policy in closed form, and so the rollout's velocities.
+    """Return whether the loss needs the rollout's velocities, for the KL to the rollout policy in closed form.
 
-    In the first update of an iteration it is 0, and so is its gradient.
+    With one update per iteration it does not: that KL and its gradient are 0 in the first update.
     """
     needed = centres_ratio(config.objective) or uses_closed_form(config.kl)
     return needed and config.train.optimizer_steps > 1
@@ -206,13 +208,13 @@ def sage_loss(
     kl: KLConfig,
     bias: Tensor | float = 1.0,
 ) -> Loss:
-    """The whole loss from the outputs of `transition_score`, all `[B]`.
+    """Compute the whole loss from the outputs of `transition_score`; all tensors are `[B]`.
 
     Args:
-        log_prob: of the policy in training.
-        kl_anchor: its KL to the anchor.
-        kl_old: its KL to the rollout policy.
-        log_prob_old: of the rollout.
+        log_prob: log-prob under the current policy.
+        kl_anchor: KL of the current policy to the anchor.
+        kl_old: KL of the current policy to the rollout policy.
+        log_prob_old: log-prob under the rollout policy.
         advantage: A_i.
         equalizer: S_t of each transition; a normalised ratio uses it even if `objective.equalizer` is off.
         kl_weight: lambda_KL.
@@ -221,7 +223,7 @@ def sage_loss(
     log_ratio = log_prob - log_prob_old
     weight = equalizer if objective.equalizer else torch.ones_like(equalizer)
     if centres_ratio(objective):
-        # kl_old is not detached: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
+        # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
         log_ratio = log_ratio + bias * kl_old
         if normalises_ratio(objective):
             log_ratio, weight = equalizer * log_ratio, weight / equalizer
@@ -255,19 +257,19 @@ def gradient_norms(
     objective: ObjectiveConfig,
     kl: KLConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Norms of the gradients of the policy's part and of the KL's (without lambda) on the velocity, each `[B]`.
+    """Return the gradient norms in the velocity of the policy term and of the KL term (without lambda), each `[B]`.
 
-    Only numbers of shape `[B]`, no pass over the latents:
+    They follow from numbers of shape `[B]`, without a pass over the latents:
 
         |d logp / dv| = 2 |w b| sqrt(mean(residual^2) / D),   mean(residual^2) = (logp - k) / w
         |d KL / dv|   = 2 sqrt(m KL / D)
 
-    A centred log-ratio has the residual of the rollout, since the KL cancels what the policy has moved by. The KL's
-    terms are added in quadrature; `kl.velocity_term = rollout` is not one of them: its gradient is sampling noise, many
-    times what it pulls by.
+    A centred log-ratio has the residual of the rollout: the KL cancels the policy's own movement. The KL terms are
+    added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is sampling noise many times
+    larger than its pull.
 
     Args:
-        loss: of `sage_loss`, before its backward.
+        loss: result of `sage_loss`, before its backward.
         log_prob: `[B]`, as given to `sage_loss`.
         log_prob_old: `[B]`, as given to `sage_loss`.
         at: coefficients of the transitions.
@@ -277,30 +279,31 @@ def gradient_norms(
     """
     (slope,) = torch.autograd.grad(loss.policy.sum(), log_prob, retain_graph=True)
 
-    def of_log_prob(value: Tensor) -> Tensor:
+    def log_prob_norm(value: Tensor) -> Tensor:
         return 2 * (at.w * at.b).abs() * (((value.detach() - at.k) / at.w).clamp(min=0) / numel).sqrt()
 
-    def of_kl(value: Tensor) -> Tensor:
+    def kl_norm(value: Tensor) -> Tensor:
         return 2 * (at.m * value / numel).sqrt()
 
-    policy = slope.abs() * of_log_prob(log_prob_old if centres_ratio(objective) else log_prob)
+    policy = slope.abs() * log_prob_norm(log_prob_old if centres_ratio(objective) else log_prob)
     squares = torch.zeros_like(policy)
     if strategy_of(kl).anchor is not None:
-        squares = squares + (kl.beta_pos * of_kl(loss.kl_anchor)).square()
+        squares = squares + (kl.beta_pos * kl_norm(loss.kl_anchor)).square()
     if uses_closed_form(kl):
-        squares = squares + (kl.beta_vel * of_kl(loss.kl_velocity)).square()
+        squares = squares + (kl.beta_vel * kl_norm(loss.kl_velocity)).square()
     return policy, squares.sqrt()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedbackRow:
-    """How lambda follows what an optimizer step observes.
+    """Response of lambda to what an optimizer step observes.
 
     Attributes:
-        too_large, too_small: factors of lambda when the KL is, None for a lambda that does not follow the KL.
-        holds_share: it follows the KL's share of the gradient, and has no warm-up.
-        capped: lambda stays at most `kl.lambda_max`, not `kl.lambda_limit`.
-        starts_positive: lambda is multiplied from the start, so that `kl.lambda_min` has to be above 0.
+        too_large: factor on lambda when the KL is too large; None if lambda does not follow the KL.
+        too_small: factor on lambda when the KL is too small; None if lambda does not follow the KL.
+        holds_share: lambda follows the KL's share of the gradient and has no warm-up.
+        capped: the bound of lambda is `kl.lambda_max`, not `kl.lambda_limit`.
+        starts_positive: lambda is multiplied from the start, so `kl.lambda_min` must be above 0.
     """
 
     too_large: float | None = None
@@ -318,15 +321,15 @@ FEEDBACKS = {
 }
 assert tuple(FEEDBACKS) == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
 LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
-"""By which `share` moves lambda in one update at most, and while it has seen fewer than `kl.history` updates."""
+"""Bounds on the factor by which `share` moves lambda in one update: with a full history, and before it is full."""
 
 
 class KLController:
     """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq. 42).
 
     Eq. 42 lowers lambda when the KL is too large ("relax"); `ppo` is the usual, opposite direction. `share` has no
-    warm-up. It averages what does not depend on lambda, the ratio of the KL's gradient to the policy's at lambda = 1,
-    and so knows the lambda that gives `kl.target_share`: it goes there without overshooting.
+    warm-up. It averages the ratio of the KL's gradient to the policy's at lambda = 1, which does not depend on lambda.
+    The average gives the lambda for `kl.target_share`, so lambda reaches it without overshooting.
     """
 
     def __init__(self, config: KLConfig) -> None:
@@ -340,8 +343,8 @@ class KLController:
         """Record an optimizer step and move lambda.
 
         Args:
-            observed: the step's KL, or the KL's share of the gradient if `row.holds_share`; the same on every rank, so
-                that lambda is.
+            observed: the step's KL, or the KL's share of the gradient if `row.holds_share`. It must be the same on
+                every rank, so that lambda is.
         """
         config, row = self.config, self.row
         self.step += 1
@@ -365,9 +368,9 @@ class KLController:
 
     def _hold_share(self, share: float) -> None:
         config = self.config
-        if share < 1:  # else the whole policy part was clipped, and there is nothing to compare with
+        if share < 1:  # at 1 the whole policy term was clipped, so there is no ratio
             self.history.append(share / (1 - share) / self.value)
-        # Squares are what is estimated without bias when the term is taken on a share of the steps.
+        # Squares are unbiased when the term is taken on a share of the steps.
         size = (sum(ratio**2 for ratio in self.history) / max(len(self.history), 1)) ** 0.5
         if size > 0:
             wanted = config.target_share / (1 - config.target_share) / size
@@ -384,7 +387,7 @@ class KLController:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from `state_dict`; a feedback that observes something else begins with an empty history."""
+        """Restore `state_dict`. The history starts empty if the feedback observes something else now."""
         self.step, self.value = state["step"], state["value"]
         same = state["holds_share"] == self.row.holds_share
         self.history = deque(state["history"] if same else [], maxlen=self.config.history)

@@ -1,4 +1,4 @@
-"""The optimizers of `train.optimizer`, and the learning rate of every update."""
+"""Optimizers for `train.optimizer`, and the learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IsMuon = Callable[[str, Tensor], bool]
 
 BETAS = (0.9, 0.999)
 SMALLEST_8BIT = 4096
-"""Elements below which bitsandbytes keeps a weight's state in float32."""
+"""Elements of a weight below which bitsandbytes keeps its state in float32."""
 
 
 def _shared(config: TrainConfig) -> dict[str, Any]:
@@ -34,21 +34,22 @@ def _adamw(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list
 
 
 def _muon(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for the embedders, biases, norms and the last layer.
+    """Build Muon for the matrices of the blocks, and AdamW for the embedders, biases, norms and the last layer.
 
-    An update is an orthogonal matrix scaled to AdamW's usual rms of 0.2 x learning rate (Moonlight, arXiv 2502.16982).
+    A Muon update is an orthogonal matrix, scaled to AdamW's usual rms of 0.2 x learning rate (Moonlight,
+    arXiv 2502.16982).
     """
     matrices = {name: p for name, p in parameters.items() if is_muon(name, p)}
     muon = torch.optim.Muon(
         matrices.values(),
         adjust_lr_fn="match_rms_adamw",
-        **_shared(config),  # eps is of a gradient's norm: torch's 1e-7 would shrink the updates of small ones
+        **_shared(config),  # eps is added to the gradient's norm: torch's 1e-7 would shrink updates of small gradients
     )
     return [muon, *_adamw({name: p for name, p in parameters.items() if name not in matrices}, config, is_muon)]
 
 
 def _adamw8bit(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
-    """bitsandbytes': what diffusers' training scripts mean by `--use_8bit_adam`, and it runs on a CPU too."""
+    """Build AdamW8bit of bitsandbytes, as `--use_8bit_adam` of diffusers' training scripts does. Runs on a CPU too."""
     make = _bitsandbytes().optim.AdamW8bit
     return [make(parameters.values(), betas=BETAS, min_8bit_size=SMALLEST_8BIT, **_shared(config))]
 
@@ -64,11 +65,11 @@ def _bitsandbytes() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An optimizer.
+    """An optimizer of `train.optimizer`.
 
     Attributes:
-        make: the torch optimizers of all weights, each weight in one of them.
-        state_bytes: of an element of a weight, and whether it is one of Muon's.
+        make: returns torch optimizers that cover all weights, each weight once.
+        state_bytes: (weight, whether Muon updates it) -> bytes of optimizer state per element.
     """
 
     make: Callable[[Parameters, TrainConfig, IsMuon], list[torch.optim.Optimizer]]
@@ -78,7 +79,7 @@ class Choice:
 OPTIMIZERS = {
     "adamw": Choice(make=_adamw, state_bytes=lambda p, is_muon: 8.0),
     "muon": Choice(make=_muon, state_bytes=lambda p, is_muon: 4.0 if is_muon else 8.0),
-    # Two moments of 8 bits, and a float32 scale of each for every 256 elements.
+    # Two 8-bit moments, each with a float32 scale for every 256 elements.
     "adamw8bit": Choice(
         make=_adamw8bit, state_bytes=lambda p, is_muon: 2 + 8 / 256 if p.numel() >= SMALLEST_8BIT else 8.0
     ),
@@ -89,9 +90,10 @@ assert tuple(OPTIMIZERS) == get_args(Optimizer), (
 
 
 def check_optimizer(name: str) -> None:
-    """
+    """Check that an optimizer's library is installed.
+
     Raises:
-        UserError: its library is not installed.
+        UserError: it is not installed.
     """
     if name == "adamw8bit":
         _bitsandbytes()
@@ -102,16 +104,16 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
 }
-"""Share of the learning rate by progress in [0, 1], from the end of the warm-up to the end of the run."""
+"""Progress in [0, 1], from the end of the warm-up to the end of the run -> factor on the learning rate."""
 assert tuple(SCHEDULES) == get_args(Schedule), (
     "a schedule is named in config.Schedule and has its function in SCHEDULES"
 )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Of the update that follows `step` others: a function of the step alone, so that a resume has nothing to restore.
+    """Return the learning rate of update number `step`, counted from 0. A resume has no state to restore.
 
-    Unlike diffusers' schedules, which begin at 0, the first update of a warm-up moves the weights.
+    The first update of a warm-up moves the weights; diffusers' schedules start at 0.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

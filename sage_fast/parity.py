@@ -1,8 +1,8 @@
-"""What rounding does to the ratio, measured before anything is learned from it.
+"""Check how much rounding disturbs the ratio, before the first update.
 
-At the weights of the rollout the ratio is exactly 1 if training reproduces the rollout's log-probs. After an update,
-however small, low precision rounds every activation another way: the velocity moves at random, the log-ratio falls by
-the KL of that movement (its bias) and scatters (its noise).
+At the rollout's weights the ratio is exactly 1 if training reproduces the rollout's log-probs. After any update,
+however small, low precision rounds every activation differently: the velocity moves at random, and the log-ratio falls
+by the KL of that movement (bias) and scatters (noise).
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from sage_fast.rollout.trajectories import on_device
 from sage_fast.seeding import derive_seed
 
 LARGEST_MOVE = 1e-5
-"""Of a weight: an adapter's response is a product, and over longer ways not proportional to them. Rounding grows a
-little with the way: on the testbed its bias was 4.0e-4 at 1e-5, 4.9e-4 at 1e-4 and 6.0e-4 at 1e-3."""
+"""Largest distance by which `moments_after_an_update` moves a weight.
+
+An adapter's response is a product of two weights, so it is not proportional to larger movements. Rounding grows a
+little with the distance: on the testbed its bias was 4.0e-4 at 1e-5, 4.9e-4 at 1e-4 and 6.0e-4 at 1e-3.
+"""
 Micro = Sequence[tuple[int, int]]
-"""Transitions, (sample, step), that are scored together."""
+"""Transitions (sample, step) that are scored together: a micro-batch."""
 
 
 def check_parity(
@@ -39,21 +42,21 @@ def check_parity(
     equalizer: Tensor,
     tell: Say,
 ) -> dict[str, float]:
-    """Score stored transitions with the rollout's weights, and as after an update if the ratio will see one.
+    """Score stored transitions with the rollout's weights, and with moved weights if the ratio will see an update.
 
     Args:
-        replay: with the rollout's weights.
-        batch: of the first iteration.
-        steps: that are trained.
-        biases: minus the expectation of the log-ratio by step, in units of the KL, `[T]`.
+        replay: scores with the rollout's weights.
+        batch: batch of the first iteration.
+        steps: trained steps.
+        biases: minus the expected log-ratio by step, in units of the KL, `[T]`.
         equalizer: S_t by step, `[T]`.
-        tell: told what rounding takes up.
+        tell: receives a line on rounding.
 
     Returns:
-        Metrics.
+        `log_prob/parity` and, after a moved scoring, `log_prob/rounding`.
 
     Raises:
-        ParityError: the ratio could not be told from rounding.
+        ParityError: rounding would drown the ratio.
     """
     config, policy = replay.config, replay.policy
 
@@ -65,8 +68,8 @@ def check_parity(
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl = replay.score(batch, micro, v_old)
-        at = on_device([t for _, t in micro], policy.device)
-        return (log_prob - batch.log_prob_old(micro, log_prob)).detach(), biases[at] * kl
+        index = on_device([t for _, t in micro], policy.device)
+        return (log_prob - batch.log_prob_old(micro, log_prob)).detach(), biases[index] * kl
 
     delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
     metrics = {"log_prob/parity": delta}
@@ -81,10 +84,14 @@ def check_parity(
 
 
 def check_replay(delta: float, clip_range: float) -> None:
-    """
+    """Check that training reproduces the rollout's log-probs.
+
+    Args:
+        delta: largest |log-prob difference| between rollout and training.
+        clip_range: `objective.clip_range`.
+
     Raises:
-        ParityError: `delta`, the largest |log-prob difference| between rollout and training, is above a tenth of the
-            clip range, so that the ratio could not be told from noise.
+        ParityError: `delta` is above a tenth of the clip range, so the ratio could not be told from noise.
     """
     limit = clip_range / 10
     if not delta <= limit:
@@ -96,7 +103,7 @@ def check_replay(delta: float, clip_range: float) -> None:
 
 
 def moved(state: Mapping[str, Tensor], by: float, seed: int) -> dict[str, Tensor]:
-    """`state` with each element moved by plus or minus `by`, as far as one update of Adam; the signs are the seed's."""
+    """Return `state` with each element moved by plus or minus `by`, like one update of Adam; `seed` draws the signs."""
     seed = derive_seed(seed, "rounding")
     generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in state.values()}
     return {
@@ -118,21 +125,21 @@ def moments_after_an_update(
     velocity: Callable[[Micro], Tensor],
     log_ratio: Callable[[Micro, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Move every weight, then move it twice as far, and look at the log-ratio; the weights are put back.
+    """Measure the log-ratio with every weight moved, then moved twice as far; restore the weights afterwards.
 
-    The distance is the learning rate, at most LARGEST_MOVE.
+    The distance is the learning rate, at most LARGEST_MOVE. Collective.
 
     Args:
-        policy: whose weights are moved.
-        config: of the run.
-        micros: what to look at.
+        policy: its weights are moved.
+        config: settings of the run.
+        micros: micro-batches to score.
         steps: T.
-        velocity: of a micro-batch under the present weights.
-        log_ratio: of a micro-batch and its `v_old`: log-ratio and minus its expectation, each `[B]`.
+        velocity: micro-batch -> velocities under the present weights.
+        log_ratio: (micro-batch, its `v_old`) -> log-ratio and minus its expectation, each `[B]`.
 
     Returns:
-        For either distance, float64 `[T, 2]` on the host: by step, means over the samples of all ranks of the bias and
-        of the square of the noise; 0 at steps without a transition.
+        For each distance float64 `[T, 2]` on the host: bias and squared noise by step, averaged over the samples of all
+        ranks; 0 at steps without a transition.
     """
     v_old = [velocity(micro) for micro in micros]
     by = _move(config)
@@ -149,30 +156,30 @@ def moments_after_an_update(
 
 
 def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """Bias and noise, each `[T]`, that rounding alone causes, from the moments after the two movements.
+    """Return the bias and noise of rounding alone, each `[T]`, from the moments after the two movements.
 
-    The response of the policy to twice the movement has four times the KL, rounding the same: near = r + true and
-    far = r + 4 true. The noise is told apart by the bias, of which it is a random share, and which few samples settle.
+    Twice the movement has four times the true KL but the same rounding: near = r + true, far = r + 4 true. The squared
+    noise is split in proportion to the bias, which few samples determine well.
     """
     bias = ((4 * near[:, 0] - far[:, 0]) / 3).clamp(min=0)
-    squares = [torch.where(of[:, 0] == 0, 0, bias / of[:, 0] * of[:, 1]) for of in (near, far)]
+    squares = [torch.where(moments[:, 0] == 0, 0, bias / moments[:, 0] * moments[:, 1]) for moments in (near, far)]
     return bias, torch.stack(squares).mean(0).sqrt()
 
 
 def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config, tell: Say) -> float:
-    """Say how much of the clip range rounding takes up after one update, and stop if it is too much.
+    """Report how much of the clip range rounding takes up after one update; raise if it is too much.
 
     Args:
-        near, far: of `moments_after_an_update`.
+        near, far: result of `moments_after_an_update`.
         equalizer: S_t by step, `[T]`.
-        config: of the run.
-        tell: told the finding in one line.
+        config: settings of the run.
+        tell: receives the finding as one line.
 
     Returns:
-        Rounding in the log-ratio that is clipped, at the step where it is largest.
+        Rounding in the clipped log-ratio, at the step where it is largest.
 
     Raises:
-        ParityError: it is above a third of the clip range.
+        ParityError: rounding is above a third of the clip range.
     """
     objective = config.objective
     bias, noise = rounding_of(near, far)
@@ -187,15 +194,15 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config,
         f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of "
         f"objective.clip_range ({objective.clip_range:.0e})"
     )
-    ways = [
+    remedies = [
         "train.optimizer_steps = 1",
         "a wider objective.clip_range",
         "model.dtype = float32",
         "a larger sampling.eta",
     ]
-    if not centres_ratio(objective) and bias[step] > noise[step]:  # else centring would change little
-        ways.insert(1, "objective.ratio = centred")
-    advice = f"the clip acts on rounding, not on the policy. Use {', '.join(ways[:-1])}, or {ways[-1]}"
+    if not centres_ratio(objective) and bias[step] > noise[step]:  # otherwise centring would change little
+        remedies.insert(1, "objective.ratio = centred")
+    advice = f"the clip acts on rounding, not on the policy. Use {', '.join(remedies[:-1])}, or {remedies[-1]}"
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")
     tell(f"{found}, more than a tenth: {advice}" if share > 0.1 else found)

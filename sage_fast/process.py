@@ -1,6 +1,6 @@
-"""What training scores: the steps of the rollout (reverse process), or final samples noised again (forward process).
+"""The process that training scores: the rollout's steps (reverse), or final samples with new noise (forward).
 
-Each process says which transitions it scores, what it keeps of a rollout and where its old log-prob comes from.
+A process defines which transitions are scored, what is kept of a rollout, and where the old log-prob comes from.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """
+    """A process that training scores.
+
     Attributes:
-        scores_rollout: the rollout itself gives the log-probs and velocities of what is trained.
+        scores_rollout: whether the rollout itself yields the log-probs and velocities of the trained transitions.
     """
 
     scores_rollout: bool
 
     def table(self, rollout: TransitionTable) -> TransitionTable:
-        """The transitions that are scored, one for each step of the rollout."""
+        """Return the scored transitions, one for each step of the rollout."""
 
     def successors(self, steps: Sequence[int], length: int) -> dict[int, int]:
-        """step -> index of the latents that its transition leads to, for the trained `steps` of `length`."""
+        """Return trained step -> index of the latents its transition leads to; the rollout has `length` steps."""
 
     def record(
         self, kept: Trajectories, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor
     ) -> None:
-        """Keep what is needed of one step of samples `rows`."""
+        """Store what training needs of one step of samples `rows`."""
 
     def finish(self, kept: Trajectories, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
-        """Keep what is needed of the final latents of samples `rows`."""
+        """Store what training needs of the final latents of samples `rows`."""
 
     def score_old(self, replay: Replay, batch: Batch, quiet: bool) -> None:
-        """Score what is trained with the rollout's weights, if the rollout did not; they are the present ones."""
+        """Score the trained transitions with the rollout's weights, the present ones; no-op if the rollout did it."""
 
     def log_prob_old(self, kept: Trajectories, micro: Sequence[tuple[int, int]], log_prob: Tensor) -> Tensor:
-        """Log-probs `[B]` under the rollout policy; `log_prob` is that of the policy in training."""
+        """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
 
 
 class Reverse:
-    """Score the steps x_t -> x_{t+1} of the rollout, with the log-probs that it recorded."""
+    """Reverse process: scores the rollout's steps x_t -> x_{t+1}, with the log-probs the rollout recorded."""
 
     scores_rollout = True
 
@@ -75,7 +76,7 @@ class Reverse:
 
 
 class Forward:
-    """Noise the final samples again, and score each clean sample from its noise level (DiffusionNFT, docs/math.md)."""
+    """Forward process (DiffusionNFT, docs/math.md): adds new noise to the final samples and scores them clean."""
 
     scores_rollout = False
 
@@ -94,7 +95,7 @@ class Forward:
         kept.noise_again(rows, latents, seeds, sigmas)
 
     def score_old(self, replay: Replay, batch: Batch, quiet: bool) -> None:
-        if batch.trajectories.velocities:  # else an iteration has one update, where both policies are the same
+        if batch.trajectories.velocities:  # otherwise an iteration has one update, where both policies are equal
             replay.score_noised(batch, quiet)
 
     def log_prob_old(self, kept: Trajectories, micro: Sequence[tuple[int, int]], log_prob: Tensor) -> Tensor:

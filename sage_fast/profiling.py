@@ -1,10 +1,10 @@
-"""Named ranges around the parts of an iteration, for Nsight (NVTX) and for torch.profiler; nothing while they are off.
+"""Named ranges around the parts of an iteration, for Nsight (NVTX) and torch.profiler; no-ops while switched off.
 
     rollout > step k > transformer, transition
     decode, reward, anchor
     train > optimizer
 
-Ranges open and close on the host. A captured CUDA graph holds none inside; they stand around its replay.
+Ranges open and close on the host. They surround the replay of a CUDA graph; the graph itself contains none.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from sage_fast.errors import UserError
 
 PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
-"""Of an iteration, in order; what the trainer's Stopwatch times."""
+"""Phases of an iteration in order, as the trainer's Stopwatch times them."""
 WAIT = "wait"
-"""A phase of several ranks, within others: for the slowest of them."""
+"""Phase of waiting for the slowest rank, nested in other phases; only with several ranks."""
 DOMAIN = "sage_fast"
-"""NVTX domain of every range."""
+"""NVTX domain of all ranges."""
 SWITCH = "SAGE_FAST_NVTX"
 """Environment variable that switches NVTX ranges on for any command."""
 
@@ -31,11 +31,11 @@ Open = Callable[[str], AbstractContextManager[Any]]
 
 _OFF = contextlib.nullcontext()
 _tools: dict[str, Open] = {}
-"""What opens a range, by the tool that wants it; empty while ranges are off."""
+"""Functions that open a range, keyed by tool; empty while ranges are off."""
 
 
 def annotate(name: str, index: int | None = None) -> AbstractContextManager[Any]:
-    """A range called `name`, or `name index`, around a `with` block; one shared null context while ranges are off."""
+    """Return a context manager for the range `name` or `name index`; a shared null context while ranges are off."""
     if not _tools:
         return _OFF
     return _range(name if index is None else f"{name} {index}")
@@ -43,10 +43,10 @@ def annotate(name: str, index: int | None = None) -> AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def ranges(*tools: str) -> Iterator[None]:
-    """Switch ranges on for a block, for `nvtx`, for `torch` (torch.profiler) or for both.
+    """Switch ranges on within a block, for the tools `nvtx`, `torch` (torch.profiler) or both.
 
     Raises:
-        UserError: `nvtx` is asked for and the package is not installed.
+        UserError: `nvtx` is requested but not installed.
     """
     global _tools
     before = _tools
@@ -58,10 +58,10 @@ def ranges(*tools: str) -> Iterator[None]:
 
 
 def tools_of_environment() -> list[str]:
-    """`["nvtx"]` if SAGE_FAST_NVTX=1 asks for it.
+    """Return the tools that the environment switches on: `["nvtx"]` if SAGE_FAST_NVTX=1, else [].
 
     Raises:
-        UserError: it is set to something else than 0 or 1.
+        UserError: SAGE_FAST_NVTX is neither 0 nor 1.
     """
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
@@ -78,7 +78,7 @@ def _range(name: str) -> Iterator[None]:
 
 
 class _NvtxRange:
-    """Push and pop on the calling thread; the name is registered once."""
+    """NVTX range on the calling thread; its name is registered once."""
 
     def __init__(self, domain: Any, name: str) -> None:
         self.domain = domain

@@ -1,4 +1,4 @@
-"""Seeds as pure functions of what they are for: the same on any number of ranks, nothing to save for a resume."""
+"""Seeds as pure functions of their purpose: the same on any number of ranks, with nothing to save for a resume."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def derive_seed(run_seed: int, purpose: str, *index: int) -> int:
-    """A 63-bit seed from the run's seed, a purpose and any number of indices."""
+    """Derive a 63-bit seed from the run's seed, a purpose and any number of indices."""
     message = purpose.encode() + struct.pack(f"<{1 + len(index)}q", run_seed, *index)
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 
 
 def sample_seeds(run_seed: int, iteration: int, prompt: int, samples: range, purpose: str = "sample") -> Tensor:
-    """int64 `[len(samples)]` noise keys of a group: one per (iteration, prompt, sample), whatever rank draws them."""
+    """Return the noise keys of a group, int64 `[len(samples)]`: one per (iteration, prompt, sample), on any rank."""
     return torch.tensor([derive_seed(run_seed, purpose, iteration, prompt, sample) for sample in samples])
 
 
 def permutation(length: int, run_seed: int, purpose: str, *index: int) -> list[int]:
-    """A random order of `range(length)`."""
+    """Return a seeded random permutation of `range(length)`."""
     generator = torch.Generator().manual_seed(derive_seed(run_seed, purpose, *index))
     return torch.randperm(length, generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""How large an update is beside what it changes, from a sample of the trained weights; nothing waits for the device."""
+"""Relative size of an update, from a sample of the trained weights; nothing synchronises with the device."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 LAYERS = 16
-"""Adapted layers that are looked at."""
+"""Adapted layers in the sample."""
 MATRICES = 64
 ELEMENTS = 4096
-"""Matrices that are looked at when all weights are trained, and elements of each."""
+"""Matrices in the sample when all weights are trained, and elements of each."""
 BFLOAT16_RESOLUTION = 2.0**-9
-"""Relative change of a weight below which its bfloat16 value stays as it is, unless it lies near a rounding edge."""
+"""Relative change below which a weight keeps its bfloat16 value, unless it is near a rounding boundary."""
 
 Item = TypeVar("Item")
 Whole = Callable[[Tensor], Tensor]
-"""The values of a weight, which may be spread over ranks."""
+"""Weight, perhaps sharded over ranks -> its full value."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateSize:
-    """Scalars on the device.
+    """Relative sizes of an update, scalars on the device.
 
     Attributes:
         relative: |dW| / |W| over the sample; with an adapter W is the base weight and dW the change of s B A.
-        of_rounded: the change of what bfloat16 rounds, relative to it: the weights themselves, or the factor of the
-            adapter through which most of dW comes.
+        of_rounded: relative change of the values that bfloat16 rounds: the weights themselves, or the adapter factor
+            that contributes most of dW.
     """
 
     relative: Tensor
@@ -38,7 +38,7 @@ class UpdateSize:
 
 
 class AdapterUpdates:
-    """Updates of a LoRA adapter, exactly, from the factors of some layers."""
+    """Exact size of updates to a LoRA adapter, from the factors of some layers."""
 
     def __init__(self, layers: Sequence[LoraLayer], whole: Whole) -> None:
         self.layers, self.whole = layers, whole
@@ -46,16 +46,16 @@ class AdapterUpdates:
         self.base = torch.stack([torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]).norm()
 
     def remember(self) -> None:
-        """Keep what the next update will change."""
+        """Copy what the next update will change."""
         self.before = [_factors(layer, self.whole) for layer in self.layers]
 
     def size(self) -> UpdateSize:
-        """Of the update since `remember`."""
+        """Return the size of the update since `remember`."""
         rows = []
         for layer, (a, b) in zip(self.layers, self.before):
             new_a, new_b = _factors(layer, self.whole)
             da, db = new_a - a, new_b - b
-            # B'A' - BA = dB A + B' dA = [dB, B'] [A; dA], whose squared norm is the sum of a product of Gram matrices.
+            # B'A' - BA = dB A + B' dA = [dB, B'] [A; dA]; its squared norm sums the product of two Gram matrices.
             left, right = torch.cat([db, new_b], 1), torch.cat([a, da])
             squares = layer.scaling[layer.active_adapters[0]] ** 2 * (left.T @ left) * (right @ right.T)
             r = len(a)
@@ -67,7 +67,7 @@ class AdapterUpdates:
 
 
 class WeightUpdates:
-    """Updates of whole weights, from the same random elements of some matrices each time."""
+    """Size of updates to full weights, from a fixed random sample of the elements of some matrices."""
 
     def __init__(self, matrices: Sequence[Tensor], whole: Whole) -> None:
         self.matrices, self.whole = matrices, whole
@@ -80,20 +80,20 @@ class WeightUpdates:
         ]
 
     def remember(self) -> None:
-        """Keep what the next update will change."""
+        """Copy what the next update will change."""
         self.before = self._sample()
 
     def size(self) -> UpdateSize:
-        """Of the update since `remember`."""
+        """Return the size of the update since `remember`."""
         relative = (self._sample() - self.before).norm() / self.before.norm()
         return UpdateSize(relative=relative, of_rounded=relative)
 
     def _sample(self) -> Tensor:
-        return torch.cat([self.whole(p).take(at).float() for p, at in zip(self.matrices, self.elements)])
+        return torch.cat([self.whole(p).take(index).float() for p, index in zip(self.matrices, self.elements)])
 
 
 def watch_updates(transformer: nn.Module, whole: Whole = Tensor.detach) -> AdapterUpdates | WeightUpdates:
-    """What measures the updates of the weights that are trained; made while they are whole."""
+    """Return a meter for updates of the trained weights. Call it before the weights are sharded."""
     adapted = [m for m in transformer.modules() if isinstance(m, LoraLayer) and _is_trained(m)]
     if adapted:
         return AdapterUpdates(_evenly(adapted, LAYERS), whole)
@@ -106,7 +106,7 @@ def _is_trained(layer: LoraLayer) -> bool:
 
 
 def _factors(layer: LoraLayer, whole: Whole) -> tuple[Tensor, Tensor]:
-    """Copies of A `[r, in]` and B `[out, r]`, float64, where no change is too small beside its weight."""
+    """Return copies of A `[r, in]` and B `[out, r]` in float64, which keeps changes far smaller than the weight."""
     name = layer.active_adapters[0]
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
     a, b = (whole(factor).flatten(1).to(torch.float64, copy=True) for factor in (a, b))

@@ -1,1 +1,1 @@
-"""Prompt sets."""
+"""Prompts and their embeddings."""

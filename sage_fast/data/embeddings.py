@@ -1,4 +1,4 @@
-"""Embeddings of prompts, computed once over all ranks and kept on disk."""
+"""Prompt embeddings, computed once over all ranks and cached on disk."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def _file(cache: Path, model: str, prompt: str) -> Path:
 
 
 def cache_key(path: str, dtype: str, cache: Path | None, encoder_version: Callable[[], str | None]) -> str:
-    """Model, type and version of the text encoders, of which embeddings are; a collective, the same on every rank.
+    """Return the model, dtype and version of the text encoders as one string, the same on every rank. Collective.
 
-    Training needs no text encoders once all prompts are embedded: where the checkpoint has none, the version is that
-    which last filled the cache.
+    Training needs no text encoders once all prompts are embedded. If the checkpoint has none, the version is the one
+    that last filled the cache.
 
     Args:
-        path: of the checkpoint.
-        dtype: of the encoders.
-        cache: folder; None keeps nothing on disk.
+        path: path of the checkpoint.
+        dtype: dtype of the encoders.
+        cache: cache folder; None keeps nothing on disk.
         encoder_version: see `Spec.encoder_version`.
     """
     model = f"{Path(path).resolve() if Path(path).is_dir() else path} {dtype}"
@@ -58,15 +58,15 @@ def fill_cache(
     model: str,
     quiet: bool = False,
 ) -> int:
-    """Encode what `cache` lacks of `prompts`, each rank its share, and keep none of it in memory.
+    """Encode the prompts missing from `cache`, each rank its share, without keeping them in memory. Collective.
 
-    A collective. What a kill leaves is whole, so that the next call encodes the rest.
+    After a kill every file is complete, so the next call encodes the rest.
 
     Args:
-        prompts, encoder_factory, cache, model, quiet: as for `encode_cached`; all ranks see the folder.
+        prompts, encoder_factory, cache, model, quiet: as for `encode_cached`; all ranks must see the folder.
 
     Returns:
-        How many were encoded, over all ranks.
+        Number of prompts encoded, over all ranks.
     """
     share = list(dict.fromkeys(prompts))[rank() :: world_size()]
     missing = [prompt for prompt in share if not _is_whole(_file(cache, model, prompt))]
@@ -87,18 +87,18 @@ def encode_cached(
     kind: type[Condition],
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Embeddings of `prompts`, on every rank: read from `cache`, or encoded by one rank and sent to those that lack it.
+    """Return the embeddings of `prompts` on every rank, from `cache` or from the rank that encodes them. Collective.
 
-    A collective. No rank waits longer than another takes to load the text encoders and encode one prompt, and nothing
-    is asked of the file system: a rank that does not see the files of another is sent what it lacks.
+    No rank waits longer than another takes to load the text encoders and encode one prompt. The ranks need no shared
+    file system: a rank that lacks an embedding receives it from one that has it.
 
     Args:
         prompts: the same on every rank; duplicates are encoded once.
-        encoder_factory: loads the text encoders, on a rank that has a prompt to encode; returns a function from prompt
-            to embedding.
-        cache: folder, one safetensors file per (model, prompt); None keeps nothing on disk.
-        model: `cache_key`.
-        kind: what the encoder gives.
+        encoder_factory: loads the text encoders and returns a function from prompt to embedding; called only on a rank
+            that has a prompt to encode.
+        cache: folder with one safetensors file per (model, prompt); None keeps nothing on disk.
+        model: result of `cache_key`.
+        kind: class of the embeddings.
         quiet: show no progress.
     """
     prompts = list(dict.fromkeys(prompts))
@@ -106,7 +106,7 @@ def encode_cached(
     known = {prompt: embedding for prompt, file in files.items() if (embedding := _read(file, kind)) is not None}
     held = all_gather_object([prompt in known for prompt in prompts])
     turns = itertools.cycle(range(world_size()))
-    sources = {}  # of the prompts that a rank lacks: one that has it, else the next in turn, which encodes it
+    sources = {}  # prompt that some rank lacks -> a rank that has it, or the next in turn, which encodes it
     for prompt, *holds in zip(prompts, *held, strict=True):
         if not all(holds):
             sources[prompt] = holds.index(True) if any(holds) else next(turns)
@@ -122,20 +122,20 @@ def encode_cached(
                         _write(known[prompt], files[prompt])
             for prompt in block:
                 sent = broadcast_object(known.get(prompt), sources[prompt])
-                # From the file where this rank sees it: mapped, it is the page cache's, once for all ranks of a node.
+                # Prefer the file if this rank sees it: memory-mapped, the ranks of a node share it in the page cache.
                 known[prompt] = (_read(files[prompt], kind) if prompt in files else None) or sent
             bar.update(len(block))
     return {prompt: known[prompt] for prompt in prompts}
 
 
 def _write(condition: Condition, file: Path) -> None:
-    """A killed run leaves no half-written embedding behind, and runs that share the cache do not meet."""
+    """Write a condition atomically: a kill leaves no partial file, and runs that share the cache do not collide."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, save({name: tensor.contiguous() for name, tensor in condition.tensors().items()}))
 
 
 def _read(file: Path, kind: type[Condition]) -> Condition | None:
-    """None if the file is missing or broken."""
+    """Read an embedding; None if the file is missing or broken."""
     try:
         return kind(**load_file(file))
     except (FileNotFoundError, SafetensorError):
@@ -143,7 +143,7 @@ def _read(file: Path, kind: type[Condition]) -> Condition | None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether the file is there, and as long as its header says; nothing else of it is read."""
+    """Return whether the file exists and is as long as its header says; only the header is read."""
     try:
         with safe_open(file, "pt"):
             return True

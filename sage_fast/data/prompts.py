@@ -1,4 +1,4 @@
-"""Prompt files, and the order in which a run visits them."""
+"""Prompt files, and the order in which a run visits the prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sage_fast.seeding import permutation
 SIZES = ("width", "height", "num_frames")
 KEYS = ("prompt", "negative_prompt", "seed", *SIZES)
 UNREAD = {".json": ".jsonl", ".ndjson": ".jsonl", ".tsv": ".csv"}
-"""Endings of files that would be read wrongly as text, and the nearest that is read."""
+"""Suffixes that would wrongly be read as text -> the nearest supported suffix."""
 FORMATS = "UTF-8 text with one prompt a line, .jsonl or .csv"
 
 Fields = Mapping[str, object]
@@ -30,9 +30,9 @@ class Prompt:
     """A record of a prompt file.
 
     Attributes:
-        text: what the video shows.
-        negative: what guidance leads away from; the empty one is that of a record without.
-        seed: of its first video in an evaluation or a sample; None: it follows from the seed of the run.
+        text: the prompt.
+        negative: negative prompt for guidance; empty if the record has none.
+        seed: seed of the first video in `eval` and `sample`; None derives it from the seed of the run.
         where: file and line.
     """
 
@@ -43,16 +43,18 @@ class Prompt:
 
 
 def read_prompts(source: str, sampling: SamplingConfig) -> list[Prompt]:
-    """Prompts of a UTF-8 file, or of `testbed:train`, `testbed:heldout`.
+    """Read the prompts of a UTF-8 file, or of `testbed:train` or `testbed:heldout`.
 
-    `.jsonl` has an object a line and `.csv` a header, with the keys `KEYS`, of which `prompt` alone is needed; any
-    other file is text with one prompt a line, whose blank lines are skipped.
+    `.jsonl` has one object per line and `.csv` has a header; their keys are `KEYS`, of which only `prompt` is required.
+    Any other file is text with one prompt per line; blank lines are skipped.
 
     Args:
-        sampling: size of the run, which a record that names a size must have.
+        source: path, `testbed:train` or `testbed:heldout`.
+        sampling: video size of the run; a record that names a size must agree with it.
 
     Raises:
-        UserError: names file and line of what is missing, not UTF-8, broken, unknown, of another type or another size.
+        UserError: missing, not UTF-8, malformed, or with an unknown key, a wrong type or another size; names file and
+            line.
     """
     if source.startswith("testbed:"):
         from sage_fast.testbed.world import heldout_prompts, train_prompts
@@ -72,10 +74,10 @@ def read_prompts(source: str, sampling: SamplingConfig) -> list[Prompt]:
 
 
 def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
-    """Prompt -> its negative prompt, of those that have one.
+    """Return prompt -> negative prompt for the prompts that have one.
 
     Raises:
-        UserError: a prompt has two: all videos of a prompt are sampled, trained and evaluated by one policy.
+        UserError: a prompt has two. Sampling, training and evaluation must use the same policy for a prompt.
     """
     known: dict[str, Prompt] = {}
     for prompt in prompts:
@@ -92,7 +94,7 @@ def _text_of(source: str) -> str:
     path = Path(source)
     try:
         found = path.is_file()
-    except OSError:  # no possible name
+    except OSError:  # not a possible file name
         found = False
     if not found:
         raise UserError(f"prompt file {source!r}: no such file; expected {FORMATS}")
@@ -106,7 +108,7 @@ def _text_of(source: str) -> str:
         ) from error
 
 
-# -- formats: file -> where a record stands, and its fields -----------------------------------------------------------
+# -- formats: text -> (where, fields) of each record ------------------------------------------------------------------
 
 
 def _text_rows(text: str, file: str) -> Iterator[tuple[str, Fields]]:
@@ -133,13 +135,13 @@ def _json_rows(text: str, file: str) -> Iterator[tuple[str, Fields]]:
 
 def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {twice[0]!r} is there twice")
+    if duplicates := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {duplicates[0]!r} appears twice")
     return dict(pairs)
 
 
 def _csv_rows(text: str, file: str) -> Iterator[tuple[str, Fields]]:
-    """An empty cell is one that is not there; numbers stay text where they are none."""
+    """Yield the rows of a CSV file; empty cells are dropped, and cells of numeric columns become int if they can."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] = []
     while True:
@@ -169,7 +171,7 @@ def _header(cells: Sequence[str], where: str) -> list[str]:
     for name in names:
         _check_key(name, f"{where}, columns separated by commas")
         if names.count(name) > 1:
-            raise UserError(f"{where}: the column {name!r} is there twice")
+            raise UserError(f"{where}: the column {name!r} appears twice")
     if "prompt" not in names:
         raise UserError(f"{where}: expected a header with the column 'prompt', found {', '.join(names)}")
     return names
@@ -196,11 +198,11 @@ def _prompt(fields: Fields, where: str, sampling: SamplingConfig) -> Prompt:
     if not text:
         raise UserError(f"{where}: the prompt is empty")
     for key in SIZES:
-        size, of_run = _whole(fields, key, where), getattr(sampling, key)
-        if size is not None and size != of_run:
+        size, expected = _whole(fields, key, where), getattr(sampling, key)
+        if size is not None and size != expected:
             raise UserError(
-                f"{where}: {key} = {size}: all videos of a run have one size, here sampling.{key} = {of_run}; the "
-                f"nearest is {of_run}, or a run of its own with --sampling.{key} {size}"
+                f"{where}: {key} = {size}: all videos of a run have one size, here sampling.{key} = {expected}; the "
+                f"nearest is {expected}, or a run of its own with --sampling.{key} {size}"
             )
     seed = _whole(fields, "seed", where)
     if seed is not None and not 0 <= seed < 2**63:
@@ -227,7 +229,7 @@ def _whole(fields: Fields, key: str, where: str) -> int | None:
 
 
 def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Indices of the prompts of one iteration: a new shuffle every epoch, a pure function of its arguments."""
+    """Return the indices of one iteration's prompts; every epoch has a new shuffle. A pure function."""
     chosen = []
     for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
         epoch, offset = divmod(position, prompts)

@@ -1,1 +1,1 @@
-"""Sampling: the denoising loop and its CUDA graphs, the trajectories that it leaves, and what an iteration draws."""
+"""Sampling: the denoising loop, its CUDA graphs, the stored trajectories, and the schedule of an iteration."""

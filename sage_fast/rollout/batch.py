@@ -1,4 +1,4 @@
-"""The rollouts of an iteration and what its updates need beside them."""
+"""The rollouts of an iteration, with everything else its updates need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sage_fast.transitions import TransitionTable
 
 @dataclasses.dataclass(kw_only=True)
 class Batch:
-    """What the updates of one iteration share."""
+    """Data shared by the updates of one iteration."""
 
     process: Process
     table: TransitionTable
@@ -28,11 +28,14 @@ class Batch:
     anchor_velocities: dict[int, Tensor]
 
     def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
-        """Log-probs under the rollout policy, `[B]`; `log_prob` is that of the policy in training."""
+        """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
         return self.process.log_prob_old(self.trajectories, micro, log_prob)
 
     def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
-        """The anchor's velocities; where there is none, that of another step, whose KL has weight 0."""
+        """Return the anchor's velocities; None if no transition has one.
+
+        A transition without one gets that of another step as a stand-in. Its KL has weight 0.
+        """
         known = [t for _, t in micro if t in self.anchor_velocities]
         if not known:
             return None
@@ -40,7 +43,7 @@ class Batch:
         return self.trajectories.gather(self.anchor_velocities, stand_ins)
 
     def position_weight(self, micro: Sequence[Transition]) -> Tensor:
-        """`[B]` of the KL to the anchor: the inverse of the share of the trained steps that have it, else 0."""
+        """Return the weights `[B]` of the KL to the anchor: trained steps / steps with an anchor velocity, or 0."""
         inverse = len(self.trajectories.steps) / max(len(self.anchor_velocities), 1)
         weights = [inverse if t in self.anchor_velocities else 0.0 for _, t in micro]
         return on_device(weights, self.advantages.device)

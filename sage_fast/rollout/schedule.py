@@ -1,6 +1,6 @@
-"""What an iteration draws and trains: its transitions, its samples, who makes them, and the order of its updates.
+"""Schedule of an iteration: its transitions, its samples, their ranks, and the order of its updates.
 
-All of it follows from the settings, the iteration and the number of ranks, so every rank knows what the others do.
+Everything follows from the settings, the iteration and the number of ranks, so every rank knows what the others do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Transition = tuple[int, int]
 
 
 def configured_table(config: Config) -> TransitionTable:
-    """All transitions of the configured sampler."""
+    """Return all transitions of the configured sampler."""
     s = config.sampling
     return transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
 
 
 def iteration_table(table: TransitionTable, config: Config, iteration: int) -> TransitionTable:
-    """The iteration's transitions: all of them, or ODE outside a random contiguous window."""
+    """Return the iteration's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
     window, steps = config.sampling.sde_window, config.sampling.steps
     if window == 0:
         return table
@@ -40,12 +40,15 @@ def iteration_table(table: TransitionTable, config: Config, iteration: int) -> T
 
 
 def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
-    """The transitions that training scores, one for each of `table`."""
+    """Return the transitions that training scores, one for each of `table`."""
     return surrogate_of(config.objective).process.table(table)
 
 
 def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
-    """The stochastic steps that an iteration trains; a random subset if the fraction is below 1."""
+    """Return the stochastic steps an iteration trains.
+
+    With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the first.
+    """
     steps = scored_table(table, config).stochastic_steps
     count = math.ceil(config.train.timestep_fraction * len(steps))
     if config.train.timestep_permutation and count < len(steps):
@@ -55,11 +58,15 @@ def trained_steps(table: TransitionTable, config: Config, iteration: int) -> lis
 
 
 def check_trainable(config: Config, ranks: int | None = None) -> None:
-    """What settings and ranks (None: those of this run) make impossible, before a model is loaded.
+    """Check that the settings can train, before a model is loaded.
+
+    Args:
+        config: settings of the run.
+        ranks: world size; None takes that of this process.
 
     Raises:
         UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
-            transitions, a KL that is always 0 or that needs the rollout's log-probs where there are none, a lambda that
+            transitions, a KL that is always 0 or that needs rollout log-probs where there are none, a lambda that
             cannot move, or more ranks than samples.
     """
     s, train = config.sampling, config.train
@@ -125,10 +132,10 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
 
 
 def check_log_prob(config: Config, numel: int) -> None:
-    """What the precision of a log-prob over `numel` elements, float32, makes impossible.
+    """Check that float32 can resolve the clip range in a log-prob summed over `numel` elements.
 
     Raises:
-        UserError: neighbouring sums are further apart than a tenth of the clip range.
+        UserError: adjacent float32 values at the size of the sum differ by more than a tenth of the clip range.
     """
     objective, c = config.objective, configured_table(config).c
     if not REDUCTIONS[objective.log_prob].sums or not surrogate_of(objective).uses_ratio:
@@ -149,12 +156,12 @@ class Sample:
     """One rollout of an iteration.
 
     Attributes:
-        group: counts the iteration's prompts.
-        index: within its group.
-        prompt: of the group.
-        key: of its condition; a prompt is its own.
-        seed: key of its noise.
-        latent_seed: key of its initial latents; that of the group with shared initial noise.
+        group: index of the group, one for each prompt of the iteration.
+        index: index within the group.
+        prompt: prompt of the group.
+        key: key of the condition; a prompt is its own.
+        seed: key of the noise.
+        latent_seed: key of the initial latents; the same for the whole group with shared initial noise.
     """
 
     group: int
@@ -166,7 +173,7 @@ class Sample:
 
 
 def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
-    """All samples of an iteration, group by group; the draw does not depend on the number of ranks."""
+    """Draw all samples of an iteration, group by group; the draw does not depend on the number of ranks."""
     chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
     samples = []
     for group, prompt in enumerate(chosen):
@@ -179,40 +186,40 @@ def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list
 
 
 def share_of(count: int, ranks: int, rank: int) -> range:
-    """The numbers, out of `count`, that are rank's; the first ranks have one more where `ranks` does not divide."""
+    """Return the numbers below `count` that belong to `rank`; the first ranks have one more if the split is uneven."""
     first, last = (-(-number * count // ranks) for number in (rank, rank + 1))
     return range(first, last)
 
 
 def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
-    """Deal an iteration's samples out: for each rank, the numbers of its own, those of one length side by side.
+    """Deal an iteration's samples to the ranks. Return each rank's sample numbers, equal lengths next to each other.
 
-    The counts differ by one at most, since every sample has the same memory and, nearly, the same work. Within that,
-    the longest samples go first, each to the rank with the fewest tokens so far, in runs of up to a batch: a batch
-    holds one length alone.
+    The counts differ by at most one, since all samples take the same memory and nearly the same work. The longest
+    samples go first, each to the rank with the fewest tokens so far. They go in runs of up to a batch, because a batch
+    holds samples of one length.
 
     Args:
-        tokens: of each sample's forwards, N.
-        ranks: at most N.
+        tokens: token count of each sample's forwards, N.
+        ranks: number of ranks, at most N.
         batch_size: samples that are denoised together.
     """
     free = [len(share_of(len(tokens), ranks, rank)) for rank in range(ranks)]
     load = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    left = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
-    while left:
+    remaining = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
+    while remaining:
         rank = min((r for r in range(ranks) if free[r]), key=lambda r: (load[r], free[r], r))
-        length = tokens[left[0]]
-        run = [sample for sample in left[: min(batch_size, free[rank])] if tokens[sample] == length]
+        length = tokens[remaining[0]]
+        run = [sample for sample in remaining[: min(batch_size, free[rank])] if tokens[sample] == length]
         shares[rank] += run
         load[rank] += len(run) * length
         free[rank] -= len(run)
-        del left[: len(run)]
+        del remaining[: len(run)]
     return [sorted(share, key=lambda sample: (tokens[sample], sample)) for share in shares]
 
 
 def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list[int]:
-    """Those of the trained steps on which the KL to the anchor is taken (`kl.position_fraction`), at least one."""
+    """Return the trained steps with a KL to the anchor: a random share `kl.position_fraction`, at least one step."""
     count = max(round(config.kl.position_fraction * len(steps)), 1)
     return sorted(steps[i] for i in permutation(len(steps), config.seed, "position", iteration)[:count])
 
@@ -220,14 +227,14 @@ def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list
 def update_schedule(
     config: Config, iteration: int, samples: Sequence[Sample], steps: Sequence[int], kept: Sequence[bool]
 ) -> list[list[Transition]]:
-    """The transitions of each optimizer step: every kept sample is in each, at other timesteps each time.
+    """Return the transitions of each optimizer step. Each step has every kept sample, at timesteps of its own.
 
     Args:
         config: validated settings.
         iteration: seeds the order of the timesteps.
-        samples: all samples of the iteration; a transition has the number of its sample among them.
-        steps: the trained steps.
-        kept: of each sample, whether it is trained.
+        samples: all samples of the iteration; a transition refers to a sample by its index here.
+        steps: trained steps.
+        kept: whether each sample is trained.
     """
     orders = []
     for sample in samples:

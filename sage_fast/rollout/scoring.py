@@ -1,4 +1,4 @@
-"""Rewards chunk by chunk, so that the videos of an iteration are never held all at once."""
+"""Decode and score videos chunk by chunk, so that an iteration's videos are never all in memory."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
 
 
 def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
-    """The scores of all ranks, in the order of the samples' numbers; this rank's samples have `numbers`."""
-    ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]  # ranks that share samples have the same
+    """Return the scores of all ranks, ordered by sample number; this rank's samples are `numbers`. Collective."""
+    ranks = all_gather_object((list(numbers), scores))[:: sequence_size()]  # a sequence group has the same scores
     places = {number: place for place, number in enumerate(number for numbers, _ in ranks for number in numbers)}
     return join_scores([scores for _, scores in ranks]).in_order([places[number] for number in sorted(places)])
 
 
 MOST_NOTES = 8
-"""Lines of an iteration or evaluation on what failed; the rest are counted."""
+"""Largest number of failure lines per iteration or evaluation; further ones are only counted."""
 
 
 def tell_failures(scores: Scores, tell: Say) -> None:
-    """Name what failed, on the first rank and in the logs of all."""
+    """Report failed rewards: on the screen of rank 0 and in the log of every rank."""
     lines = list(dict.fromkeys(scores.notes))
     for line in lines[:MOST_NOTES]:
         tell(line)
     if len(lines) > MOST_NOTES:
-        tell(f"and {len(lines) - MOST_NOTES} lines like these; {scores.dropped} samples dropped in all")
+        tell(f"and {len(lines) - MOST_NOTES} more such lines; {scores.dropped} samples dropped in total")
 
 
 class VideoScorer:
-    """Decodes and scores the latents of one iteration.
+    """Decoder and scorer of one iteration's latents.
 
-    On a GPU the decode of a chunk runs beside what the caller does after `submit`, such as the rollout of the next
-    chunk. One chunk's videos exist at a time: those of the last one are scored before the next is decoded.
+    On a GPU, decoding a chunk overlaps what the caller does after `submit`, such as the rollout of the next chunk. Only
+    one chunk's videos exist at a time: they are scored before the next chunk is decoded.
 
-    Ranks that share samples all have the latents, and take turns: each decodes and scores its share of the chunks, and
-    `finish` gives every one of them the scores of all.
+    The ranks of a sequence group all have the latents. They take turns at the chunks; `finish` returns all scores on
+    every rank of the group.
 
-    What scores in processes of its own, or behind HTTP, is given a chunk and not waited for until `finish`.
+    A reward in another process or behind HTTP scores its chunks in the background; only `finish` waits for the scores.
 
     Args:
-        decoder: makes the videos.
-        reward: scores them.
-        watch: takes the seconds of `decode` and `reward`, without those hidden behind a rollout.
-        tell: told what failed.
-        in_step: other ranks' forwards wait for this one's, so that a reward that fails is an error in `finish` alone.
+        decoder: decodes latents into videos.
+        reward: scores the videos.
+        watch: receives the times of `decode` and `reward`, without the parts hidden behind a rollout.
+        tell: receives lines on failed rewards.
+        in_step: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class VideoScorer:
         self._finished: Scores | None = None
 
     def submit(self, latents: Tensor, prompts: Sequence[str]) -> None:
-        """Score the chunk before this one, then begin to decode `latents [B, C, T, H, W]`.
+        """Score the previous chunk, then start to decode `latents [B, C, T, H, W]`.
 
         Raises:
-            RewardError: the reward failed on the chunk before, `on_failure = stop`, and no rank is waiting.
+            RewardError: the reward failed on the previous chunk, with `on_failure = stop` and without `in_step`.
         """
         self._submitted += 1
         if (self._submitted - 1) % sequence_size() != sequence_rank():
@@ -88,10 +88,10 @@ class VideoScorer:
             self._pending = (self.decoder.submit(latents), list(prompts))
 
     def finish(self) -> Scores:
-        """Score the last chunk; the scores of all, in order.
+        """Score the last chunk and return the scores of all chunks in order.
 
         Raises:
-            RewardError: the reward failed on it, and `on_failure = stop`; with `in_step`, on any chunk.
+            RewardError: the reward failed on the last chunk (with `in_step`, on any) and `on_failure = stop`.
         """
         self._score_pending()
         if any(isinstance(scores, Pending) for scores in self._scores):
@@ -108,10 +108,10 @@ class VideoScorer:
         return self._finished
 
     def gather(self, numbers: Sequence[int]) -> Scores:
-        """After `finish`, the scores of all ranks as of `gather_scores`.
+        """Return the scores of all ranks, as `gather_scores` does. Call it after `finish`. Collective.
 
         Raises:
-            RewardError: on all ranks, if more than `reward.max_dropped` of them failed.
+            RewardError: on all ranks, if more than a share `reward.max_dropped` of the samples failed.
         """
         assert self._finished is not None
         scores = gather_scores(numbers, self._finished)
@@ -134,7 +134,7 @@ class VideoScorer:
             self._collect(wait=False)
 
     def _collect(self, *, wait: bool) -> None:
-        """Take the scores that are there; with `wait`, all."""
+        """Collect the scores that are ready; with `wait`, wait for all."""
         for i, scores in enumerate(self._scores):
             if isinstance(scores, Pending) and (wait or scores.done()):
                 try:

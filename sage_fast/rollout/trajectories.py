@@ -1,4 +1,4 @@
-"""What training keeps of a rollout: latents around every trained step, log-probs, and velocities that the KL needs."""
+"""Storage of a rollout for training: latents around each trained step, log-probs, and the velocities the KL needs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Trajectories:
     Args:
         count: N.
         shape: (C, T, H, W) of a sample's latents.
-        successors: step -> index of the latents that its transition leads to, for the trained steps.
-        device: of the policy.
-        velocities: type of the rollout policy's velocities to keep; None keeps none.
-        offload: hold states and velocities in pinned host memory.
+        successors: trained step -> index of the latents its transition leads to.
+        device: device of the policy.
+        velocities: dtype in which to keep the rollout policy's velocities; None keeps none.
+        offload: keep states and velocities in pinned host memory.
 
     Attributes:
         states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
-        log_probs: step -> float32 `[N]`, on the device; filled by the rollout, or by `Replay.score_noised`.
+        log_probs: step -> float32 `[N]` on the device; filled by the rollout or by `Replay.score_noised`.
         velocities: step -> `[N, C, T, H, W]`, guidance included.
     """
 
@@ -50,13 +50,13 @@ class Trajectories:
         self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in successors}
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """`[N, C, T, H, W]` on the device, or in pinned host memory if offloaded."""
+        """Allocate `[N, C, T, H, W]` on the device, or in pinned host memory if offloaded."""
         if not self.offload:
             return torch.empty(self.count, *self.shape, dtype=dtype, device=self.device)
         return torch.empty(self.count, *self.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def record(self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor) -> None:
-        """Keep a step of samples `rows`; a step that is not trained leaves nothing."""
+        """Store a step of samples `rows`; no-op for a step that is not trained."""
         if step not in self.steps:
             return
         if step - 1 not in self.steps:
@@ -67,34 +67,34 @@ class Trajectories:
             self.velocities[step][rows].copy_(velocity, non_blocking=True)
 
     def noise_again(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
-        """Keep the final latents of samples `rows`, and at each trained step (1-s) latents + s noise with new noise."""
-        self.states[max(self.states)][rows].copy_(latents, non_blocking=True)  # to which all steps lead
+        """Store the final latents of samples `rows` and, for each trained step, (1-s) latents + s new noise."""
+        self.states[max(self.states)][rows].copy_(latents, non_blocking=True)  # the successor of every step
         for t in self._after:
             noise = philox_normal(seeds, on_device(t, self.device), self.shape, STREAM_FORWARD)
             self.states[t][rows].copy_(latents.lerp(noise, float(sigmas[t])), non_blocking=True)
 
     def next_states(self, transitions: Sequence[tuple[int, int]]) -> Tensor:
-        """`[M, C, T, H, W]` on the device: the latents that M (sample, step) lead to."""
+        """Return the latents that M (sample, step) lead to, `[M, C, T, H, W]` on the device."""
         return self.gather(self.states, [(i, self._after[t]) for i, t in transitions])
 
     def gather(self, rows: dict[int, Tensor], transitions: Sequence[tuple[int, int]]) -> Tensor:
-        """`[M, C, T, H, W]` on the device: for each of M (sample, step), its entry of `rows`.
+        """Return the entries of `rows` for M (sample, step), `[M, C, T, H, W]` on the device.
 
-        Offloaded entries are copied one by one in stream order: the host never reads what the device still writes.
+        Offloaded entries are copied one by one in stream order, so the host never reads what the device still writes.
         """
         return torch.stack([rows[t][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
 def on_device(values: float | Sequence[float] | Tensor, device: torch.device) -> Tensor:
-    """Numbers or a host tensor, copied from pinned memory: the host does not wait for the device's other work."""
+    """Copy numbers or a host tensor to the device through pinned memory, without synchronising the host."""
     host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
-    """Of `samples` rollouts with latents of `numel` elements: their stored states, and the velocities beside them."""
+    """Return the bytes of stored states and of stored velocities: `samples` rollouts, `numel` elements per latent."""
     trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
-    # Untrained steps between trained ones leave up to two states a transition.
+    # With untrained steps in between, a trained transition stores up to two states of its own.
     shared = trained == config.sampling.steps or not surrogate_of(config.objective).process.scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
     velocities = int(strategy_of(config.kl).anchor is not None) + int(stores_rollout_velocities(config))

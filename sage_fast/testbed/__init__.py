@@ -1,1 +1,1 @@
-"""The moving-shapes world: its scenes and words, what can go wrong in a clip, and the judge that looks at one."""
+"""The moving-shapes world: scenes and words, corruptions of a clip, and a judge network."""

@@ -1,6 +1,6 @@
-"""Ways in which a clip of the moving-shapes world can be wrong, each with a strength from 0 (clean) to 1.
+"""Corruptions of moving-shapes clips, each with a strength from 0 (clean) to 1.
 
-The held-out judge learns from them; the training reward knows none of them.
+The held-out judge is trained on them; the training reward knows none of them.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "direction": tuple(DIRECTIONS),
     "speed": tuple(SPEEDS),
 }
-CLEAN_SHARE, TWICE_SHARE = 0.2, 0.3  # of clips without a corruption, and with two of them
+CLEAN_SHARE, TWICE_SHARE = 0.2, 0.3  # shares of clips with no corruption and with two
 
 Pixels = Callable[[Tensor, float, torch.Generator], Tensor]
 """(video float32 [F, 3, H, W] in [0, 1], strength, generator) -> video."""
@@ -42,7 +42,7 @@ Pixels = Callable[[Tensor, float, torch.Generator], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Corruption:
-    """What it does to the pixels, and which attributes nobody could name at full strength."""
+    """A function on the pixels, and the attributes nobody could name at full strength."""
 
     apply: Pixels
     erases: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def _other(words: tuple[str, ...], word: str, generator: torch.Generator) -> str
     return others[int(torch.randint(len(others), (), generator=generator))]
 
 
-# -- of the pixels ----------------------------------------------------------------------------------------------------
+# -- corruptions of the pixels ----------------------------------------------------------------------------------------
 
 
 def _blur(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
@@ -71,13 +71,13 @@ def _blur(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
 
 def _noise(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     noise = torch.randn(video.shape, generator=generator)
-    if _uniform(generator, 0, 1) < 0.5:  # the same in every frame
+    if _uniform(generator, 0, 1) < 0.5:  # same noise in every frame
         noise = noise[:1]
     return video + 0.5 * strength * noise
 
 
 def _speckle(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Pixels of any colour, everywhere or only in the shape."""
+    """Add pixels of random colour, everywhere or only in the shape."""
     hit = torch.rand(len(video), 1, *video.shape[2:], generator=generator) < 0.6 * strength
     if _uniform(generator, 0, 1) < 0.7:
         hit = hit & (video.amax(dim=1, keepdim=True) > 0.3)
@@ -93,7 +93,7 @@ def _flicker(video: Tensor, strength: float, generator: torch.Generator) -> Tens
 
 
 def _fade(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """In, out, or the same dimness throughout."""
+    """Fade in, fade out, or dim throughout."""
     time = torch.linspace(0, 1, len(video))
     ramp = (time, 1 - time, torch.ones_like(time))[int(torch.randint(3, (), generator=generator))]
     return BACKGROUND + (1 - strength * ramp)[:, None, None, None] * (video - BACKGROUND)
@@ -107,7 +107,7 @@ def _shuffle(video: Tensor, strength: float, generator: torch.Generator) -> Tens
 
 
 def _freeze(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """The last frames repeat one, or the first ones do."""
+    """Repeat one frame at the end or at the start."""
     last = round((1 - strength) * (len(video) - 1))
     if _uniform(generator, 0, 1) < 0.5:
         return video[torch.arange(len(video)).clamp(max=last)]
@@ -115,21 +115,21 @@ def _freeze(video: Tensor, strength: float, generator: torch.Generator) -> Tenso
 
 
 def _pixelate(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Down and up again, as strong compression does."""
+    """Downscale and upscale again, as strong compression does."""
     size = round(HEIGHT - 28 * strength)
     mode = "nearest" if _uniform(generator, 0, 1) < 0.5 else "bilinear"
     return interpolate(interpolate(video, (size, size), mode="area"), video.shape[2:], mode=mode)
 
 
 def _haze(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """A smooth glow of any colour behind everything."""
+    """Add a smooth glow of random colour behind everything."""
     size = int(torch.randint(1, 5, (), generator=generator))
     glow = interpolate(torch.rand(1, 3, size, size, generator=generator), video.shape[2:], mode="bilinear")
     return video + 0.7 * strength * glow * (1 - video)
 
 
 def _texture(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Gives way to coloured patches of any size, still or changing."""
+    """Blend in coloured patches of random size, still or changing."""
     size = [int(torch.randint(2, 17, (), generator=generator)) for _ in range(2)]
     frames = 1 if _uniform(generator, 0, 1) < 0.5 else int(torch.randint(2, FRAMES + 1, (), generator=generator))
     patches = torch.rand(1, 3, frames, *size, generator=generator) ** _uniform(generator, 0.5, 3)
@@ -138,7 +138,7 @@ def _texture(video: Tensor, strength: float, generator: torch.Generator) -> Tens
 
 
 def _blocks(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Blocks of some frames show another frame, or another place."""
+    """Replace random blocks by those of another frame and another place."""
     size = (2, 4, 8)[int(torch.randint(3, (), generator=generator))]
     lost = torch.rand(len(video), 1, HEIGHT // size, WIDTH // size, generator=generator) < strength
     other = video[torch.randperm(len(video), generator=generator)].roll(
@@ -148,17 +148,17 @@ def _blocks(video: Tensor, strength: float, generator: torch.Generator) -> Tenso
 
 
 def _warp(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Bends the picture, the same way throughout or not: the shape is none of the three any more."""
+    """Bend the picture, the same way in all frames or not, until the shape is none of the three."""
     frames = 1 if _uniform(generator, 0, 1) < 0.3 else int(torch.randint(2, 9, (), generator=generator))
     field = torch.randn(1, 2, frames, 6, 6, generator=generator) * 6.0 * strength / WIDTH
     field = interpolate(field, (len(video), *video.shape[2:]), mode="trilinear")[0].permute(1, 2, 3, 0)
-    at = (torch.arange(WIDTH) + 0.5) * 2 / WIDTH - 1
-    grid = torch.stack(torch.meshgrid(at, at, indexing="ij")[::-1], dim=-1)
+    axis = (torch.arange(WIDTH) + 0.5) * 2 / WIDTH - 1
+    grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij")[::-1], dim=-1)
     return grid_sample(video, grid + field, padding_mode="border", align_corners=False)
 
 
 def _ghost(video: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """A second shape on a path of its own."""
+    """Add a second shape with its own path."""
     scenes = all_scenes()
     second = render(scenes[int(torch.randint(len(scenes), (), generator=generator))], generator)
     return torch.maximum(video, BACKGROUND + strength * (second - BACKGROUND))
@@ -185,14 +185,14 @@ SCENE_CORRUPTIONS: dict[str, tuple[str, ...]] = {
     "morph": ("shape",),
     "recolor": ("color",),
 }
-"""Those that change what is drawn, and what they erase."""
+"""Corruptions that change what is drawn -> the attributes they erase."""
 
 
-# -- of the scene -----------------------------------------------------------------------------------------------------
+# -- corruptions of the scene -----------------------------------------------------------------------------------------
 
 
 def draw(scene: Scene, kind: str | None, strength: float, generator: torch.Generator) -> Tensor:
-    """A clip float32 [F, 3, H, W] of the scene, drawn wrongly by a kind of `SCENE_CORRUPTIONS`, or well by None."""
+    """Draw a clip of the scene, float32 [F, 3, H, W], with a corruption of `SCENE_CORRUPTIONS` or with None."""
     time = torch.arange(FRAMES, dtype=torch.float64)[:, None]
     velocity = torch.tensor(scene.velocity, dtype=torch.float64)
     center = torch.tensor(random_start(scene, generator), dtype=torch.float64) + time * velocity
@@ -202,7 +202,7 @@ def draw(scene: Scene, kind: str | None, strength: float, generator: torch.Gener
         heading = torch.tensor([_uniform(generator, -1, 1), _uniform(generator, -1, 1)])
         phase, turns = _uniform(generator, 0, 2 * math.pi), _uniform(generator, 0.5, 2)
         center = center + 6 * strength * heading * torch.sin(phase + 2 * math.pi * turns * time / FRAMES)
-    if _uniform(generator, 0, 1) < 0.5:  # what changes, changes once on the way, or again and again
+    if _uniform(generator, 0, 1) < 0.5:  # change once on the way, or again and again
         change = torch.sigmoid((time - _uniform(generator, 4, 12)) * _uniform(generator, 0.4, 3))
     else:
         change = (torch.rand(time.shape, generator=generator) < 0.5).double()
@@ -218,25 +218,25 @@ def draw(scene: Scene, kind: str | None, strength: float, generator: torch.Gener
 
 
 def random_clip(scene: Scene, generator: torch.Generator) -> tuple[Tensor, float, dict[str, float]]:
-    """A clip of the scene with no, one or two random corruptions of random strength.
+    """Draw a clip of the scene with zero, one or two random corruptions of random strength.
 
     Returns:
-        The clip float32 [F, 3, H, W] in [0, 1]; how clean it is, 1 to 0; how well each attribute can be told, 1 to 0.
+        The clip, float32 [F, 3, H, W] in [0, 1]; its cleanness from 1 to 0; the legibility of each attribute, 1 to 0.
     """
     u = _uniform(generator, 0, 1)
     count = 0 if u < CLEAN_SHARE else (2 if u > 1 - TWICE_SHARE else 1)
     names = [*CORRUPTIONS, *SCENE_CORRUPTIONS]
     chosen = [names[int(i)] for i in torch.randperm(len(names), generator=generator)[:count]]
-    strengths = {name: _uniform(generator, 0, 1) ** 1.5 for name in chosen}  # more of the small ones
+    strengths = {name: _uniform(generator, 0, 1) ** 1.5 for name in chosen}  # small strengths are more frequent
     kind = next((name for name in chosen if name in SCENE_CORRUPTIONS), None)
     video = draw(scene, kind, strengths.get(kind or "", 0.0), generator)
-    clean, told = 1.0, dict.fromkeys(ATTRIBUTES, 1.0)
+    clean, legible = 1.0, dict.fromkeys(ATTRIBUTES, 1.0)
     for name, strength in strengths.items():
         if name in CORRUPTIONS:
             video = CORRUPTIONS[name].apply(video, strength, generator)
-        elif name != kind:  # a second one of the scene is skipped
+        elif name != kind:  # skip a second corruption of the scene
             continue
         clean *= 1 - strength
         for attribute in CORRUPTIONS[name].erases if name in CORRUPTIONS else SCENE_CORRUPTIONS[name]:
-            told[attribute] *= 1 - strength**2  # half a corruption erases little
-    return video.clamp(0, 1), clean, told
+            legible[attribute] *= 1 - strength**2  # a weak corruption erases little
+    return video.clamp(0, 1), clean, legible

@@ -1,4 +1,4 @@
-"""A small network that looks at a clip as the training reward does not: it learned what it knows from examples."""
+"""The held-out judge: a small network trained on examples, independent of the training reward."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
 
 
 class JudgeNetwork(ModelMixin, ConfigMixin):
-    """Names shape, colour, direction and speed of a clip, and says how clean it is."""
+    """Classifier of a clip's shape, colour, direction and speed, with a score of its cleanness."""
 
     @register_to_config
     def __init__(self, channels: tuple[int, ...] = (16, 32, 48, 48)) -> None:
@@ -38,10 +38,10 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
         self.head = nn.Sequential(nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(SIZES.values()) + 1))
 
     def forward(self, videos: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Logits: attribute -> [B, words] in the order of `ATTRIBUTES`, and [B] of being clean.
+        """Return logits: attribute -> [B, words] in the order of `ATTRIBUTES`, and [B] for being clean.
 
         Args:
-            videos: [B, F, 3, H, W] in [0, 1]; trained on 17 frames of 32 x 32.
+            videos: [B, F, 3, H, W] in [0, 1]; the network was trained on 17 frames of 32 x 32.
         """
         seen = self.body(4.0 * videos.transpose(1, 2) - 1.0)
         output = self.head(torch.cat([seen.mean((2, 3, 4)), seen.amax((2, 3, 4))], dim=1))
@@ -52,14 +52,14 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
 def judge_loss(
     network: JudgeNetwork, videos: Tensor, scenes: list[Scene], clean: Tensor, told: dict[str, Tensor]
 ) -> Tensor:
-    """Cross-entropy with graded targets: the word as far as it can be told, every word alike as far as it cannot.
+    """Compute the cross-entropy with graded targets, from the true word (legible) to a uniform one (erased).
 
     Args:
-        network: is trained.
+        network: network in training.
         videos: [B, F, 3, H, W].
-        scenes: B.
-        clean: [B], 1 for a rendered clip to 0 for one of which nothing is left.
-        told: attribute -> [B], 1 if the word is plain to see to 0 if it is erased.
+        scenes: B scenes.
+        clean: [B], from 1 for a rendered clip to 0 for a clip that is fully corrupted.
+        told: attribute -> [B], from 1 for a legible attribute to 0 for an erased one.
     """
     logits, clean_logit = network(videos)
     loss = 4.0 * binary_cross_entropy_with_logits(clean_logit, clean)
@@ -72,6 +72,6 @@ def judge_loss(
 
 
 def load_judge(folder: Path = JUDGE) -> JudgeNetwork:
-    """The trained network, float32 (stored as float16), in evaluation mode."""
+    """Load the trained network in float32 (stored as float16) and in evaluation mode."""
     network: JudgeNetwork = JudgeNetwork.from_pretrained(folder, torch_dtype=torch.float32)
     return network.eval()

@@ -1,7 +1,7 @@
-"""How far a video is from the nearest true clip: the distance from the data of the testbed, by search over all of them.
+"""Distance of a video to the data manifold of the testbed, by search for the nearest true clip.
 
-A true clip is one of the 96 scenes with one of the start positions from which the shape stays inside. Its distance is
-the root mean square of the differences over frames, channels and pixels, in units of the pixel range [0, 1].
+A true clip is one of the 96 scenes, from a start position at which the shape stays inside the frame. The distance is
+the root mean square difference over frames, channels and pixels, in units of the pixel range [0, 1].
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor
 from sage_fast.testbed.world import BACKGROUND, COLORS, FRAMES, Scene, all_scenes, coverage, render, start_range
 
 SPACING = 1.0
-"""Pixels between the start positions that are tried first; a shape is ten pixels wide."""
+"""Pixels between the start positions of the first search; a shape is ten pixels wide."""
 STRIDE = 4
-"""Frames between those that are looked at first."""
+"""Frame stride of the first search."""
 CANDIDATES = 12
-"""Scenes whose start is searched further."""
+"""Scenes whose start position is refined."""
 HALVINGS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NearestClip:
-    """
+    """The true clip nearest to a video.
+
     Attributes:
-        distance: root mean square difference of a pixel's channel.
-        scene, start: the clip, `render(scene, start=start)`.
+        distance: root mean square difference over frames, channels and pixels.
+        scene, start: the clip, as in `render(scene, start=start)`.
     """
 
     distance: float
@@ -38,17 +39,17 @@ class NearestClip:
 
 @torch.no_grad()
 def nearest_clips(videos: Tensor) -> list[NearestClip]:
-    """The nearest of all true clips to each video.
+    """Find the true clip nearest to each video.
 
     With u = video - background and w = colour - background, a clip with coverage alpha is at the squared distance
-    |u|^2 - 2 <alpha, u w> + |w|^2 |alpha|^2, so a start costs one inner product for each colour. Starts one pixel apart
-    are tried for all scenes on every fourth frame. The starts of the best twelve scenes are then moved, on all frames,
-    by half a pixel, a quarter, and so on to a thousandth, each time to the best of the nine neighbours; at each halving
-    the better half of the scenes stays.
+    |u|^2 - 2 <alpha, u w> + |w|^2 |alpha|^2, so a start costs one inner product per colour. The first search tries
+    starts one pixel apart for all scenes, on every fourth frame. The second refines the best twelve scenes on all
+    frames: the step shrinks from half a pixel to a thousandth by halving, and at each step a start moves to the best of
+    itself and its eight neighbours, and the better half of the scenes stays.
 
-    The distance is that to a clip that exists, so never too small. It is too large by what a thousandth of a pixel
-    costs: up to 2e-4 near a true clip, and below 1e-6 at the distances of decoded videos (0.02 and more). That no
-    better clip was passed over is not proved, but tested against a fine grid over every scene.
+    The distance belongs to a clip that exists, so it is never too small. It is too large by the cost of a thousandth of
+    a pixel: up to 2e-4 near a true clip, and below 1e-6 at the distances of decoded videos (0.02 and more). It is not
+    proved that no better clip is missed, but tested against a fine grid over every scene.
 
     Args:
         videos: float `[B, 17, 3, 32, 32]` in [0, 1].
@@ -68,8 +69,8 @@ def nearest_clips(videos: Tensor) -> list[NearestClip]:
         alpha = _coverage(motion, grid, first)
         for k, color in enumerate(COLORS):
             i = scenes.index(dataclasses.replace(motion, color=color))
-            least[:, i], at = (weight[k] * alpha.square().sum(1) - 2 * few[k] @ alpha.T).min(1)
-            starts[:, i] = grid[at]
+            least[:, i], index = (weight[k] * alpha.square().sum(1) - 2 * few[k] @ alpha.T).min(1)
+            starts[:, i] = grid[index]
 
     found = []
     for b, best in enumerate(least.topk(CANDIDATES, largest=False).indices.tolist()):
@@ -85,28 +86,28 @@ def nearest_clips(videos: Tensor) -> list[NearestClip]:
 
 
 def manifold_distances(videos: Tensor) -> Tensor:
-    """Distance of each video to the nearest true clip, float64 `[B]`; see `nearest_clips`."""
+    """Return the distance of each video to the nearest true clip, float64 `[B]`; see `nearest_clips`."""
     return torch.tensor([clip.distance for clip in nearest_clips(videos)], dtype=torch.float64)
 
 
 def _move(scene: Scene, start: Tensor, step: float, seen: Tensor, weight: Tensor) -> tuple[float, Scene, Tensor]:
-    """The best of a start and its eight neighbours, as far as the shape remains inside from there."""
+    """Return the best of a start and its eight neighbours, clamped so that the shape stays inside the frame."""
     low, high = (torch.tensor(corner) for corner in start_range(scene))
-    around = (start + step * torch.cartesian_prod(*[torch.tensor([0.0, -1.0, 1.0])] * 2)).clamp(low, high)
-    alpha = _coverage(scene, around, torch.arange(FRAMES))
+    neighbours = (start + step * torch.cartesian_prod(*[torch.tensor([0.0, -1.0, 1.0])] * 2)).clamp(low, high)
+    alpha = _coverage(scene, neighbours, torch.arange(FRAMES))
     k = list(COLORS).index(scene.color)
     costs = weight[k] * alpha.square().sum(1) - 2 * alpha @ seen[k].flatten()
     best = int(costs.argmin())
-    return float(costs[best]), scene, around[best]
+    return float(costs[best]), scene, neighbours[best]
 
 
 def _grid(scene: Scene) -> Tensor:
-    """Start positions at most SPACING apart, both ends included, float32 `[starts, 2]`."""
+    """Return a grid of start positions at most SPACING apart, both ends included, float32 `[starts, 2]`."""
     axes = [torch.linspace(low, high, math.ceil((high - low) / SPACING) + 1) for low, high in zip(*start_range(scene))]
     return torch.cartesian_prod(*axes)
 
 
 def _coverage(scene: Scene, starts: Tensor, frames: Tensor) -> Tensor:
-    """float32 `[starts, frames H W]`."""
+    """Return the coverage of each start in each frame, float32 `[starts, frames H W]`."""
     centers = starts[:, None] + frames[:, None] * torch.tensor(scene.velocity)
     return coverage(scene.shape, centers).flatten(1)

@@ -1,7 +1,7 @@
 """The moving-shapes world: one coloured shape crosses a dark frame at a constant velocity.
 
-A scene is a point of a small grid (shape x colour x direction x speed, 96 captions); a video of it differs only in
-where the shape starts.  Coordinates are in pixels, x to the right and y down, and pixel `i` covers `[i, i + 1)`.
+A scene is a point of a small grid (shape x colour x direction x speed, 96 captions). Its videos differ only in where
+the shape starts. Coordinates are in pixels, x to the right and y down; pixel `i` covers `[i, i + 1)`.
 """
 
 import difflib
@@ -25,7 +25,7 @@ DIRECTIONS: dict[str, tuple[float, float]] = {
     "down": (0.0, 1.0),
 }
 SPEEDS: dict[str, float] = {"slowly": 0.4, "quickly": 1.0}  # pixels per frame
-# The largest channel is PEAK in each colour, so that a pixel's largest channel alone tells how much of it is covered.
+# The largest channel of every colour is PEAK, so a pixel's largest channel alone gives its coverage.
 PEAK = 0.9
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (PEAK, 0.12, 0.12),
@@ -35,13 +35,13 @@ COLORS: dict[str, tuple[float, float, float]] = {
 }
 BACKGROUND = 0.06
 
-# Sizes in pixels; the three shapes have the same area, so that size does not give the shape away.
+# Sizes in pixels. The three shapes have the same area, so that size does not give the shape away.
 AREA = 100.0
 _CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
 _SQUARE_HALF = math.sqrt(AREA) / 2
 _TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
 _TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))  # base below, apex above
-# How far each shape reaches from its centroid: left, right, up, down.
+# Reach of each shape from its centroid: left, right, up, down.
 _EXTENT: dict[str, tuple[float, float, float, float]] = {
     "circle": (_CIRCLE_RADIUS,) * 4,
     "square": (_SQUARE_HALF,) * 4,
@@ -56,7 +56,7 @@ _EXTENT: dict[str, tuple[float, float, float, float]] = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What a caption says; everything about a video except where its shape starts."""
+    """The content of a caption: everything about a video except where its shape starts."""
 
     shape: str
     color: str
@@ -81,7 +81,11 @@ class Scene:
 
 
 def parse(caption: str) -> Scene:
-    """The inverse of `Scene.caption`; raises ValueError naming the word at fault."""
+    """Parse a caption, the inverse of `Scene.caption`.
+
+    Raises:
+        ValueError: names the word at fault.
+    """
     words = caption.split()
     if len(words) != 6:
         raise ValueError(
@@ -98,7 +102,7 @@ def parse(caption: str) -> Scene:
 
 
 def nearest_word(word: str, choices: Iterable[str]) -> str:
-    """The choice spelled most like `word`."""
+    """Return the choice whose spelling is closest to `word`."""
     return difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.0)[0]
 
 
@@ -113,34 +117,38 @@ def _check_word(word: str, choices: Iterable[str], what: str, caption: str = "")
 
 
 def all_scenes() -> list[Scene]:
-    """The 96 scenes, in a fixed order."""
+    """Return the 96 scenes in a fixed order."""
     grid = itertools.product(SHAPES, COLORS, DIRECTIONS, SPEEDS)
     return [Scene(shape=a, color=b, direction=c, speed=d) for a, b, c, d in grid]
 
 
 def _is_heldout(scene: Scene) -> bool:
-    # A Latin design: for each shape, direction and speed exactly one colour is held out, and each colour equally
-    # often.  So every single word, and most pairs of words, are seen in training, but not these combinations.
+    # A Latin design: for each shape, direction and speed exactly one colour is held out, each colour equally often.
+    # Training sees every word and most pairs of words, but not these combinations.
     position = SHAPES.index(scene.shape) + list(COLORS).index(scene.color)
     position += list(DIRECTIONS).index(scene.direction) + 2 * list(SPEEDS).index(scene.speed)
     return position % 4 == 0
 
 
 def train_prompts() -> list[str]:
-    """The 72 captions that the base model and the policy are trained on."""
+    """Return the 72 captions that the base model and the policy are trained on."""
     return [scene.caption for scene in all_scenes() if not _is_heldout(scene)]
 
 
 def heldout_prompts() -> list[str]:
-    """The 24 captions kept for evaluation, ordered so that the first few differ in every attribute."""
+    """Return the 24 captions held out for evaluation, ordered so that the first few differ in every attribute."""
     captions = [scene.caption for scene in all_scenes() if _is_heldout(scene)]
     return [captions[7 * i % len(captions)] for i in range(len(captions))]
 
 
 def coverage(shape: str, center: Tensor, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
-    """How much of each pixel the shape covers (anti-aliased).
+    """Return the share of each pixel that the shape covers (anti-aliased), [..., height, width] in [0, 1].
 
-    center: [..., 2], the (x, y) of the shape's centroid.  Returns [..., height, width] in [0, 1].
+    Args:
+        shape: one of `SHAPES`.
+        center: [..., 2], the (x, y) of the shape's centroid.
+        height: pixels.
+        width: pixels.
     """
     x = torch.arange(width, dtype=center.dtype, device=center.device) + 0.5
     y = torch.arange(height, dtype=center.dtype, device=center.device) + 0.5
@@ -160,7 +168,7 @@ def coverage(shape: str, center: Tensor, height: int = HEIGHT, width: int = WIDT
 
 
 def start_range(scene: Scene, frames: int = FRAMES) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The smallest and the largest (x, y) from which the shape stays inside for all frames."""
+    """Return the smallest and the largest start (x, y) from which the shape stays inside for all frames."""
     left, right, up, down = _EXTENT[scene.shape]
     travel_x, travel_y = (v * (frames - 1) for v in scene.velocity)
     low = (left - min(travel_x, 0.0), up - min(travel_y, 0.0))
@@ -171,7 +179,7 @@ def start_range(scene: Scene, frames: int = FRAMES) -> tuple[tuple[float, float]
 
 
 def random_start(scene: Scene, generator: torch.Generator) -> tuple[float, float]:
-    """A start position, uniform over `start_range`."""
+    """Draw a start position uniformly from `start_range`."""
     low, high = start_range(scene)
     u, w = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
     return low[0] + u * (high[0] - low[0]), low[1] + w * (high[1] - low[1])
@@ -184,10 +192,10 @@ def render(
     start: tuple[float, float] | None = None,
     frames: int = FRAMES,
 ) -> Tensor:
-    """The video of a scene: float32 [frames, 3, 32, 32] in [0, 1].
+    """Render the video of a scene, float32 [frames, 3, 32, 32] in [0, 1].
 
-    Give either `generator`, to draw the start position (for the full 17 frames), or `start`, the (x, y) of the shape's
-    centroid in the first frame, which is then taken as it is, even if the shape leaves the frame.
+    Give either `generator`, to draw a start position that suits the full 17 frames, or `start`, the (x, y) of the
+    shape's centroid in the first frame. `start` is not checked: the shape may leave the frame.
     """
     if (generator is None) == (start is None):
         raise ValueError("render needs either a generator or a start position")
@@ -200,6 +208,6 @@ def render(
 
 
 def paint(alpha: Tensor, color: str) -> Tensor:
-    """float32 [..., 3, H, W]: pixels of which `alpha` [..., H, W] has that colour and the rest is background."""
+    """Blend the colour over the background with coverage `alpha` [..., H, W]; return float32 [..., 3, H, W]."""
     rgb = torch.tensor(COLORS[color], dtype=alpha.dtype)[:, None, None]
     return (BACKGROUND + alpha[..., None, :, :] * (rgb - BACKGROUND)).to(torch.float32)

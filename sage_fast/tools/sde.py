@@ -1,4 +1,4 @@
-"""`sage-fast sde`: the transition table of the samplers as text, and drawn. Needs no model."""
+"""`sage-fast sde`: print and draw the transition tables of the samplers. Needs no model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ COLUMNS = "step   sigma    next         a         b  c, noise   excess     N_t  
 
 
 def tables(steps: int, shift: float, eta: float, samplers: Sequence[str]) -> list[TransitionTable]:
-    """Of the samplers that are named; of all but `ode` if none is, without `cps` where eta is beyond it.
+    """Return the transition tables of the named samplers.
+
+    Without names, return those of all samplers but `ode`, and but `cps` where eta is out of its range.
 
     Raises:
-        UserError: a number or name that the table does not take.
+        UserError: unknown sampler, or a number out of range.
     """
     for name in samplers:
         if name not in SAMPLERS:
@@ -38,10 +40,10 @@ def tables(steps: int, shift: float, eta: float, samplers: Sequence[str]) -> lis
 
 
 def sde(options: argparse.Namespace) -> int:
-    """Print the tables, and draw them where `--figure` says; the exit status.
+    """Print the tables, draw them to `--figure`, and return the exit status.
 
     Raises:
-        UserError: an option that is not valid, before anything is written.
+        UserError: an invalid option; raised before anything is written.
     """
     if options.figure is not None and Path(options.figure).suffix not in KINDS:
         raise UserError(f"--figure {options.figure}: expected a name that ends with {' or '.join(KINDS)}")
@@ -58,7 +60,7 @@ def sde(options: argparse.Namespace) -> int:
 
 
 def format_table(table: TransitionTable) -> list[str]:
-    """A line for each step, one for the whole, and the notes of the table."""
+    """Return a title, the column names, a line per step, a line of totals, and the table's notes."""
     columns = (
         table.sigmas[:-1], table.sigmas[1:], table.a, table.b, table.c, table.excess_noise(), table.gradient_scale(),
         table.equalizer(),

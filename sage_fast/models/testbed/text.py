@@ -1,6 +1,6 @@
-"""The testbed's text embedder: one fixed random vector a word, no learned weights.
+"""The testbed's text embedder: one fixed random vector per word, no learned weights.
 
-The transformer sees a set of words (it has no text positions), which is enough: no caption uses a word twice.
+The transformer has no text positions and sees a set of words. That is enough: no caption uses a word twice.
 """
 
 from functools import lru_cache
@@ -12,21 +12,21 @@ from sage_fast.errors import UserError
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES, SPEEDS, nearest_word
 
 TEXT_EMBED_DIM = 32
-BEGIN = "<begin>"  # opens every prompt and is all there is of the empty one
+BEGIN = "<begin>"  # starts every prompt; the empty prompt is this token alone
 WORDS = (BEGIN, "a", "moves", *COLORS, *SHAPES, *DIRECTIONS, *SPEEDS)
 _SEED = 1501
 
 
 @lru_cache(maxsize=1)
 def _table() -> Tensor:
-    """float32 [words, TEXT_EMBED_DIM], rows of unit variance."""
+    """Return the word vectors, float32 [words, TEXT_EMBED_DIM], rows of unit variance."""
     return torch.randn(len(WORDS), TEXT_EMBED_DIM, generator=torch.Generator().manual_seed(_SEED))
 
 
 def embed(prompt: str) -> Tensor:
-    """float32 [L, TEXT_EMBED_DIM], L = 1 + the number of words: never padded.
+    """Embed a prompt: float32 [L, TEXT_EMBED_DIM], L = 1 + the number of words, never padded.
 
-    The empty prompt, which stands for "no condition" in classifier-free guidance, is only the begin token.
+    The empty prompt, the "no condition" of classifier-free guidance, is only the begin token.
     """
     rows = [0]
     for word in prompt.split():
