@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sage_fast.config import Config, KLConfig, RewardConfig, SamplingConfig
-from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.errors import UserError
+from sage_fast.rollout.schedule import prompts_of_iteration
 from sage_fast.section import Section, meanings, own_settings, section_name, sections, settings_of, within
 from sage_fast.settings import build, dump, keys_of, load
 

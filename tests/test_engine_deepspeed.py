@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from sage_fast import cli
-from sage_fast.engine import check_engine
-from sage_fast.engine.settings import OURS, deepspeed_settings
+from sage_fast.engine.settings import OURS, check_engine, deepspeed_settings
 from sage_fast.errors import RewardError, UserError
 from sage_fast.files import read_metrics
 from sage_fast.measure.plan import format_plan, plan

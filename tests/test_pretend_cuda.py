@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from sage_fast.policy import decode
 from torch import Tensor
 
 from sage_fast.cli import main
 from sage_fast.config import Config
 from sage_fast.measure import rollout as rollout_bench
 from sage_fast.measure.stock import StockPolicy
+from sage_fast.models.hunyuan15 import decode
 from sage_fast.models.load import load_model
 from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, denoise, step_graphs

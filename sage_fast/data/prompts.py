@@ -14,7 +14,6 @@ from pathlib import Path
 from sage_fast.config import SamplingConfig
 from sage_fast.errors import UserError, nearest
 from sage_fast.section import is_unicode
-from sage_fast.seeding import permutation
 
 SIZES = ("width", "height", "num_frames")
 KEYS = ("prompt", "negative_prompt", "seed", *SIZES)
@@ -224,12 +223,3 @@ def _whole(fields: Fields, key: str, where: str) -> int | None:
 
 
 # -- the order --------------------------------------------------------------------------------------------------------
-
-
-def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Indices of the prompts of one iteration: a new shuffle every epoch, a pure function of its arguments."""
-    chosen = []
-    for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
-        epoch, offset = divmod(position, prompts)
-        chosen.append(permutation(prompts, seed, "prompts", epoch)[offset])
-    return chosen

@@ -22,9 +22,9 @@ from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
-from sage_fast.models.hunyuan15.random_weights import random_module
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.random_weights import random_module
 from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
 from sage_fast.rollout.loop import initial_latents, rollout
