@@ -24,7 +24,7 @@ from sage_fast.distributed import (
 from sage_fast.engine import make_engine
 from sage_fast.errors import NonFiniteError, UserError
 from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
-from sage_fast.models.load import Model
+from sage_fast.models.model import Model
 from sage_fast.models.policy import State
 from sage_fast.models.protocol import Condition, Conditions, Key
 from sage_fast.objective import (

@@ -23,6 +23,7 @@ from sage_fast.models.attention import (
     try_attention,
     usable,
 )
+from sage_fast.models.load import choose_attention
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings, tiny_model
 
@@ -199,7 +200,7 @@ def test_auto_drops_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.Mon
     with_candidates(monkeypatch, sdpa=ATTENTION["sdpa"], flash=wrong_gradient, xformers=broken)
     config = settings(model__dtype="float32")
     model = tiny_model(config)
-    model.choose_attention("auto", config.sampling)
+    choose_attention(model, "auto", config.sampling)
     assert model.attention == "sdpa"
     assert list(model.attention_milliseconds) == ["sdpa"]
     flash, xformers = model.notes
@@ -236,10 +237,10 @@ def test_a_backend_asked_for_by_name_must_be_right_too(monkeypatch: pytest.Monke
     with_candidates(monkeypatch, sdpa=ATTENTION["sdpa"], flash=broken)
     config = settings(model__dtype="float32")
     with pytest.raises(UserError, match=r"model.attention = 'flash': it does not run: ImportError.*'auto'"):
-        tiny_model(config).choose_attention("flash", config.sampling)
+        choose_attention(tiny_model(config), "flash", config.sampling)
     with_candidates(monkeypatch, sdpa=wrong_gradient, flash=broken)
     with pytest.raises(UserError, match=r"no backend is right here; .*'sdpa' is skipped.*'flash' is skipped"):
-        tiny_model(config).choose_attention("auto", config.sampling)
+        choose_attention(tiny_model(config), "auto", config.sampling)
 
 
 def test_cudnn_reads_our_layout_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from sage_fast import cli
 from sage_fast.config.load import build, load
-from sage_fast.engine import check_engine
-from sage_fast.engine.settings import OURS, deepspeed_settings
+from sage_fast.engine.settings import OURS, check_engine, deepspeed_settings
 from sage_fast.errors import RewardError, UserError
 from sage_fast.files import read_metrics
 from sage_fast.measure.plan import format_plan, plan

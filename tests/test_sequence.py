@@ -21,7 +21,8 @@ from sage_fast.errors import RewardError, RunError, UserError
 from sage_fast.measure.plan import plan
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.models.load import Model, find_spec, load_model
+from sage_fast.models.load import choose_attention, find_spec, load_model
+from sage_fast.models.model import Model
 from sage_fast.models.sequence import SequenceParallel, check_sequence_parallel
 from sage_fast.rewards.composite import Pending
 from sage_fast.run.evaluation import evaluate
@@ -307,6 +308,6 @@ def test_the_kernel_is_chosen_for_the_heads_that_a_rank_has(monkeypatch: pytest.
     model = tiny_model(settings())
     for size in (1, 2):
         monkeypatch.setattr("sage_fast.models.load.sequence_size", lambda size=size: size)
-        model.choose_attention("auto", settings().sampling)
+        choose_attention(model, "auto", settings().sampling)
     tokens = model.joint_tokens(settings().sampling)
     assert shapes == [(8, tokens, 4, 16), (8, tokens, 2, 16)]

@@ -14,7 +14,7 @@ from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.load import Model
+from sage_fast.models.model import Model
 from sage_fast.models.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward

@@ -14,7 +14,6 @@ from pathlib import Path
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.errors import UserError, nearest
-from sage_fast.seeding import permutation
 
 SIZES = ("width", "height", "num_frames")
 KEYS = ("prompt", "negative_prompt", "seed", *SIZES)
@@ -223,15 +222,3 @@ def _whole(fields: Fields, key: str, where: str) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise UserError(f"{where}: {key} = {repr(value)[:60]}: expected a whole number")
     return value
-
-
-# -- the order --------------------------------------------------------------------------------------------------------
-
-
-def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Return the indices of one iteration's prompts; every epoch has a new shuffle. A pure function."""
-    chosen = []
-    for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
-        epoch, offset = divmod(position, prompts)
-        chosen.append(permutation(prompts, seed, "prompts", epoch)[offset])
-    return chosen

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from sage_fast.config.schema import TrainConfig
+import importlib
+from typing import get_args
+
+from sage_fast.config.schema import EngineName, TrainConfig
 from sage_fast.console import Say, say_nothing
 from sage_fast.engine.plain import Engine
-from sage_fast.engine.settings import check_engine
 from sage_fast.models.policy import Policy
 
-__all__ = ["Engine", "check_engine", "make_engine"]
+__all__ = ["ENGINES", "Engine", "make_engine"]
+
+ZERO = "sage_fast.engine.zero:ZeroEngine"
+ENGINES = {"plain": "sage_fast.engine.plain:Engine", "zero1": ZERO, "zero2": ZERO, "zero3": ZERO}
+"""`train.engine` -> its class, imported when it is made: DeepSpeed takes seconds."""
+assert tuple(ENGINES) == get_args(EngineName), "an engine is named in config.EngineName and has its class in ENGINES"
 
 
 def make_engine(policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> Engine:
     """The engine of `train.engine`."""
-    if config.engine == "plain":
-        return Engine(policy, config, tell)
-    from sage_fast.engine.zero import ZeroEngine  # DeepSpeed takes seconds to import
-
-    return ZeroEngine(policy, config, tell)
+    module, _, name = ENGINES[config.engine].partition(":")
+    return getattr(importlib.import_module(module), name)(policy, config, tell)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,109 +15,17 @@ from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.distributed import all_gather_object, sequence_group, sequence_size
 from sage_fast.errors import UserError, nearest
 from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
-from sage_fast.models.checkpointing import set_checkpointing
-from sage_fast.models.decoder import Decoder
 from sage_fast.models.hub import progress_bars_of, reachable
 from sage_fast.models.lora import add_lora, load_lora
+from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Encoder, Spec
+from sage_fast.models.protocol import Spec
 from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import default_family, families, family, split_path
 from sage_fast.models.sequence import SequenceParallel, check_heads
 
 BASE = Path(__file__).parent / "testbed" / "base"
 """What `model.path = testbed` is: the pre-trained weights that ship with the package."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class Model:
-    """A policy with what stands before and after it.
-
-    Attributes:
-        spec: what its configuration alone says.
-        policy: the trained part.
-        decoder: of the frozen autoencoder, for latents of any batch.
-        attention: the backend that serves it.
-        attention_milliseconds: what the choice was made by; empty without a choice.
-        notes: what a user should know of this checkpoint and machine, one sentence each.
-        checkpointing: what the backward computes again, one of `models.checkpointing.MODES`.
-    """
-
-    spec: Spec
-    policy: Policy
-    decoder: Decoder
-    attention: str = "sdpa"
-    attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    checkpointing: str = "none"
-
-    @property
-    def path(self) -> str:
-        """Where it came from."""
-        return self.spec.path
-
-    @property
-    def fps(self) -> int:
-        """Frames per second of its videos."""
-        return self.spec.fps
-
-    def choose_attention(self, asked: str, sampling: SamplingConfig) -> None:
-        """Serve attention by the backend `asked`, or by the fastest that is right, at the size of this run.
-
-        Raises:
-            UserError: what was asked for is not there, does not run or computes something else, on any rank.
-        """
-        device, dtype = self.policy.device, self.policy.dtype
-        check_attention(asked, device, dtype)
-        if (of_sample := self.spec.attention_shape(sampling)) is None:
-            if asked not in ("auto", self.attention):
-                raise UserError(
-                    f"model.attention = {asked!r}: {self.spec.title} calls a kernel of its own; the nearest is 'auto'"
-                )
-            return
-        tokens, heads, width = of_sample
-        shape = (sampling.batch_size, tokens, heads // sequence_size(), width)
-        if asked == "auto":
-            trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
-            problems = {name: trial.problem for of in trials for name, trial in of.items() if trial.problem}
-            self.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
-            right = {name: trial for name, trial in trials[0].items() if name not in problems}
-            if problems and not right:
-                raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(self.notes))
-            self.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
-            asked = fastest(right)
-        elif asked != "sdpa":
-            found: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
-            if worst := min((trial for trial in found if trial.problem), key=lambda trial: trial.works, default=None):
-                problem = f"model.attention = {asked!r}: {worst.problem}"
-                if not worst.works:
-                    raise UserError(f"{problem}; the nearest choice is 'auto'")
-                self.notes.append(f"{problem}; train.parity_gate tells whether it matters")
-        self.attention = asked
-        self.policy.serve(ATTENTION[asked])
-
-    def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
-        """Train with one of `models.checkpointing.MODES`; `gathered`, as there."""
-        self.checkpointing = mode
-        for network in self.policy.networks.values():
-            set_checkpointing(network, mode, gathered=gathered)
-
-    def joint_tokens(self, sampling: SamplingConfig, text_tokens: int | None = None) -> int:
-        """Tokens of a video and of a prompt of `text_tokens`, by default as many as the spec assumes."""
-        text_tokens = self.spec.text_tokens if text_tokens is None else text_tokens
-        return self.spec.tokens(self.latent_shape(sampling)) + text_tokens
-
-    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
-        """(C, T, H, W) of one video's latents."""
-        return self.spec.latent_shape(sampling)
-
-    def load_encoder(self) -> Encoder:
-        """Load the text encoders; they are released with the function that is returned.
-
-        Raises:
-            UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
-        """
-        return self.spec.load_encoder(self.policy.dtype, self.policy.device)
 
 
 class _Layout(ConfigMixin):
@@ -264,8 +171,44 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     if (group := sequence_group()) is not None:
         policy.share_samples(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
-    model.choose_attention(config.attention, sampling)
+    choose_attention(model, config.attention, sampling)
     return model
+
+
+def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None:
+    """Serve attention by the backend `asked`, or by the fastest that is right, at the size of this run.
+
+    Raises:
+        UserError: what was asked for is not there, does not run or computes something else, on any rank.
+    """
+    device, dtype = model.policy.device, model.policy.dtype
+    check_attention(asked, device, dtype)
+    if (of_sample := model.spec.attention_shape(sampling)) is None:
+        if asked not in ("auto", model.attention):
+            raise UserError(
+                f"model.attention = {asked!r}: {model.spec.title} calls a kernel of its own; the nearest is 'auto'"
+            )
+        return
+    tokens, heads, width = of_sample
+    shape = (sampling.batch_size, tokens, heads // sequence_size(), width)
+    if asked == "auto":
+        trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
+        problems = {name: trial.problem for of in trials for name, trial in of.items() if trial.problem}
+        model.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
+        right = {name: trial for name, trial in trials[0].items() if name not in problems}
+        if problems and not right:
+            raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(model.notes))
+        model.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
+        asked = fastest(right)
+    elif asked != "sdpa":
+        found: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
+        if worst := min((trial for trial in found if trial.problem), key=lambda trial: trial.works, default=None):
+            problem = f"model.attention = {asked!r}: {worst.problem}"
+            if not worst.works:
+                raise UserError(f"{problem}; the nearest choice is 'auto'")
+            model.notes.append(f"{problem}; train.parity_gate tells whether it matters")
+    model.attention = asked
+    model.policy.serve(ATTENTION[asked])
 
 
 def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:

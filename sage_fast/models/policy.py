@@ -7,7 +7,7 @@ adapter under LoRA) that `using` swaps in place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from sage_fast.distributed import sequence_size, world_size
 from sage_fast.errors import UserError
-from sage_fast.models.attention import Attention
 from sage_fast.models.lora import ADAPTER, lora_file
 from sage_fast.models.protocol import Conditions, Inputs
 from sage_fast.models.sequence import SequenceParallel
@@ -135,11 +134,11 @@ class Policy:
         raise NotImplementedError
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> Callable[..., Tensor] | None:
         """The kernel that serves it; None for a model that calls its own."""
         return None
 
-    def serve(self, attention: Attention) -> None:
+    def serve(self, attention: Callable[..., Tensor]) -> None:
         """Serve attention by a kernel; called if `Spec.attention_shape` gives a shape."""
         raise NotImplementedError
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from sage_fast.config.fields import require
 from sage_fast.config.schema import Config
-from sage_fast.data.prompts import prompts_of_iteration
 from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
 from sage_fast.models.protocol import Key
@@ -170,6 +169,15 @@ class Sample:
     key: Key
     seed: int
     latent_seed: int
+
+
+def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
+    """Indices of the prompts of one iteration: a new shuffle every epoch, a pure function of its arguments."""
+    chosen = []
+    for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
+        epoch, offset = divmod(position, prompts)
+        chosen.append(permutation(prompts, seed, "prompts", epoch)[offset])
+    return chosen
 
 
 def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:

@@ -26,7 +26,7 @@ from sage_fast.distributed import (
 )
 from sage_fast.errors import RewardError, UserError
 from sage_fast.metrics import JUDGE_PART
-from sage_fast.models.load import Model
+from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition, pass_lengths
 from sage_fast.report.scores import read_scores
 from sage_fast.rewards import CompositeReward, join_scores

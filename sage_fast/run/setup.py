@@ -26,7 +26,8 @@ from sage_fast.environment import format_bytes, free_bytes
 from sage_fast.errors import UserError
 from sage_fast.metrics import JUDGE_PART
 from sage_fast.models.checkpointing import MODES
-from sage_fast.models.load import Model, find_spec, load_model
+from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition
 from sage_fast.models.sequence import check_sequence_parallel
 from sage_fast.rewards import CompositeReward, Judge

@@ -16,7 +16,7 @@ import torch
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.console import Say, log_to, say_wrapped, speaker
 from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
-from sage_fast.engine import check_engine
+from sage_fast.engine.settings import check_engine
 from sage_fast.environment import command_line, environment
 from sage_fast.errors import RankError, Stopped, UserError
 from sage_fast.files import aside, read_json, write_atomic, write_json

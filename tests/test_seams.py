@@ -1,0 +1,88 @@
+"""The seam for models: who names one, and what importing the trainer loads."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sage_fast.errors import UserError
+from sage_fast.models.load import find_spec
+from sage_fast.models.registry import SHIPPED, families, family
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "sage_fast"
+ITS_OWN = ("models/hunyuan15/", "models/testbed/", "measure/stock.py", "measure/rung.py", "measure/selftest.py",
+           "reproduce/adapter.py")  # fmt: skip
+"""The model, a tiny instance of it, and what measures it."""
+
+
+def names(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every name in the code of a file: identifiers, modules, and strings of one word."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+        if isinstance(node, ast.alias | ast.ClassDef | ast.FunctionDef):
+            yield node.lineno, node.name
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not re.search(r"\s", node.value.strip()):
+            yield node.lineno, node.value
+
+
+def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model() -> None:
+    configs = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
+    found = {
+        (str(file.relative_to(PACKAGE)), line)
+        for file in PACKAGE.rglob("*.py")
+        if not str(file.relative_to(PACKAGE)).startswith(ITS_OWN)
+        for line, name in names(file)
+        if "hunyuan" in name.lower() and name not in configs
+    }
+    assert {file for file, _ in found} == {"models/registry.py"}
+    assert len(found) == 1
+
+
+def test_importing_the_trainer_imports_no_model_and_no_engine() -> None:
+    code = "import sys, sage_fast.trainer; print(*sorted(name for name in sys.modules if name.startswith('sage_fast')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    loaded = done.stdout.split()
+    assert "sage_fast.models.protocol" in loaded
+    strange = (
+        "models.hunyuan15",
+        "models.testbed",
+        "models.load",
+        "engine.zero",
+        "measure",
+        "run",
+        "report",
+        "testbed",
+    )
+    assert [name for name in loaded if name.startswith(tuple(f"sage_fast.{room}" for room in strange))] == []
+
+
+def test_families_are_found_by_the_class_of_their_transformer() -> None:
+    assert list(families())[: len(SHIPPED)] == list(SHIPPED)
+    for class_name, name in SHIPPED.items():
+        assert {cls.__name__ for cls in family(name).networks.values()} == {class_name}
+    spec = find_spec("testbed")
+    assert spec.layouts["transformer"]["_class_name"] == "TestbedTransformer"
+    assert type(find_spec(f"sage_fast.models.testbed.model:Testbed:{spec.path}")) is type(spec)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Wan:folder", "expected 'package.module:Name' of a Spec: No module named 'no_such_module'"),
+        ("sage_fast.models.protocol:Wan:folder", "has no attribute 'Wan'"),
+        ("sage_fast.models.protocol:Cost:folder", "Cost is no subclass of sage_fast.models.protocol.Spec"),
+        ("sage_fast.models.testbed.model:Testbed:folder", "no such folder; expected 'testbed', a local folder"),
+        ("random:testbad", "did you mean 'random:testbed'"),
+    ],
+)
+def test_a_family_that_is_not_there_is_named(path: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        find_spec(path)

@@ -1,0 +1,250 @@
+"""A second model through the protocol: Wan 2.1 (diffusers' classes, tiny and random), whose text is padded with zeros
+and read by cross-attention. All that it needs is in this file, and nothing else in the tree knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from sage_fast.cli import main
+from sage_fast.config.load import dump
+from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.files import read_metrics
+from sage_fast.models.decoder import Decoder
+from sage_fast.models.load import load_model
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import Policy
+from sage_fast.models.protocol import Condition, Cost, Encoder, Spec
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.transitions import sigma_schedule, transition_table
+from tests.ranks import command_on_ranks
+from tests.tiny import CPU, settings
+
+WORDS, WIDTH = 8, 12  # tokens of every prompt, values of each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text(Condition):
+    """`[WORDS, WIDTH]`, zeros after the last word: the published model attends to its padding."""
+
+    text: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return WORDS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Noise levels and texts `[B, WORDS, WIDTH]`: of all steps `[T]` (the schedule), or of one forward `[B]`."""
+
+    sigma: Tensor
+    text: Tensor
+    negative: Inputs | None = None
+    tokens: int = WORDS
+
+    def tensors(self) -> list[Tensor]:
+        return [self.sigma, self.text, *(self.negative.tensors() if self.negative else [])]
+
+    def clone(self) -> Inputs:
+        negative = self.negative.clone() if self.negative else None
+        return Inputs(sigma=self.sigma.clone(), text=self.text.clone(), negative=negative)
+
+    def at(self, steps: Tensor) -> Inputs:
+        sigma = self.sigma[steps].expand(len(self.text))
+        return Inputs(sigma=sigma, text=self.text, negative=self.negative.at(steps) if self.negative else None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    sigmas: Tensor
+    embeddings: Mapping[Any, Text]
+    guided: bool
+
+    def of(self, keys: Sequence[Any]) -> Inputs:
+        texts = [self.embeddings[key] for key in keys]
+        negative = [self.embeddings[text.negative].text for text in texts] if self.guided else None
+        away = Inputs(sigma=self.sigmas, text=torch.stack(negative)) if negative else None
+        return Inputs(sigma=self.sigmas, text=torch.stack([text.text for text in texts]), negative=away)
+
+    def at(self, keys: Sequence[Any], steps: Tensor) -> Inputs:
+        return self.of(keys).at(steps)
+
+
+class WanPolicy(Policy):
+    blocks = "blocks"
+
+    def velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
+        with self._autocast():
+            network = self.networks["transformer"]
+            return network(x.to(self.dtype), 1000 * inputs.sigma, inputs.text.to(self.dtype), return_dict=False)[0]
+
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Text]) -> Table:
+        return Table(sigmas=sigmas.to(self.device, torch.float32), embeddings=embeddings, guided=self.uses_guidance)
+
+
+class WanDecoder(Decoder):
+    @torch.no_grad()
+    def __call__(self, latents: Tensor) -> Tensor:
+        config = self.vae.config
+        mean, std = (torch.tensor(of)[:, None, None, None] for of in (config.latents_mean, config.latents_std))
+        video = self.vae.decode((latents * std + mean).to(self.vae.dtype), return_dict=False)[0]
+        return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
+
+
+class Wan(Spec):
+    title = "Wan"
+    published = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    networks: ClassVar = {"transformer": WanTransformer3DModel}
+    autoencoder = AutoencoderKLWan
+    condition = Text
+    fps = 16
+    text_tokens = WORDS
+    lora_targets = r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0)|ffn\.net\.(0\.proj|2))"
+
+    @property
+    def patch(self) -> int:
+        return math.prod(self.layouts["transformer"]["patch_size"])
+
+    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
+        return 16, (sampling.num_frames - 1) // 4 + 1, sampling.height // 8, sampling.width // 8
+
+    def cost(self, config: Config) -> Cost:
+        """FLOPs as PyTorch counts them on the meta device."""
+        network, vae, shape = self.meta("transformer"), self.meta("vae"), self.latent_shape(config.sampling)
+        with torch.device("meta"), torch.no_grad():
+            with FlopCounterMode(display=False) as forward:
+                network(torch.randn(1, *shape), torch.ones(1), torch.randn(1, WORDS, WIDTH))
+            with FlopCounterMode(display=False) as decode:
+                vae.decode(torch.randn(1, *shape))
+        layers, tokens = network.config.num_layers, self.tokens(shape)
+        width = network.config.num_attention_heads * network.config.attention_head_dim
+        values = {"none": 24 * layers, "attention": 4 * layers + 24, "full": layers + 24}  # of a token, in widths
+        return Cost(
+            forward=float(forward.get_total_flops()),
+            attention=4.0 * width * layers * tokens * (tokens + WORDS),
+            decode=float(decode.get_total_flops()),
+            decoder_weights=sum(p.numel() for p in vae.parameters()),
+            activations={
+                mode: 4.0 * count * width * tokens * config.train.batch_size for mode, count in values.items()
+            },
+        )
+
+    def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> WanPolicy:
+        policy = WanPolicy(networks, dtype=dtype, guidance_scale=guidance_scale)
+        policy.patch = self.patch
+        return policy
+
+    def decoder(self, vae: Any) -> WanDecoder:
+        return WanDecoder(vae)
+
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+        def encode(prompt: str) -> Text:
+            rows = torch.zeros(WORDS, WIDTH)
+            for row, word in enumerate(prompt.split()[:WORDS]):
+                rows[row] = torch.randn(WIDTH, generator=torch.Generator().manual_seed(sum(word.encode())))
+            return Text(text=rows)
+
+        return encode
+
+
+REWARD = "def brightness(videos, prompts):\n    return {'mean': videos.mean((1, 2, 3, 4))}\n"
+
+
+def config_of(folder: Path, **overrides: Any) -> Config:
+    return settings(
+        model__path=f"{__name__}:Wan:{folder / 'wan'}", reward__name="any_video:brightness",
+        reward__weights={"mean": 1.0}, data__prompts="prompts.txt", data__eval_prompts="prompts.txt",
+        sampling__steps=3, eval__steps=1, train__optimizer_steps=2, train__learning_rate=1e-4,
+        train__iterations=1, tracking__trackers=[], output="run", **overrides,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint in diffusers format, two prompts, a reward, and a run by the command."""
+    folder = tmp_path_factory.mktemp("wan")
+    torch.manual_seed(0)
+    WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2
+    ).save_pretrained(folder / "wan" / "transformer")
+    AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).save_pretrained(folder / "wan" / "vae")
+    (folder / "any_video.py").write_text(REWARD)
+    (folder / "prompts.txt").write_text("an otter juggles three stones\nsnow falls\n")
+    (folder / "wan.yaml").write_text(dump(config_of(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "wan.yaml", "--quiet"]) == 0
+        yield folder
+
+
+def test_a_run_trains_evaluates_and_leaves_weights(folder: Path) -> None:
+    (row,) = read_metrics(folder / "run" / "metrics.jsonl")
+    assert min(row["reward/std"], row["grad_norm"]) > 0
+    assert row["log_prob/parity"] < 1e-6
+    before, after = (json.loads((folder / "run" / "eval" / f"{name}.json").read_text()) for name in ("before", "after"))
+    assert before["reward"] != after["reward"]
+    tensors = load_file(folder / "run" / "weights" / LORA_FILE)
+    assert "blocks.1.attn2.to_k.lora_B.weight" in tensors
+    assert any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name)
+
+
+def test_a_resume_goes_on_as_if_never_stopped(folder: Path) -> None:
+    assert main(["train", "wan.yaml", "--quiet", "--train.iterations", "2", "--output", "whole"]) == 0
+    assert main(["train", "run/config.yaml", "--quiet", "--resume", "--train.iterations", "2"]) == 0
+    whole, resumed = (read_metrics(folder / name / "metrics.jsonl") for name in ("whole", "run"))
+    for key in ("reward/mean", "grad_norm", "kl/anchor", "ratio/max"):
+        assert whole[1][key] == resumed[1][key], key
+
+
+def test_two_ranks_of_zero3_train_as_one_process(folder: Path) -> None:
+    words = ["train", "wan.yaml", "--train.engine", "zero3", "--output", "zero3", "--quiet"]
+    command_on_ranks(words, folder, DS_ACCELERATOR="cpu")
+    (one, *_), (two,) = (read_metrics(folder / name / "metrics.jsonl") for name in ("run", "zero3"))
+    for key in ("reward/mean", "grad_norm", "update/relative"):
+        assert two[key] == pytest.approx(one[key], rel=1e-3), key
+
+
+def test_the_plan_counts_this_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "wan.yaml", "--dry-run", "--gpus", "2"]) == 0
+    text = capsys.readouterr().out
+    model = load_model(config_of(folder).model, SamplingConfig(), CPU, 0)
+    base = sum(p.numel() for name, p in model.policy.named_parameters() if ".lora_" not in name)
+    trained = sum(p.numel() for p in model.policy.parameters().values())
+    assert f"= {base:,}" in text
+    assert f"= {trained:,}" in text
+    assert "16 x 5 x 4 x 4" in text
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_conditions_are_keyed_by_anything(folder: Path, guidance: float) -> None:
+    """And a sample comes out the same beside another one and alone."""
+    config = config_of(folder, sampling__guidance_scale=guidance)
+    model = load_model(config.model, config.sampling, CPU, 0)
+    encode, keys = model.load_encoder(), [("snow", 1), ("snow", 2)]
+    texts = {keys[0]: "snow falls", keys[1]: "snow melts", None: ""}
+    conditions = {key: dataclasses.replace(encode(text), negative=None) for key, text in texts.items()}
+    table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
+    shape, seeds = model.latent_shape(config.sampling), torch.arange(2)
+    known, noise = model.policy.conditioning_table(table.sigmas[:-1], conditions), initial_latents(seeds, shape, CPU)
+    given = model.policy, table, table.coefficients(math.prod(shape)), known
+    both, alone = rollout(*given, keys, seeds, noise), rollout(*given, keys[1:], seeds[1:], noise[1:])
+    torch.testing.assert_close(both[1:], alone, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(both[1:], rollout(*given, keys[:1], seeds[1:], noise[1:]), rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_cannot_share_a_sample_of_it(folder: Path) -> None:
+    config = config_of(folder, model__sequence_parallel=2)
+    with pytest.raises(ValueError, match="a divisor of the transformer's 1 attention heads"):
+        load_model(config.model, config.sampling, CPU, 0)
