@@ -220,8 +220,8 @@ def sizes() -> str:
              _seconds(work.of_a_sample / H200_BF16_FLOPS), _seconds(work.decode / H200_BF16_FLOPS),
              *(f"{size / 2**30:.1f} GiB" for size in kept)]
         )  # fmt: skip
-    head = ["frames x height x width", "tokens", "FLOPs of a forward", "of that attention", "a sample", "its decode",
-            "activations", "shared by 8"]  # fmt: skip
+    head = ["frames x height x width", "tokens", "FLOPs per forward", "attention share", "time per sample",
+            "time per decode", "activations", "activations, 8 GPUs a sample"]  # fmt: skip
     return _table(head, rows)
 
 
@@ -250,7 +250,7 @@ def collectives() -> str:
         sent = Layout(work=work, gpus=gpus).weight_bytes * (gpus - 1) / gpus
         label = f"a forward's {1e3 * forward:.0f} ms"
         row(f"ZeRO-3's all-gather of float32 weights, {gpus} GPUs", every, sent, sent / speed, forward, label)
-    return _table(["collective", "when", "a GPU sends", "takes", "which is"], rows)
+    return _table(["collective", "when", "sent per GPU", "time", "share"], rows)
 
 
 def layouts() -> str:
@@ -278,8 +278,8 @@ def layouts() -> str:
              _seconds(layout.gathers) if layout.sharded > 1 else _seconds(layout.gradients),
              f"{layout.efficiency:.0%}"]
         )  # fmt: skip
-    head = ["GPUs", "what", "GPUs a sample", "samples of a GPU or group", "computing", "all-to-alls",
-            "gradients, or ZeRO-3", "efficiency"]  # fmt: skip
+    head = ["GPUs", "run", "GPUs per sample", "samples per GPU or group", "compute", "all-to-alls",
+            "gradients or ZeRO-3", "efficiency"]  # fmt: skip
     return _table(head, rows)
 
 
@@ -289,13 +289,13 @@ def overlap() -> str:
     iteration = 4 * work.of_a_sample / H200_BF16_FLOPS
     decode = work.decode / H200_BF16_FLOPS
     rows = [
-        ["decode of all but the last chunk beside the rollout", "done", f"{3 * decode / iteration:.1%}"],
-        ["decode of the last chunk beside the anchor's forwards", "not done", f"{decode / iteration:.1%}"],
-        ["scores of the last chunk beside the first updates", "not done", "at most the reward's time for one chunk"],
-        ["rollout of the next iteration beside this one's updates", "not done: off-policy",
+        ["decode of all but the last chunk, during the rollout", "done", f"{3 * decode / iteration:.1%}"],
+        ["decode of the last chunk, during the anchor's forwards", "not done", f"{decode / iteration:.1%}"],
+        ["scoring of the last chunk, during the first updates", "not done", "at most the time to score one chunk"],
+        ["rollout of the next iteration, during this one's updates", "not done: off-policy",
          f"at most {work.steps * work.forward / work.of_a_sample:.0%}"],
     ]  # fmt: skip
-    return _table(["what runs beside what", "", "of the iteration"], rows)
+    return _table(["what overlaps with what", "status", "share of the iteration"], rows)
 
 
 # -- measured at small size --------------------------------------------------------------------------------------------

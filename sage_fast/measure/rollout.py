@@ -101,8 +101,8 @@ def estimate(
     like = max(reversed(timed), key=lambda row: (row["size"] == size, row["part"] == part))
     slowest = max(like["seconds"].values())
     work = flops / like["flops"] * sum(like["seconds"].get(path, slowest) for path in paths)
-    beside = max(row["wall_seconds"] - (WARM_UPS + row["rounds"]) * sum(row["seconds"].values()) for row in timed)
-    return calls * work + max(beside, 0.0)
+    overhead = max(row["wall_seconds"] - (WARM_UPS + row["rounds"]) * sum(row["seconds"].values()) for row in timed)
+    return calls * work + max(overhead, 0.0)
 
 
 def chosen_paths(parts: Sequence[str] | None, paths: Sequence[str] | None) -> dict[str, list[str]]:
