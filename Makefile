@@ -1,13 +1,14 @@
-# make install  .venv with pinned versions, and the C++ operators
-# make demo   install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
-# make test   install, then lint, type check and the whole test suite
-# make check  only lint and types, in seconds
-# make docs   install, build the documentation into site/: open site/index.html
-# make soak   every fault that a run must survive, 100 of them at random moments (writes docs/stopping.md's table), and long tests
-# make bench  operator benchmarks
-# make reproduce  the study of the paper's claims (docs/results.md), hours: CLAIMS="ema --quick"
-# make gpu    prove and measure everything on a GPU without network: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
-# make gpu-stack  what of it needs no GPU, under the software of such a machine: .venv-gpu-stack, 7 GB; docs/gpu.md
+# make install    create .venv with pinned versions and the C++ operators
+# make demo       install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
+# make test       install, then lint, type check and run the whole test suite
+# make check      only lint and type check, in seconds
+# make docs       install, build the documentation into site/ (open site/index.html)
+# make soak       inject every fault that a run must survive, 100 of them at random moments (writes the table of
+#                 docs/stopping.md), and run the long tests
+# make bench      run the operator benchmarks
+# make reproduce  run the study of the paper's claims (docs/results.md); takes hours; CLAIMS="ema --quick" runs less
+# make gpu        verify and measure everything on a GPU, offline: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
+# make gpu-stack  run what needs no GPU with the software of a GPU machine, in .venv-gpu-stack (7 GB); docs/gpu.md
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,7 +24,7 @@ CLAIMS ?= all
 
 install: $(VENV)/installed
 
-# torch comes first and builds are not isolated, so that the C++ operators are built against the torch that runs them.
+# Install torch first and without build isolation, so that the C++ operators are built against the torch that runs them.
 $(VENV)/installed $(STACK)/installed: $(SOURCES)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	sed -E '$(OTHER_PINS)' constraints.txt > $(@D)/constraints.txt
@@ -47,7 +48,7 @@ check: install
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# The notice is of the theme's own end of life, in May 2027.
+# Silences the theme's notice of its own end of life, in May 2027.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

@@ -1,7 +1,7 @@
-"""Builds the C++ operators if torch and a compiler are available at build time; everything else is in pyproject.toml.
+"""Build the C++ operators if torch and a compiler are available at build time; everything else is in pyproject.toml.
 
-Without them (a wheel built in isolation, a machine without a compiler) the package installs all the same and runs the
-PyTorch reference on the CPU, and says so once at start.
+Without them (a wheel built in isolation, a machine without a compiler) the package still installs. It then runs the
+PyTorch reference on the CPU and says so once at start.
 """
 
 import glob
@@ -19,13 +19,13 @@ else:
     class BuildOperators(BuildExtension):
         def finalize_options(self) -> None:
             super().finalize_options()
-            self.build_temp = "build/objects"  # a wheel built in a checkout reuses those of its editable install
+            self.build_temp = "build/objects"  # a wheel built in a checkout reuses the editable install's objects
 
     extension = CppExtension(
         "sage_fast._C",
         sorted(glob.glob("csrc/*.cpp")),
         depends=sorted(glob.glob("csrc/*.h")),
-        # Errno and floating-point traps are the two things that keep GCC from vectorising sqrt and selections.
+        # Errno and floating-point traps keep GCC from vectorising sqrt and selections.
         extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"],
         define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],  # stable ABI of torch 2.11 and later
         py_limited_api=True,

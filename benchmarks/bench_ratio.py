@@ -1,7 +1,7 @@
-"""`python -m benchmarks.bench_ratio FILE`: what the clip does to each `objective.ratio`, in bfloat16 and float32.
+"""Measure how much each `objective.ratio` is clipped, in bfloat16 and float32: `python -m benchmarks.bench_ratio FILE`.
 
-The testbed of configs/demo.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5. Of the two
-updates of an iteration, which see the same rollouts, only the second can be clipped.
+Runs the testbed of configs/demo.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5. Each
+iteration makes two updates on the same rollouts; only the second can be clipped.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def trainer(config: Config) -> Trainer:
 
 
 def gate(config: Config) -> dict[str, Any]:
-    """What the check at the start of a run finds."""
+    """Return what the parity check at the start of a run finds."""
     try:
         return {"rounding": trainer(config).iteration(0)["log_prob/rounding"], "stops": False}
     except ParityError as error:
@@ -47,7 +47,7 @@ def gate(config: Config) -> dict[str, Any]:
 
 
 def measure(dtype: str, ratio: str, seed: int) -> dict[str, Any]:
-    """Means over the iterations, and each iteration's clip fraction."""
+    """Return the means over the iterations, and each iteration's clip fraction."""
     overrides = SETTINGS | {"model.dtype": dtype, "objective.ratio": ratio, "seed": str(seed)}
     config = load(Path(__file__).parent.parent / "configs" / "demo.yaml", overrides)
     found = gate(config)

@@ -1,4 +1,4 @@
-"""`pytest benchmarks/`: a forward, a step, a rollout and a training step; stock diffusers, eager, compiled, graphed."""
+"""`pytest benchmarks/`: forward, step, rollout and training step on stock diffusers, eager, compiled and graphed."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 @pytest.fixture(scope="module", params=GPU_SIZES if torch.cuda.is_available() else CPU_SIZES)
 def rung(request: pytest.FixtureRequest) -> Rung:
-    """A size of the ladder, its velocities checked before anything is timed."""
+    """A size of the ladder, checked for correctness before anything is timed."""
     size = SIZES[request.param]
     models = [make(size.testbed, DEVICE, DTYPE) for make in (random_transformer, random_decoders)]
     made = Rung(models[0], size, models[1])

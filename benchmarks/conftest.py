@@ -1,4 +1,4 @@
-"""What the benchmarks share: the device, inputs that have passed the gate, and pytest-benchmark around a function."""
+"""Shared by the benchmarks: the device, inputs that passed the correctness gate, and the call of pytest-benchmark."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def time(benchmark: Any, function: Callable[[], Any]) -> None:
-    """Ten rounds of `function`, the device's work included."""
+    """Time ten rounds of `function`, including the device's work."""
 
     def run() -> None:
         function()

@@ -1,7 +1,7 @@
-"""The tables of docs/scaling.md: the plan's formulas, a stated model of communication, CPU seconds at small size.
+"""Tables of docs/scaling.md: the plan's formulas, a stated communication model, and CPU seconds at small sizes.
 
 python -m benchmarks.scaling                  write the tables into docs/scaling.md
-python -m benchmarks.scaling --measure FILE   measure the small sizes first, on one thread, into FILE
+python -m benchmarks.scaling --measure FILE   first measure the small sizes on one thread and write them to FILE
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ ARCHITECTURE = {
 WIDTH, BF16 = 16 * 128, 2
 
 IN_NODE, BETWEEN_NODES = 300e9, 40e9
-"""Bytes a second that one GPU sends. Assumptions, not measurements: two thirds of NVLink 4's 450 GB/s, and four fifths
-of one 400 Gbit/s port for each GPU."""
+"""Bytes per second that one GPU sends. Assumptions, not measurements: two thirds of NVLink 4's 450 GB/s, and four
+fifths of one 400 Gbit/s port per GPU."""
 LATENCY_IN_NODE, LATENCY_BETWEEN = 20e-6, 60e-6
-"""Seconds of a collective of no bytes; assumptions likewise."""
+"""Seconds of an empty collective; also assumptions."""
 NODE = 8
 
 
-# -- what an iteration takes -------------------------------------------------------------------------------------------
+# -- the cost of an iteration ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """One iteration of a video size."""
+    """Work of one iteration at a video size."""
 
     frames: int = 81
     height: int = 480
@@ -80,12 +80,12 @@ class Work:
 
     @property
     def forward(self) -> float:
-        """FLOPs."""
+        """FLOPs of one forward."""
         return forward_flops(ARCHITECTURE, self.tokens, TEXT_TOKENS)
 
     @property
     def training(self) -> float:
-        """FLOPs of one transition, checkpointing `attention`."""
+        """FLOPs of training on one transition, with checkpointing `attention`."""
         attention = attention_flops(ARCHITECTURE, self.tokens, TEXT_TOKENS)
         return training_flops(self.forward, attention, checkpointing="attention", frozen_base=self.frozen_base)
 
@@ -95,7 +95,7 @@ class Work:
 
     @property
     def of_a_sample(self) -> float:
-        """FLOPs of rollout, anchor and training."""
+        """FLOPs of rollout, anchor and training for one sample."""
         return (self.steps + self.trained) * self.forward + self.trained * self.training
 
 
@@ -110,24 +110,27 @@ def _autoencoder() -> torch.nn.Module:
 
 
 def exchange_bytes(joint: int, size: int, width: int = WIDTH, bytes_per_value: int = BF16) -> float:
-    """What a rank sends in one block's forward: queries, keys, values and outputs of its tokens, to the others."""
+    """Bytes a rank sends in one block's forward: queries, keys, values and outputs of its tokens, to the others."""
     return 4 * math.ceil(joint / size) * width * bytes_per_value * (size - 1) / size
 
 
 def all_reduce_bytes(size: float, ranks: int) -> float:
-    """What a rank sends in a ring over `size` bytes; a reduce-scatter or an all-gather is half of it."""
+    """Bytes a rank sends in a ring all-reduce of `size` bytes; a reduce-scatter or an all-gather sends half."""
     return 2 * size * (ranks - 1) / ranks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Seconds of an iteration on `gpus`, all kernels at the ceiling, and no wait but those that are counted here.
+    """Seconds of an iteration on `gpus`: kernels run at the ceiling, and the only waits are those modelled here.
 
     Attributes:
+        work: the iteration.
+        gpus: number of GPUs.
         sharing: `model.sequence_parallel`.
-        sharded: ranks over which weights, gradients and optimizer are sharded (ZeRO-3); 1: whole on each.
-        trained_bytes: of the gradients, float32.
-        weight_bytes: that a forward gathers, if they are sharded: float32, as trained weights are stored.
+        sharded: ranks over which ZeRO-3 shards weights, gradients and optimizer; 1: not sharded.
+        trained_bytes: size of the gradients, in float32.
+        weight_bytes: size of the weights that a forward gathers if they are sharded: float32, as trained weights are
+            stored.
     """
 
     work: Work
@@ -143,24 +146,24 @@ class Layout:
 
     @property
     def mine(self) -> int:
-        """Samples of the group with the most."""
+        """Samples of the largest group."""
         return -(-self.work.samples // self.groups)
 
     @property
     def ideal(self) -> float:
-        """Seconds, if all GPUs shared all FLOPs evenly and nothing were sent."""
+        """Seconds if all GPUs shared all FLOPs evenly and sent nothing."""
         return self.work.samples * (self.work.of_a_sample + self.work.decode) / H200_BF16_FLOPS / self.gpus
 
     @property
     def compute(self) -> float:
         padded = math.ceil(self.work.joint / self.sharing) * self.sharing / self.work.joint
         transformer = self.mine * self.work.of_a_sample * padded / self.sharing
-        decodes = -(-self.mine // self.sharing) * self.work.decode  # a decode beside a rollout slows it down
+        decodes = -(-self.mine // self.sharing) * self.work.decode  # in full: a concurrent decode slows the rollout
         return (transformer + decodes) / H200_BF16_FLOPS
 
     @property
     def passes(self) -> int:
-        """Forwards of a sample with exchanges of their own; a recomputation and a backward count one each."""
+        """Passes of a sample that exchange data; a recomputation and a backward count as one each."""
         return self.work.steps + self.work.trained + 3 * self.work.trained
 
     @property
@@ -173,7 +176,7 @@ class Layout:
 
     @property
     def gradients(self) -> float:
-        """Seconds of the all-reduce of an optimizer step."""
+        """Seconds of one optimizer step's all-reduce."""
         if self.sharded > 1:
             return 0.0
         speed, latency = (BETWEEN_NODES, LATENCY_BETWEEN) if self.gpus > NODE else (IN_NODE, LATENCY_IN_NODE)
@@ -181,7 +184,7 @@ class Layout:
 
     @property
     def gathers(self) -> float:
-        """Seconds of ZeRO-3: weights in every forward, recomputation and backward, and gradients in every backward."""
+        """Seconds of ZeRO-3: weights in each forward, recomputation and backward, and gradients in each backward."""
         if self.sharded == 1:
             return 0.0
         speed, latency = (BETWEEN_NODES, LATENCY_BETWEEN) if self.sharded > NODE else (IN_NODE, LATENCY_IN_NODE)
@@ -191,7 +194,7 @@ class Layout:
 
     @property
     def efficiency(self) -> float:
-        """Nothing that is sent is hidden."""
+        """Ideal over expected seconds, with no communication overlapped."""
         return self.ideal / (self.compute + self.exchanges + self.gradients + self.gathers)
 
 
@@ -209,7 +212,7 @@ def _seconds(value: float) -> str:
 
 
 def sizes() -> str:
-    """Cost and memory of one sample against frames and resolution."""
+    """Table of the cost and memory of one sample, by frames and resolution."""
     rows = []
     for work in (
         Work(frames=17), Work(frames=49), Work(), Work(frames=121), Work(frames=241),
@@ -224,27 +227,27 @@ def sizes() -> str:
              _seconds(work.of_a_sample / H200_BF16_FLOPS), _seconds(work.decode / H200_BF16_FLOPS),
              *(f"{size / 2**30:.1f} GiB" for size in kept)]
         )  # fmt: skip
-    head = ["frames x height x width", "tokens", "FLOPs of a forward", "of that attention", "a sample", "its decode",
-            "activations", "shared by 8"]  # fmt: skip
+    head = ["frames x height x width", "tokens", "FLOPs per forward", "attention share", "time per sample",
+            "time per decode", "activations", "activations, 8 GPUs a sample"]  # fmt: skip
     return _table(head, rows)
 
 
 def collectives() -> str:
-    """Bytes that one GPU sends, 480p."""
+    """Table of the bytes that one GPU sends at 480p."""
     work, rows = Work(), []
     forward, sample = (flops / H200_BF16_FLOPS for flops in (work.forward, work.of_a_sample))
     layers = ARCHITECTURE["num_layers"]
 
-    def row(what: str, when: str, size: float, seconds: float, beside: float, of: str) -> None:
-        times = f"{1e3 * seconds:.0f} ms", f"{seconds / beside:.2g} of {of}"
+    def row(what: str, when: str, size: float, seconds: float, baseline: float, label: str) -> None:
+        times = f"{1e3 * seconds:.0f} ms", f"{seconds / baseline:.2g} of {label}"
         rows.append([what, when, f"{size / 1e9:.2f} GB", *times])
 
     every = "each forward, recomputation and backward"
     for size in (2, 4, 8):
         sent = layers * exchange_bytes(work.joint, size)
         seconds = sent / IN_NODE + layers * 4 * LATENCY_IN_NODE
-        of = f"a forward's {1e3 * forward / size:.0f} ms"
-        row(f"4 all-to-alls a block, {size} GPUs a sample", every, sent, seconds, forward / size, of)
+        label = f"a forward's {1e3 * forward / size:.0f} ms"
+        row(f"4 all-to-alls a block, {size} GPUs a sample", every, sent, seconds, forward / size, label)
     for gpus in (8, 64, 512):
         layout = Layout(work=work, gpus=gpus)
         sent = all_reduce_bytes(layout.trained_bytes, gpus)
@@ -252,13 +255,13 @@ def collectives() -> str:
         row(what, "each optimizer step", sent, layout.gradients, sample, f"a sample's {_seconds(sample)}")
     for gpus, speed in ((8, IN_NODE), (64, BETWEEN_NODES)):
         sent = Layout(work=work, gpus=gpus).weight_bytes * (gpus - 1) / gpus
-        of = f"a forward's {1e3 * forward:.0f} ms"
-        row(f"ZeRO-3's all-gather of float32 weights, {gpus} GPUs", every, sent, sent / speed, forward, of)
-    return _table(["collective", "when", "a GPU sends", "takes", "which is"], rows)
+        label = f"a forward's {1e3 * forward:.0f} ms"
+        row(f"ZeRO-3's all-gather of float32 weights, {gpus} GPUs", every, sent, sent / speed, forward, label)
+    return _table(["collective", "when", "sent per GPU", "time", "share"], rows)
 
 
 def layouts() -> str:
-    """Expected efficiency on 8, 64 and 512 GPUs."""
+    """Table of the expected efficiency on 8, 64 and 512 GPUs."""
     long = Work(frames=121, height=720, width=1280)
     rows = []
     for name, layout in (
@@ -282,24 +285,24 @@ def layouts() -> str:
              _seconds(layout.gathers) if layout.sharded > 1 else _seconds(layout.gradients),
              f"{layout.efficiency:.0%}"]
         )  # fmt: skip
-    head = ["GPUs", "what", "GPUs a sample", "samples of a GPU or group", "computing", "all-to-alls",
-            "gradients, or ZeRO-3", "efficiency"]  # fmt: skip
+    head = ["GPUs", "run", "GPUs per sample", "samples per GPU or group", "compute", "all-to-alls",
+            "gradients or ZeRO-3", "efficiency"]  # fmt: skip
     return _table(head, rows)
 
 
 def overlap() -> str:
-    """What could still be hidden, of an iteration of 480p with four samples a GPU."""
+    """Table of what can be overlapped in a 480p iteration with four samples per GPU."""
     work = Work()
     iteration = 4 * work.of_a_sample / H200_BF16_FLOPS
     decode = work.decode / H200_BF16_FLOPS
     rows = [
-        ["decode of all but the last chunk beside the rollout", "done", f"{3 * decode / iteration:.1%}"],
-        ["decode of the last chunk beside the anchor's forwards", "not done", f"{decode / iteration:.1%}"],
-        ["scores of the last chunk beside the first updates", "not done", "at most the reward's time for one chunk"],
-        ["rollout of the next iteration beside this one's updates", "not done: off-policy",
+        ["decode of all but the last chunk, during the rollout", "done", f"{3 * decode / iteration:.1%}"],
+        ["decode of the last chunk, during the anchor's forwards", "not done", f"{decode / iteration:.1%}"],
+        ["scoring of the last chunk, during the first updates", "not done", "at most the time to score one chunk"],
+        ["rollout of the next iteration, during this one's updates", "not done: off-policy",
          f"at most {work.steps * work.forward / work.of_a_sample:.0%}"],
     ]  # fmt: skip
-    return _table(["what runs beside what", "", "of the iteration"], rows)
+    return _table(["what overlaps with what", "status", "share of the iteration"], rows)
 
 
 # -- measured at small size --------------------------------------------------------------------------------------------
@@ -321,9 +324,9 @@ def small_config(given: dict[str, int]) -> Config:
 
 
 def measure(file: Path) -> None:
-    """CPU seconds of one thread in the second iteration of the testbed, at each size: rollout, and anchor and training.
+    """Write the CPU seconds of one thread for rollout, anchor and training on the testbed, at each size, to `file`.
 
-    CPU seconds, since other processes do not add to them.
+    The minimum over iterations 1 to 3, after a warm-up. CPU seconds, since other processes do not add to them.
     """
     from sage_fast.run.setup import load_setup
     from sage_fast.trainer import Trainer
@@ -351,7 +354,7 @@ def measure(file: Path) -> None:
 
 @functools.cache
 def small_flops(name: str) -> float:
-    """FLOPs of rollout, anchor and training by the plan."""
+    """FLOPs of rollout, anchor and training, from the plan."""
     config = small_config(SMALL[name])
     planned = plan(config, find_spec("testbed"))
     return sum(planned.flops[part] for part in ("rollout", "training", "anchor"))
@@ -376,7 +379,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """The page with every table, between `<!-- table: NAME -->` and `<!-- end -->`, made again."""
+    """Return the page with every table, between `<!-- table: NAME -->` and `<!-- end -->`, regenerated."""
     pattern = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
     return pattern.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
 

@@ -1,4 +1,4 @@
-// What the torch side and the inner loops share; no torch in here.
+// Types shared by the torch side and the inner loops. Does not include torch.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@ namespace sage_fast {
 enum class Type { float32, bfloat16, float16 };
 
 struct Array {
-  const void* data = nullptr;  // null: not given
+  const void* data = nullptr;  // null: absent
   Type type = Type::float32;
 };
 
-// One row of the coefficient table: x_next = a x + b v + c noise, log-prob = w mean(residual^2) + k, and
+// One row of the coefficient table: x_next = a x + b v + c noise, log-prob = w mean(residual^2) + k,
 // KL = m mean(difference^2).
 struct Row {
   float a, b, c, w, k, m;
 };
 static_assert(sizeof(Row) == 6 * sizeof(float), "rows are read from a contiguous table [T, 6]");
 
-// One sample.
+// Arguments of transition_step for one sample.
 struct StepArgs {
   Array x, v, v_uncond;
   void* x_next;
@@ -29,7 +29,7 @@ struct StepArgs {
   uint32_t step;
 };
 
-// One sample.
+// Arguments of transition_score for one sample.
 struct ScoreArgs {
   Array x, x_next, v;
   Array other[2];  // anchor, rollout policy
@@ -37,8 +37,9 @@ struct ScoreArgs {
 };
 
 // Rows of one sample: x, y, sum, dy and residual [S, width]; scale, shift and gate [width]. `out` is the result
-// [S, wide], or dx [S, width]; grad [S, wide]: its first `width` columns count, and of the result only those are written.
-// With a gate it is sum = x + gate y that is normalised, and a backward reads `sum` as x. `residual` is added to dx.
+// [S, wide] or dx [S, width]; grad is [S, wide]. Only the first `width` columns of the result are written, and only
+// those of grad are read. With a gate, sum = x + gate y is normalised, and a backward reads `sum` as x. `residual` is
+// added to dx.
 struct ModulateArgs {
   Array x, scale, shift, grad, y, gate, residual;
   void *out, *sum, *dy;
@@ -46,17 +47,18 @@ struct ModulateArgs {
   float eps;
 };
 
-// Heads of one sample's tokens, each `width` neighbours in memory; strides in elements.
+// Heads of one sample's tokens, each `width` contiguous elements; strides in elements.
 struct Heads {
   Array array;
   int64_t token_stride, head_stride;
 };
 
-// One sample, video tokens first: queries, keys and values side by side, `joint` [S, 3, heads, width]. `out` are the
-// queries and keys [S, heads, width]; `grad` are the gradients of all three, and `d_joint` is like joint.
+// Arguments of norm_rotate for one sample. `joint` [S, 3, heads, width] holds queries, keys and values side by side,
+// video tokens first. `out` is the queries and the keys [S, heads, width], `grad` the gradients of all three; `d_joint`
+// is like joint.
 struct RotateArgs {
   Array joint;
-  Array weights[2][2];  // of queries and keys: of video, of text; [width]
+  Array weights[2][2];  // [query or key][video or text], each [width]
   const float* rotary;  // [video_tokens, width / 2, 2]
   Heads grad[3];
   void *out[2], *d_joint;
@@ -64,9 +66,9 @@ struct RotateArgs {
   float eps;
 };
 
-constexpr int64_t kModulateScratch = 10, kRotateScratch = 11;  // floats for each element of a row or head
+constexpr int64_t kModulateScratch = 10, kRotateScratch = 11;  // floats per element of a row or head
 
-// The inner loops, each over a range [begin, end) of one sample: its elements, rows or tokens.
+// The inner loops. Each covers a range [begin, end) of one sample's elements, rows or tokens.
 struct Loops {
   double (*step)(const StepArgs&, int64_t begin, int64_t end);
   void (*score)(const ScoreArgs&, int64_t begin, int64_t end, double* sums);
@@ -77,7 +79,7 @@ struct Loops {
   void (*norm_rotate_backward)(const RotateArgs&, int64_t begin, int64_t end, float* sums, float* scratch);
 };
 
-// The loops for the widest instruction set that this processor has.
+// Returns the loops for the widest instruction set that this processor supports.
 const Loops& loops();
 
 }  // namespace sage_fast

@@ -1,6 +1,6 @@
-// Compiles the inner loops three times (baseline, AVX2 with FMA, AVX-512) into one object, and chooses at run time. The
-// standard headers come first, so that none of their functions is compiled for an instruction set that the processor
-// may lack.
+// Compiles the inner loops three times (baseline, AVX2 with FMA, AVX-512) into one object and chooses at run time. The
+// standard headers come first; otherwise their functions could be compiled for an instruction set that the processor
+// lacks.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

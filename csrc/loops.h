@@ -1,5 +1,5 @@
-// The inner loops of all operators. dispatch.cpp includes this file once for each instruction set, in a namespace named
-// by INSTRUCTION_SET, so neither it nor the files below have an include guard. No torch in here.
+// The inner loops of all operators. dispatch.cpp includes this file once per instruction set, in a namespace named by
+// INSTRUCTION_SET, so neither it nor the files below have an include guard. Does not include torch.
 
 #include "storage.h"
 #include "sums.h"

@@ -1,12 +1,12 @@
-// What norm_modulate and gated_norm share on the torch side: the arguments by sample, and both directions.
+// Shared by norm_modulate and gated_norm on the torch side: arguments by sample, forward and backward.
 #pragma once
 
 #include "tensors.h"
 
 namespace sage_fast {
 
-// The arguments by sample: x and what is like it [B, S, d]; scale, shift and gate [B, d] with any stride between
-// samples; grad [B, at least S, wide].
+// Arguments by sample: x, y and residual [B, S, d]; scale, shift and gate [B, d] with any stride between samples; grad
+// [B, at least S, wide].
 struct ModulateInputs {
   ModulateInputs(const Tensor& x, const Tensor& scale, double eps, int64_t wide)
       : xs(x), scales(scale), eps(static_cast<float>(eps)), wide(wide) {
@@ -38,7 +38,7 @@ struct ModulateInputs {
 
 inline char* data_of(const Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
 
-// `out` [B, S + spare, wide], whose spare rows are zero, and with a gate the sums.
+// Computes `out` [B, S + spare, wide], with zero spare rows, and with a gate `sum`.
 inline void modulate_forward(const ModulateInputs& in, const Tensor& out, const Tensor* sum) {
   const int64_t bytes = out.size(1) * in.wide * in.size, used = in.rows * in.wide * in.size;
   char* data = data_of(out);
@@ -52,7 +52,7 @@ inline void modulate_forward(const ModulateInputs& in, const Tensor& out, const 
   for (int64_t i = 0; i < in.xs.count(); ++i) std::memset(data + i * bytes + used, 0, bytes - used);
 }
 
-// dx, with a gate dy, and `count` sums over the rows of each sample, if wanted.
+// Computes dx, with a gate dy, and if wanted `count` sums over the rows of each sample.
 inline void modulate_backward(const ModulateInputs& in, const Tensor& dx, const Tensor* dy, Tensor* sums,
                               int64_t count, bool wanted) {
   Partials partials(wanted, in.xs.count(), in.rows, in.width, count, in.width);

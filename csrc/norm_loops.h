@@ -1,9 +1,9 @@
 // The normalisations of a transformer block over a range of one sample's rows or tokens. Uses storage.h and sums.h.
-// Widths that the compiler knows (kWidth > 0) are unrolled: those of the models in use.
+// Loops over a width known at compile time (kWidth > 0) are unrolled; those are the widths of the models in use.
 
 namespace sage_fast::INSTRUCTION_SET {
 
-// -- norm_modulate: layer_norm(x) (1 + scale) + shift; gated_norm: the same of x + gate y ----------------------------
+// -- norm_modulate: layer_norm(x) (1 + scale) + shift; gated_norm: the same for x + gate y ---------------------------
 
 inline void load_vector(const Array& vector, int64_t n, float* out) {
   if (vector.data == nullptr) return;
@@ -17,7 +17,7 @@ inline void load_modulation(const ModulateArgs& args, float* gain, float* offset
   load_vector(args.shift, args.width, offset);
 }
 
-// A row of x + gate y, rounded as it is stored in `sum`.
+// Returns a row of x + gate y, rounded to the type of `sum`, where it is stored.
 inline const float* gated_sum(const ModulateArgs& args, int64_t row, int64_t n, const float* gate, float* x_buffer,
                               float* y_buffer) {
   const float* x = load(args.x, row * n, n, x_buffer);
@@ -28,7 +28,7 @@ inline const float* gated_sum(const ModulateArgs& args, int64_t row, int64_t n, 
   return load({args.sum, args.x.type}, row * n, n, x_buffer);
 }
 
-// normed = (x - mean) / std of a row; returns 1 / std.
+// Sets normed = (x - mean) / std for a row and returns 1 / std.
 inline float normalize(const float* x, int64_t n, float eps, float* normed) {
   const float mean = sum(x, n) / n;
   for (int64_t j = 0; j < n; ++j) normed[j] = x[j] - mean;
@@ -54,8 +54,8 @@ void modulate_rows(const ModulateArgs& args, int64_t begin, int64_t end, float* 
   }
 }
 
-// dx in `out` and, with a gate, gate dx in `dy`; adds the gradients of scale, shift and gate to sums [2 or 3, width],
-// unless that is null.
+// Writes dx to `out` and, with a gate, gate dx to `dy`. Adds the gradients of scale, shift and gate to sums
+// [2 or 3, width], unless that is null.
 template <int64_t kWidth>
 void modulate_rows_backward(const ModulateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width;
@@ -100,9 +100,9 @@ void norm_modulate_backward(const ModulateArgs& args, int64_t begin, int64_t end
   (args.width == 64 ? modulate_rows_backward<64> : modulate_rows_backward<0>)(args, begin, end, sums, scratch);
 }
 
-// -- norm_rotate: rms_norm of every head of queries and keys, rotated for video tokens -------------------------------
+// -- norm_rotate: rms_norm of every head of queries and keys; video tokens are rotated -------------------------------
 
-// (a, b) -> (a cos - b sin, a sin + b cos) for pairs of neighbours: y cos + swapped(y) sin, with the sign in `sine`.
+// Rotates neighbouring pairs, (a, b) -> (a cos - b sin, a sin + b cos), as y cos + swapped(y) sin; `sine` has the sign.
 inline void rotate(const float* y, const float* cosine, const float* sine, int64_t n, float* out) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
@@ -117,7 +117,7 @@ inline void rotate(const float* y, const float* cosine, const float* sine, int64
   }
 }
 
-// The rotary table of one token, each value for both channels of its pair; `sign` -1 rotates back.
+// Expands the rotary table of one token: both channels of a pair get its cosine and sine. `sign` -1 rotates back.
 inline void spread(const float* cos_sin, float sign, int64_t n, float* cosine, float* sine) {
   for (int64_t i = 0; i < n; i += 2) {
     cosine[i] = cosine[i + 1] = cos_sin[i];
@@ -155,7 +155,7 @@ void rotate_rows(const RotateArgs& args, int64_t begin, int64_t end, float* scra
   }
 }
 
-// The gradient of joint; adds those of the weights to sums [2, 2, width], unless that is null.
+// Writes the gradient of joint. Adds those of the weights to sums [2, 2, width], unless that is null.
 template <int64_t kWidth>
 void rotate_rows_backward(const RotateArgs& args, int64_t begin, int64_t end, float* sums, float* scratch) {
   const int64_t n = kWidth > 0 ? kWidth : args.width, row = args.heads * n;
@@ -171,7 +171,7 @@ void rotate_rows_backward(const RotateArgs& args, int64_t begin, int64_t end, fl
       for (int64_t head = 0; head < args.heads; ++head) {
         const int64_t at = (3 * token + part) * row + head * n;
         const float* g = load(grads.array, token * grads.token_stride + head * grads.head_stride, n, g_buffer);
-        if (part == 2) {  // values pass as they are
+        if (part == 2) {  // values: a plain copy
           store(args.d_joint, type, at, n, g);
           continue;
         }
@@ -184,8 +184,8 @@ void rotate_rows_backward(const RotateArgs& args, int64_t begin, int64_t end, fl
         const float rstd = 1 / std::sqrt(dot(x, x, n) / n + args.eps);
         for (int64_t j = 0; j < n; ++j) normed[j] = x[j] * rstd;
         if (sums != nullptr) {
-          float* of_weight = sums + which * n;
-          for (int64_t j = 0; j < n; ++j) of_weight[j] += g[j] * normed[j];
+          float* weight_sum = sums + which * n;
+          for (int64_t j = 0; j < n; ++j) weight_sum[j] += g[j] * normed[j];
         }
         for (int64_t j = 0; j < n; ++j) turned[j] = g[j] * weights[which * n + j];
         const float slope = dot(turned, normed, n) / n;

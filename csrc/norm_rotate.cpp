@@ -7,7 +7,7 @@ namespace sage_fast {
 
 namespace {
 
-// [B, S, H, D]: each head contiguous, with any strides between heads, tokens and samples.
+// A tensor [B, S, H, D] with contiguous heads and any strides between heads, tokens and samples.
 struct HeadTensor {
   explicit HeadTensor(const Tensor& tensor)
       : tensor(tensor.stride(3) == 1 || tensor.size(3) == 1 ? tensor : torch::stable::contiguous(tensor)),
@@ -22,7 +22,7 @@ struct HeadTensor {
   Type type;
 };
 
-// The arguments by sample.
+// Arguments by sample.
 struct Inputs {
   Inputs(const Tensor& joint, const Tensor& video_query, const Tensor& text_query, const Tensor& video_key,
          const Tensor& text_key, const Tensor& rotary, double eps)
@@ -96,11 +96,11 @@ std::tuple<Tensor, Tensor> norm_rotate_backward(const Tensor& grad_query, const 
   if (weights) {
     float* sums = static_cast<float*>(d_weights.mutable_data_ptr());
     std::fill(sums, sums + 4 * in.width, 0.0f);
-    std::vector<float> of_sample(in.width);
+    std::vector<float> sample_sum(in.width);
     for (int64_t i = 0; i < in.samples; ++i) {
       for (int k = 0; k < 4; ++k) {
-        partials.add(i, k, of_sample.data());
-        for (int64_t j = 0; j < in.width; ++j) sums[k * in.width + j] += of_sample[j];
+        partials.add(i, k, sample_sum.data());
+        for (int64_t j = 0; j < in.width; ++j) sums[k * in.width + j] += sample_sum[j];
       }
     }
   }

@@ -1,4 +1,4 @@
-// The noise of the transitions; the specification is sage_fast/ops/philox.py. Uses storage.h.
+// Noise of the transitions; the specification is sage_fast/ops/philox.py. Uses storage.h.
 
 namespace sage_fast::INSTRUCTION_SET {
 
@@ -8,12 +8,12 @@ inline void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
   low = static_cast<uint32_t>(product);
 }
 
-// (w >> 8) 2^-24 + 2^-25, in (0, 1].
+// Returns (w >> 8) 2^-24 + 2^-25, in (0, 1].
 inline float uniform(uint32_t word) {
   return static_cast<float>(static_cast<int32_t>(word >> 8)) * 0x1p-24f + 0x1p-25f;
 }
 
-// sqrt(-2 ln u): ln m = 2 atanh(s), s = (m-1)/(m+1), for the mantissa m in [sqrt(1/2), sqrt(2)).
+// Returns sqrt(-2 ln u), from ln m = 2 atanh(s) with s = (m-1)/(m+1) for the mantissa m in [sqrt(1/2), sqrt(2)).
 inline float radius(float u) {
   const uint32_t shifted = to_bits(u) - 0x3f3504f3u;  // the bits of sqrt(1/2)
   const float exponent = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
@@ -24,7 +24,7 @@ inline float radius(float u) {
   return std::sqrt(-2.0f * (exponent * 0.693147180559945f + 2.0f * s * series));
 }
 
-// sin and cos of 2 pi u: exact reduction to an eighth of a turn, then Taylor polynomials.
+// Computes sin and cos of 2 pi u: exact reduction to an eighth of a turn, then Taylor polynomials.
 inline void sine_cosine(float u, float& sine, float& cosine) {
   const int32_t quarter = static_cast<int32_t>(4.0f * u + 0.5f);
   const float angle = 6.283185307179586f * (u - 0.25f * static_cast<float>(quarter));
@@ -38,7 +38,7 @@ inline void sine_cosine(float u, float& sine, float& cosine) {
   cosine = ((quarter + 1) & 2) ? -second : second;
 }
 
-// Elements [4 block, 4 block + 4 count) of a sample's noise.
+// Writes elements [4 block, 4 block + 4 count) of a sample's noise to `out`.
 inline void normal(uint64_t seed, uint32_t step, uint64_t block, int64_t count, float* out) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// Arrays of float32, bfloat16 or float16, read and written as floats; the only place that widens and rounds bfloat16.
+// Reads and writes arrays of float32, bfloat16 or float16 as floats. Only this file widens and rounds bfloat16.
 
 namespace sage_fast::INSTRUCTION_SET {
 
@@ -22,8 +22,7 @@ inline uint16_t to_bfloat16(float value) {
   return value != value ? 0x7fc0 : static_cast<uint16_t>(rounded);
 }
 
-// `n` elements from `begin` on, as floats: the array itself if it holds floats, else `buffer`, which they are widened
-// into.
+// Returns `n` elements from `begin` on as floats: a float array itself, else `buffer`, after widening into it.
 inline const float* load(const Array& array, int64_t begin, int64_t n, float* buffer) {
   if (array.type == Type::float32) {
     return static_cast<const float*>(array.data) + begin;
@@ -38,7 +37,7 @@ inline const float* load(const Array& array, int64_t begin, int64_t n, float* bu
   return buffer;
 }
 
-// Rounds `values` to `type` and writes them to `data`, from element `begin` on.
+// Rounds `values` to `type` and writes them to `data` from element `begin` on.
 inline void store(void* data, Type type, int64_t begin, int64_t n, const float* values) {
   if (type == Type::float32) {
     std::memcpy(static_cast<float*>(data) + begin, values, n * sizeof(float));
@@ -51,7 +50,7 @@ inline void store(void* data, Type type, int64_t begin, int64_t n, const float* 
   }
 }
 
-// Where results are computed: in place for floats, else in `buffer`, which `flush` then rounds and stores.
+// Returns where to compute results: in place for floats, else in `buffer`, which `flush` then rounds and stores.
 inline float* target(void* data, Type type, int64_t begin, float* buffer) {
   return type == Type::float32 ? static_cast<float*>(data) + begin : buffer;
 }

@@ -1,10 +1,10 @@
-// Sums in 16 lanes, so that a result does not depend on the vector width.
+// Sums over 16 lanes, so that a result does not depend on the vector width.
 
 namespace sage_fast::INSTRUCTION_SET {
 
 constexpr int kLanes = 16;
 
-// Sixteen floats, which the compiler splits for narrower registers.
+// Sixteen floats; the compiler splits them for narrower registers.
 typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
 
 inline Lanes lanes_at(const float* values) { return *reinterpret_cast<const Lanes*>(values); }
@@ -35,7 +35,7 @@ inline float sum(const float* a, int64_t n) {
   return total(lanes) + rest;
 }
 
-// In double from the lanes on.
+// Accumulates in float lanes and adds the lanes in double.
 inline double sum_of_squares(const float* values, int64_t n) {
   float lanes[kLanes] = {};
   int64_t i = 0;

@@ -1,4 +1,4 @@
-// From tensors of torch's stable ABI to the arrays of the inner loops, and the parallel loops over samples.
+// Converts tensors of torch's stable ABI to the arrays of the inner loops, and runs those in parallel over samples.
 #pragma once
 
 #include "arguments.h"
@@ -18,7 +18,7 @@ namespace sage_fast {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kChunk = 1 << 15;     // elements of one sample that one task handles
+constexpr int64_t kChunk = 1 << 15;     // elements of one sample per task
 constexpr int64_t kRowChunk = 1 << 13;  // the same for the normalisations, whose samples may be small
 
 inline Type type_of(const Tensor& tensor) {
@@ -34,7 +34,7 @@ inline Array array_of(const Tensor& contiguous) { return {contiguous.const_data_
 
 inline int64_t size_of(Type type) { return type == Type::float32 ? 4 : 2; }
 
-// A contiguous tensor [B, ...] seen as B samples.
+// A contiguous tensor [B, ...] as B samples.
 class Samples {
  public:
   Samples() = default;
@@ -62,7 +62,7 @@ class Samples {
   int64_t count_ = 0, numel_ = 0;
 };
 
-// The row of the coefficient table for each sample.
+// Each sample's row of the coefficient table.
 class Rows {
  public:
   Rows(const Tensor& coefs, const Tensor& step, int64_t samples)
@@ -89,7 +89,7 @@ class Rows {
 
 inline int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
-// Calls f(sample, chunk, begin, end) for fixed chunks of every sample, in parallel. Chunks do not depend on the number
+// Calls f(sample, chunk, begin, end) in parallel for fixed chunks of every sample. Chunks do not depend on the number
 // of threads, so neither do sums over them.
 template <class F>
 void for_each_chunk(const Samples& x, const F& f) {
@@ -104,7 +104,7 @@ void for_each_chunk(const Samples& x, const F& f) {
 
 inline int64_t rows_of_chunk(int64_t width) { return std::max<int64_t>(kRowChunk / std::max<int64_t>(width, 1), 1); }
 
-// Calls f(sample, chunk, begin, end) for fixed chunks of every sample's rows of `width` elements, in parallel.
+// Calls f(sample, chunk, begin, end) in parallel for fixed chunks of every sample's rows of `width` elements.
 template <class F>
 void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
   const int64_t size = rows_of_chunk(width), chunks = (rows + size - 1) / size;
@@ -116,8 +116,8 @@ void for_each_rows(int64_t samples, int64_t rows, int64_t width, const F& f) {
   });
 }
 
-// `count` sums of `sum_width` floats for each chunk of `for_each_rows`, added in order, so that results do not depend on
-// the number of threads.
+// `count` sums of `sum_width` floats for each chunk of `for_each_rows`. They are added in order, so results do not
+// depend on the number of threads.
 class Partials {
  public:
   Partials(bool wanted, int64_t samples, int64_t rows, int64_t width, int64_t count, int64_t sum_width)
@@ -142,7 +142,7 @@ class Partials {
   std::vector<float> sums_;
 };
 
-// [B, d], a vector for each sample: contiguous, with any stride between vectors, 0 included.
+// A tensor [B, d] as one contiguous vector per sample, with any stride between vectors, 0 included.
 class Vectors {
  public:
   Vectors() = default;
@@ -162,7 +162,7 @@ class Vectors {
   Type type_ = Type::float32;
 };
 
-// Mean over a sample from its chunks' sums, added in order; 0 for samples without elements.
+// Returns the mean over a sample from the sums of its chunks, added in order; 0 for an empty sample.
 inline double mean_of_chunks(const std::vector<double>& sums, int64_t sample, int64_t numel, int64_t width, int64_t k) {
   const int64_t chunks = chunks_of(numel);
   double sum = 0;

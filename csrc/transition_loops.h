@@ -1,14 +1,14 @@
 // The transition operators over a range of one sample's elements. Uses storage.h, philox.h and sums.h.
 //
-// Elements are handled in blocks that fit the first-level cache: each input is widened to float, and the arithmetic
-// runs over plain float arrays that the compiler vectorises.
+// Elements are processed in blocks that fit the L1 cache: each input is widened to float, and the compiler vectorises
+// the arithmetic over plain float arrays.
 
 namespace sage_fast::INSTRUCTION_SET {
 
 constexpr int64_t kBlock = 1024;  // elements; a multiple of 4 and of kLanes
 
-// x_next = a x + b v + c noise over [begin, end), begin a multiple of 4; returns the sum of squared residuals of the
-// values as stored.
+// Computes x_next = a x + b v + c noise over [begin, end), begin a multiple of 4. Returns the sum of squared residuals
+// of the stored, rounded values.
 double step(const StepArgs& args, int64_t begin, int64_t end) {
   float x_buffer[kBlock], v_buffer[kBlock], uncond_buffer[kBlock], mean[kBlock], next[kBlock + 4];
   const float a = args.row.a, b = args.row.b, c = args.row.c;
@@ -44,7 +44,7 @@ double step(const StepArgs& args, int64_t begin, int64_t end) {
   return sum;
 }
 
-// Sums of (x_next - a x - b v)^2, (v - v_anchor)^2 and (v - v_old)^2 over [begin, end).
+// Computes the sums of (x_next - a x - b v)^2, (v - v_anchor)^2 and (v - v_old)^2 over [begin, end).
 void score(const ScoreArgs& args, int64_t begin, int64_t end, double* sums) {
   float x_buffer[kBlock], next_buffer[kBlock], v_buffer[kBlock], other_buffer[kBlock], difference[kBlock];
   const float a = args.row.a, b = args.row.b;
@@ -65,7 +65,7 @@ void score(const ScoreArgs& args, int64_t begin, int64_t end, double* sums) {
   }
 }
 
-// dv = weight[0] (x_next - a x - b v) + weight[1] (v - v_anchor) + weight[2] (v - v_old) over [begin, end).
+// Computes dv = weight[0] (x_next - a x - b v) + weight[1] (v - v_anchor) + weight[2] (v - v_old) over [begin, end).
 void score_backward(const ScoreArgs& args, const float* weight, void* dv, int64_t begin, int64_t end) {
   float x_buffer[kBlock], next_buffer[kBlock], v_buffer[kBlock], other_buffer[kBlock], out[kBlock];
   const float a = args.row.a, b = args.row.b;

@@ -1,18 +1,18 @@
-"""What the kernels share: rows, noise in registers and the second reduction of the transitions; launch options of all.
+"""Shared by the kernels: launch options; for the transitions, rows, noise in registers and the second reduction stage.
 
-Tiles. A sample is a run of `numel` contiguous elements, cut into tiles of BLOCK elements held as
-`[BLOCK // VEC, VEC]`: a thread owns VEC neighbours and a warp 32 VEC, so that every access of an aligned sample is one
-vector instruction over an unbroken run of memory, and a Philox call (4 normals) never leaves its thread. VEC is 4
-if any tensor is fp32 and 8 if all have 16 bits, which is 16 bytes a thread for the widest tensor. A larger VEC
-would leave gaps between the threads of an fp32 access, or need a trip through shared memory to close them.
+Tiles. A sample is `numel` contiguous elements, cut into tiles of BLOCK elements held as `[BLOCK // VEC, VEC]`. A thread
+owns VEC neighbours and a warp 32 VEC. So every access of an aligned sample is one vector instruction over contiguous
+memory, and a Philox call (4 normals) stays within its thread. VEC is 4 if any tensor is fp32 and 8 if all are 16-bit:
+16 bytes per thread for the widest tensor. A larger VEC would leave gaps between the threads of an fp32 access, or need
+shared memory to close them.
 
-Alignment. Triton specialises on pointers and `numel` being multiples of 16, and ALIGNED repeats the latter for the
-masks. Where `numel` is not, samples start anywhere and the same source compiles to scalar accesses.
+Alignment. Triton specialises on pointers and `numel` that are multiples of 16; ALIGNED repeats the latter for the
+masks. If `numel` is not a multiple, samples start anywhere and the same source compiles to scalar accesses.
 
-Reductions. Up to MAX_PROGRAMS programs share a sample; each writes one partial sum and `_reduce_kernel` adds them in
-a fixed order. No atomics: two runs agree to the last bit, and as nothing depends on the batch size, a sample's
-result is the same in every batch. Multiply-adds are spelled `tl.fma`, with contraction by the compiler switched off
-(LAUNCH_OPTIONS), so that step and score round a residual alike.
+Reductions. Up to MAX_PROGRAMS programs share a sample. Each writes one partial sum, and `_reduce_kernel` adds them in a
+fixed order, without atomics: two runs agree bit for bit. Nothing depends on the batch size, so a sample's result is the
+same in every batch. Multiply-adds are explicit `tl.fma`, and the compiler may not contract others (LAUNCH_OPTIONS), so
+step and score round a residual alike.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Elements of a tile: 8 a thread. 2048 spills registers around the Philox rounds of unaligned samples."""
+"""Elements per tile: 8 per thread. 2048 spills registers around the Philox rounds of unaligned samples."""
 
 MAX_PROGRAMS = 512
-"""Programs of one sample at most; a program loops over its tiles (TILES, constant, so that one tile costs no loop),
-which spreads its fixed cost: 115 instructions against 50 an element for the step. The 480p latent (1,048,320 elements)
-has 2 tiles a program and, at batch 1, 3.9 programs for each of 132 SMs: 3 MB in flight, what 4.3 TB/s needs at 700 ns
-latency."""
+"""Maximum number of programs per sample.
+
+A program loops over its tiles, which spreads its fixed cost: for the step, 115 instructions against 50 per element.
+TILES is a constant, so a single tile costs no loop. The 480p latent (1,048,320 elements) has 2 tiles per program. At
+batch 1 that is 3.9 programs for each of 132 SMs, or 3 MB in flight: what 4.3 TB/s needs at a latency of 700 ns."""
 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 WIDE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""Where several rows are held at once: half as many values a thread. With four warps, fp32 rows of 2048 values and
-their gradients spill on sm_100."""
+"""Options of kernels that hold several rows at once: half as many values per thread. With four warps, fp32 rows of 2048
+values and their gradients spill on sm_100."""
 
 
 def _round_in_the_interpreter() -> None:
-    """fp32 to bf16 rounds to nearest even, as compiled kernels do; the interpreter of Triton 3.6 to 3.9 truncates."""
+    """Make Triton's interpreter round fp32 to bf16 to nearest even, as compiled kernels do; 3.6 to 3.9 truncate."""
     import numpy as np
     from triton.runtime import interpreter
 
@@ -62,7 +63,7 @@ if triton.knobs.runtime.interpret:
 
 @triton.jit
 def _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE: tl.constexpr):
-    """(a, b, c, w, k, m) of this sample's step, and the step. A step outside the table reads as nan, not as memory."""
+    """Load (a, b, c, w, k, m) of this sample's step, and the step. A step outside the table gives nan, never a read."""
     step = tl.load(step_ptr + sample * STEP_STRIDE)
     inside = (step >= 0) & (step < steps)
     row_ptr = coefs_ptr + step * 6
@@ -77,14 +78,16 @@ def _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE: tl.constexpr):
 
 @triton.jit
 def _tile(BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Positions 0 .. BLOCK - 1 within a tile, `[BLOCK // VEC, VEC]`."""
+    """Return positions 0 .. BLOCK - 1 within a tile, `[BLOCK // VEC, VEC]`."""
     return tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
 
 
 @triton.jit
 def _inside(inner, left, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Mask of the first `left` (int64) positions. 32-bit comparisons take half the registers; min hides from the
-    compiler that `left` is a multiple of 16 if numel is.
+    """Return the mask of the first `left` (int64) positions.
+
+    32-bit comparisons take half the registers. If numel is a multiple of 16, so is `left`; the minimum hides that from
+    the compiler.
     """
     left = tl.minimum(left, BLOCK).to(tl.int32)
     if ALIGNED:
@@ -93,20 +96,20 @@ def _inside(inner, left, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, at, inner, mask):
-    """Elements at + inner in fp32, 0 where masked."""
-    return tl.load(ptr + at + inner, mask=mask, other=0.0).to(tl.float32)
+def _load(ptr, start, inner, mask):
+    """Load elements start + inner as fp32, 0 where masked."""
+    return tl.load(ptr + start + inner, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _mean(a, b, x, v):
-    """a x + b v, rounded alike by step and score."""
+    """Return a x + b v, rounded alike by step and score."""
     return tl.fma(b, v, a * x)
 
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Ten rounds of Philox4x32: tl.philox, but with one 64-bit product for two of 32 bits (half the multiplies)."""
+    """Run ten rounds of Philox4x32: tl.philox with one 64-bit product for two 32-bit ones: half the multiplies."""
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
@@ -121,16 +124,16 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _uniform(word):
-    """(w >> 8) 2^-24 + 2^-25 in fp32."""
+    """Return (w >> 8) 2^-24 + 2^-25 in fp32."""
     return tl.fma((word >> 8).to(tl.float32), 2.0**-24, 2.0**-25)
 
 
 @triton.jit
 def _minus_2_log(u):
-    """-2 ln u for u in [2^-25, 1], to 1.1 units in the last place and never negative.
+    """Return -2 ln u for u in [2^-25, 1], to 1.1 units in the last place and never negative.
 
-    tl.log spends a third of its instructions on arguments that cannot occur here. With u = 2^e (1 + f), 2/3 <= 1 + f <
-    4/3: -2 ln u = -2 e ln 2 - 2 f + f^2 p(f), p minimax (relative error 2.6e-8).
+    tl.log spends a third of its instructions on arguments that cannot occur here. With u = 2^e (1 + f) and
+    2/3 <= 1 + f < 4/3, -2 ln u = -2 e ln 2 - 2 f + f^2 p(f), with p minimax (relative error 2.6e-8).
     """
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F2AAAAB) & -0x800000  # e 2^23
@@ -148,11 +151,11 @@ def _minus_2_log(u):
 
 @triton.jit
 def _box_muller(u_radius, u_angle):
-    """sqrt(-2 ln u_radius) times cos(2 pi u_angle) and sin(2 pi u_angle).
+    """Return sqrt(-2 ln u_radius) times cos(2 pi u_angle) and sin(2 pi u_angle).
 
-    tl.cos and tl.sin cost several times as much. t = u - 1/2 is exact, cos(2 pi u) = (t^2 - 1/16) q(t^2) and
-    sin(2 pi u) = t (t^2 - 1/4) p(t^2) with the zeros factored out, p and q minimax. Over all 2^24 angles the error
-    at radius 1 is at most 2.6e-7, against 3.8e-7 for the exact cosine of 2 pi u rounded to fp32.
+    tl.cos and tl.sin cost several times as much. t = u - 1/2 is exact. With the zeros factored out and minimax p and q,
+    cos(2 pi u) = (t^2 - 1/16) q(t^2) and sin(2 pi u) = t (t^2 - 1/4) p(t^2). At radius 1 the error over all 2^24 angles
+    is at most 2.6e-7, against 3.8e-7 for the exact cosine of 2 pi u rounded to fp32.
     """
     t = u_angle - 0.5
     z = t * t
@@ -172,7 +175,7 @@ def _box_muller(u_radius, u_angle):
 
 @triton.jit
 def _normal4(seed, step, block_lo, block_hi):
-    """Normals of the Philox blocks block_lo `[N]`, as `[N, 4]`; stream 0."""
+    """Return the normals `[N, 4]` of Philox blocks block_lo `[N]`, in stream 0."""
     zero = tl.zeros_like(block_lo)
     hi, step = zero + block_hi, zero + step.to(tl.uint32)
     w0, w1, w2, w3 = _philox(block_lo, hi, step, zero, seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
@@ -183,8 +186,10 @@ def _normal4(seed, step, block_lo, block_hi):
 
 @triton.jit
 def _noise(seed, step, first, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Noise of elements first .. first + BLOCK - 1 of a sample, `[BLOCK // VEC, VEC]`, as sage_fast/ops/philox.py
-    defines it. `first` (int64) is a multiple of BLOCK, so the low word of the counter never carries within a tile.
+    """Return the noise `[BLOCK // VEC, VEC]` of elements first .. first + BLOCK - 1 of a sample.
+
+    sage_fast/ops/philox.py is the specification. `first` (int64) is a multiple of BLOCK, so the low word of the counter
+    never carries within a tile.
     """
     lo = ((first >> 2) & 0xFFFFFFFF).to(tl.uint32)
     hi = (first >> 34).to(tl.uint32)
@@ -214,7 +219,7 @@ def _reduce_kernel(
     STEP_STRIDE: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """Second stage: partial sums `[B, OUTPUTS, programs]` to logp (and both KLs if OUTPUTS is 3), `[B]`."""
+    """Reduce partial sums `[B, OUTPUTS, programs]` to logp `[B]`, and to both KLs `[B]` if OUTPUTS is 3."""
     sample = tl.program_id(0).to(tl.int64)
     _, _, _, w, k, m, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
     column = tl.arange(0, PARTIALS)
@@ -230,24 +235,24 @@ def _reduce_kernel(
 
 
 def split(numel: int) -> tuple[int, int]:
-    """(programs, tiles a program) of a sample: as few tiles each as MAX_PROGRAMS allows, then as few programs."""
+    """Return (programs, tiles per program) of a sample: the fewest tiles that MAX_PROGRAMS allows, then programs."""
     tiles = -(-numel // BLOCK)
     share = max(1, -(-tiles // MAX_PROGRAMS))
     return -(-tiles // share), share
 
 
 def vec(*tensors: Tensor | None) -> int:
-    """VEC (see above) for these tensors."""
+    """Return VEC (see the module's docstring) for these tensors."""
     return 8 if all(tensor.element_size() == 2 for tensor in tensors if tensor is not None) else 4
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:
-    """The kernels read flat samples: anything else is copied first (one read and one write more)."""
+    """Return the tensors as contiguous ones, which the kernels need; a copy costs one more read and write."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def reduce(partial: Tensor, coefs: Tensor, step: Tensor, numel: int) -> list[Tensor]:
-    """Launch the second stage: partial sums `[B, outputs, programs]` to `outputs` results `[B]`."""
+    """Launch the second reduction stage: partial sums `[B, outputs, programs]` to `outputs` results `[B]`."""
     batch, outputs, count = partial.shape
     results = [torch.empty(batch, dtype=torch.float32, device=partial.device) for _ in range(outputs)]
     _reduce_kernel[(batch,)](
@@ -268,17 +273,17 @@ def reduce(partial: Tensor, coefs: Tensor, step: Tensor, numel: int) -> list[Ten
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two from `n` >= 1 on. triton.next_power_of_2 takes 12 us, twice in a launcher of 40 to 50."""
+    """Smallest power of two >= `n` >= 1. triton.next_power_of_2 takes 12 us, twice in a launch of 40 to 50 us."""
     return 1 << (n - 1).bit_length()
 
 
 def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
-    """(programs, rows of each, a power of two) of a sample for the normalisations.
+    """Return (programs, rows per program) of a sample for the normalisations.
 
-    Where every program leaves partial sums they are at most MAX_PROGRAMS over the batch; else a program has one row, or
-    a few if there are many times more rows than a GPU holds programs, to read scale and shift less often. A power
-    of two, since the kernels are compiled for it.
+    With partial `sums`, the batch has at most MAX_PROGRAMS programs, or one per sample. Otherwise a program has one
+    row, or a few if there are many times more rows than a GPU holds programs, which reads scale and shift less often.
+    Rows per program is a power of two, since the kernels are compiled for it.
     """
-    most = max(MAX_PROGRAMS // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
-    each = power_of_2(max(-(-rows // most), 1))
-    return -(-rows // each), each
+    limit = max(MAX_PROGRAMS // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
+    per_program = power_of_2(max(-(-rows // limit), 1))
+    return -(-rows // per_program), per_program

@@ -1,8 +1,8 @@
-"""A gated residual and the LayerNorm and AdaLN that read it on the GPU, a row of d values at a time in registers.
+"""Gated residual with LayerNorm and AdaLN on the GPU, one row of d values in registers at a time.
 
-x, y `[B, S, d]`; gate, scale, shift `[B, d]` with any stride between rows, 0 included; the second result has room on
-the right of each row. Forward: x and y read, the sum and the result written once. Backward (kernels/norm_modulate.py):
-both gradients and the sum read, dx and dy written; with trained modulation y is read as well.
+x, y `[B, S, d]`; gate, scale, shift `[B, d]` with any stride between rows, 0 included. The second result has room on
+the right of each row. The forward reads x and y once, and writes the sum and the result once. The backward
+(kernels/norm_modulate.py) reads both gradients and the sum, and y if the modulation is trained; it writes dx and dy.
 `sage_fast.ops.gated_norm` is the specification.
 """
 
@@ -35,7 +35,7 @@ def _gated_norm_fwd_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid `(B, programs)`; program p does the ROWS rows from p ROWS on."""
+    """Compute the sum and its normalised rows. Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1."""
     sample = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     column = tl.arange(0, WIDTH)
@@ -46,26 +46,26 @@ def _gated_norm_fwd_kernel(
     for turn in range(ROWS):
         row = first + turn
         inside = column < tl.where(row < rows, width, 0)
-        at = (sample * rows + row) * width + column
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        index = (sample * rows + row) * width + column
+        x = tl.load(x_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + index, mask=inside, other=0.0).to(tl.float32)
         total = tl.fma(gate, y, x).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + at, total, mask=inside)
+        tl.store(sum_ptr + index, total, mask=inside)
         normed, _ = _normed(total.to(tl.float32), mask, width, eps)
-        out_at = out_ptr + (sample * rows + row) * out_width + column
-        tl.store(out_at, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
+        out_ptrs = out_ptr + (sample * rows + row) * out_width + column
+        tl.store(out_ptrs, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def gated_norm(
     x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward; arguments as `sage_fast::gated_norm`. What is not contiguous is copied first."""
+    """Launch the forward; arguments as `sage_fast::gated_norm`. Copies inputs that are not contiguous."""
     x, y, gate, scale, shift = x.contiguous(), y.contiguous(), _rows(gate), _rows(scale), _rows(shift)
     batch, rows, width = x.shape
     total, out = torch.empty_like(x), x.new_empty(batch, rows, width + room)
     if x.numel() == 0:
         return total, out
-    programs, each = rows_of_programs(rows, batch)
+    programs, per_program = rows_of_programs(rows, batch)
     with torch.cuda.device_of(x):
         _gated_norm_fwd_kernel[(batch, programs)](
             x,
@@ -82,7 +82,7 @@ def gated_norm(
             scale.stride(0),
             shift.stride(0),
             eps,
-            ROWS=each,
+            ROWS=per_program,
             WIDTH=power_of_2(width),
             **WIDE_OPTIONS,
         )

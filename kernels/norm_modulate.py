@@ -1,10 +1,10 @@
-"""LayerNorm and AdaLN's scale and shift on the GPU, a row of d values at a time in registers.
+"""LayerNorm and AdaLN's scale and shift on the GPU, one row of d values in registers at a time.
 
-x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results and gradients `[B, S, d]`, the
-result and its gradient with room on the right of each row and spare rows below each sample's. Forward: x read and
-the result written once. Backward: gradient, x and the residual's gradient read, dx written; the sums for scale and
-shift, if wanted, are kept in registers over a program's rows and added in a second stage, without atomics. The backward
-of `gated_norm` is the same kernel. `sage_fast.ops.norm_modulate` is the specification.
+x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results and gradients `[B, S, d]`. The
+result and its gradient have room on the right of each row and spare rows below each sample. The forward reads x once
+and writes the result once. The backward reads the gradient, x and the residual's gradient, and writes dx. The sums for
+scale and shift, if wanted, stay in registers over a program's rows; a second stage adds them, without atomics.
+`gated_norm` uses the same backward kernel. `sage_fast.ops.norm_modulate` is the specification.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @triton.jit
 def _normed(x, mask, width, eps):
-    """(x - mean) / std, 0 where masked, and 1 / std."""
+    """Return (x - mean) / std, 0 where masked, and 1 / std."""
     mean = tl.sum(x) / width
     centered = tl.where(mask, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centered * centered) / width + eps)
@@ -41,7 +41,7 @@ def _norm_modulate_fwd_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid `(B, programs)`; program p does the ROWS rows from p ROWS on."""
+    """Compute normalised rows. Grid `(B, programs)`: program p has rows p ROWS .. (p + 1) ROWS - 1."""
     sample = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     column = tl.arange(0, WIDTH)
@@ -53,8 +53,8 @@ def _norm_modulate_fwd_kernel(
         inside = column < tl.where(row < rows, width, 0)
         x = tl.load(x_ptr + (sample * rows + row) * width + column, mask=inside, other=0.0).to(tl.float32)
         normed, _ = _normed(x, mask, width, eps)
-        out_at = out_ptr + (sample * out_rows + row) * out_width + column
-        tl.store(out_at, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
+        out_ptrs = out_ptr + (sample * out_rows + row) * out_width + column
+        tl.store(out_ptrs, tl.fma(normed, gain, offset).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -81,8 +81,10 @@ def _norm_modulate_bwd_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dx, plus the residual's gradient with RESIDUAL; with GATED also dy = gate dx. With MODULATION this program's sums
-    for scale, shift and, with GATED, gate, partial `[B, programs, 2 or 3, width]`.
+    """Compute dx, plus the residual's gradient with RESIDUAL, and dy = gate dx with GATED. Grid `(B, programs)`.
+
+    With MODULATION, also store this program's sums for scale, shift and, with GATED, gate: partial
+    `[B, programs, 2 or 3, width]`.
     """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
@@ -97,10 +99,10 @@ def _norm_modulate_bwd_kernel(
     for turn in range(ROWS):
         row = program * ROWS + turn
         inside = column < tl.where(row < rows, width, 0)
-        at = (sample * rows + row) * width + column
-        grad_at = (sample * grad_rows + row) * grad_width + column
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + grad_at, mask=inside, other=0.0).to(tl.float32)
+        index = (sample * rows + row) * width + column
+        grad_index = (sample * grad_rows + row) * grad_width + column
+        x = tl.load(x_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + grad_index, mask=inside, other=0.0).to(tl.float32)
         normed, rstd = _normed(x, mask, width, eps)
         if MODULATION:
             dscale = tl.fma(grad, normed, dscale)
@@ -110,13 +112,13 @@ def _norm_modulate_bwd_kernel(
         slope = tl.sum(inner * normed) / width
         dx = rstd * (inner - mean - normed * slope)
         if RESIDUAL:
-            dx += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            dx += tl.load(residual_ptr + index, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            tl.store(dy_ptr + at, (gate * dx).to(dy_ptr.dtype.element_ty), mask=inside)
+            tl.store(dy_ptr + index, (gate * dx).to(dy_ptr.dtype.element_ty), mask=inside)
             if MODULATION:
-                y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                y = tl.load(y_ptr + index, mask=inside, other=0.0).to(tl.float32)
                 dgate = tl.fma(tl.where(inside, dx, 0.0), y, dgate)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + index, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if MODULATION:
         sums: tl.constexpr = 3 if GATED else 2
         out = partial_ptr + (sample * tl.num_programs(1) + program) * sums * width + column
@@ -131,7 +133,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0, spare: int = 0) -> Tensor:
-    """Launch the forward; arguments as `sage_fast::norm_modulate`. An x that is not contiguous is copied first."""
+    """Launch the forward; arguments as `sage_fast::norm_modulate`. Copies an x that is not contiguous."""
     x, scale, shift = x.contiguous(), _rows(scale), _rows(shift)
     batch, rows, width = x.shape
     out = x.new_empty(batch, rows + spare, width + room)
@@ -139,7 +141,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int
         out[:, rows:].zero_()
     if x.numel() == 0:
         return out
-    programs, each = rows_of_programs(rows, batch)
+    programs, per_program = rows_of_programs(rows, batch)
     with torch.cuda.device_of(x):
         _norm_modulate_fwd_kernel[(batch, programs)](
             x,
@@ -153,7 +155,7 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int
             scale.stride(0),
             shift.stride(0),
             eps,
-            ROWS=each,
+            ROWS=per_program,
             WIDTH=power_of_2(width),
             **LAUNCH_OPTIONS,
         )
@@ -178,14 +180,17 @@ def launch_backward(
     gate: Tensor | None = None,
     y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """dx; with a gate dy; and the sums for scale, shift and, with a gate, gate."""
+    """Launch the backward of `norm_modulate` or, with a gate, of `gated_norm`.
+
+    Returns dx; dy, or None without a gate; and the sums for scale, shift and, with a gate, gate.
+    """
     grad, x, scale = grad.contiguous(), x.contiguous(), _rows(scale)
     residual, y = (None if tensor is None else tensor.contiguous() for tensor in (residual, y))
     gate = None if gate is None else _rows(gate)
     batch, rows, width = x.shape
     dx = torch.empty_like(x)
     dy = torch.empty_like(x) if gate is not None else None
-    programs, each = rows_of_programs(rows, batch, sums=modulation)
+    programs, per_program = rows_of_programs(rows, batch, sums=modulation)
     count = 2 if gate is None else 3
     partial = torch.empty(batch if modulation else 0, programs, count, width, dtype=torch.float32, device=x.device)
     if x.numel() > 0:
@@ -210,7 +215,7 @@ def launch_backward(
                 MODULATION=modulation,
                 RESIDUAL=residual is not None,
                 GATED=gate is not None,
-                ROWS=each,
+                ROWS=per_program,
                 WIDTH=power_of_2(width),
                 **WIDE_OPTIONS,
             )

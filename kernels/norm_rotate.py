@@ -1,9 +1,9 @@
-"""RMSNorm of every head of queries and keys, and rotary embedding of the video tokens on the GPU.
+"""RMSNorm of every head of queries and keys, and rotary embedding of the video tokens, on the GPU.
 
-joint `[B, N + L, 3, H, D]`, contiguous like the results; the incoming gradients `[B, N + L, H, D]` with any strides but
-the last. A program holds all heads of a token, `[H, D]`, in registers, queries and then keys; a thread owns both
-channels of a pair, so that a rotation stays within it. Each element is read and written once; the forward leaves the
-values alone, the backward puts their gradient beside the others. `sage_fast.ops.norm_rotate` is the specification.
+joint `[B, N + L, 3, H, D]` and the results are contiguous. The incoming gradients `[B, N + L, H, D]` may have any
+strides but the last. A program holds all heads of a token, `[H, D]`, in registers: first queries, then keys. A thread
+owns both channels of a pair, so a rotation stays within it. Each element is read and written once. The forward does not
+touch the values; the backward copies their gradient into d_joint. `sage_fast.ops.norm_rotate` is the specification.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 
 @triton.jit
-def _heads(ptr, at, head_stride, heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """`[HEADS, WIDTH]` in fp32, 0 where masked."""
+def _heads(ptr, start, head_stride, heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load all heads of a token, `[HEADS, WIDTH]` in fp32, 0 where masked."""
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
     mask = (head < heads) & (column < width)
-    return tl.load(ptr + at + head * head_stride + column, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + start + head * head_stride + column, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_heads(ptr, at, values, heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+def _store_heads(ptr, start, values, heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
     mask = (head < heads) & (column < width)
-    tl.store(ptr + at + head * width + column, values.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + start + head * width + column, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -43,12 +43,12 @@ def _rstd(x, width, eps):
 
 @triton.jit
 def _rotated(y, rotary_ptr, token, width, sign, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """(a, b) -> (a cos - b sin, a sin + b cos); turned back where `sign` is -1."""
+    """Rotate pairs: (a, b) -> (a cos - b sin, a sin + b cos); `sign` -1 rotates back."""
     pair = tl.arange(0, WIDTH // 2)
-    at = rotary_ptr + token * width + 2 * pair
+    start = rotary_ptr + token * width + 2 * pair
     mask = 2 * pair < width
-    cos = tl.load(at, mask=mask, other=1.0)[None, :]
-    sin = sign * tl.load(at + 1, mask=mask, other=0.0)[None, :]
+    cos = tl.load(start, mask=mask, other=1.0)[None, :]
+    sin = sign * tl.load(start + 1, mask=mask, other=0.0)[None, :]
     a, b = tl.split(tl.reshape(y, [HEADS, WIDTH // 2, 2]))
     return tl.reshape(tl.join(a * cos - b * sin, tl.fma(b, cos, a * sin)), [HEADS, WIDTH])
 
@@ -71,14 +71,17 @@ def _norm_rotate_fwd_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid `(tokens, B)`: only the first dimension may pass 65,535, and 720p has 75,600 tokens."""
+    """Normalise and rotate the queries and keys of one token.
+
+    Grid `(tokens, B)`: only the first dimension may exceed 65,535, and 720p has 75,600 tokens.
+    """
     token = tl.program_id(0).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)
     index = sample * tokens + token
     for part in tl.static_range(2):
         out_ptr = query_ptr if part == 0 else key_ptr
-        at = (3 * index + part) * heads * width
-        x = _heads(joint_ptr, at, width, heads, width, HEADS, WIDTH)
+        start = (3 * index + part) * heads * width
+        x = _heads(joint_ptr, start, width, heads, width, HEADS, WIDTH)
         normed = x * _rstd(x, width, eps)
         if token < video_tokens:
             weight = _weight(video_query_ptr if part == 0 else video_key_ptr, width, WIDTH)
@@ -112,43 +115,45 @@ def _norm_rotate_bwd_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Of this program's TOKENS tokens the gradient of queries (PART 0) or keys (PART 1), which need fewer registers one
-    after the other. With WEIGHTS also its sums for both weights, partial `[B, programs, 2, D]`.
+    """Compute the gradient of the queries (PART 0) or keys (PART 1) of TOKENS tokens. Grid `(B, programs)`.
+
+    One part per launch needs fewer registers. With WEIGHTS, also store this program's sums for both weights: partial
+    `[B, programs, 2, D]`.
     """
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, WIDTH)
-    of_video = tl.zeros([WIDTH], tl.float32)
-    of_text = tl.zeros([WIDTH], tl.float32)
+    video_sum = tl.zeros([WIDTH], tl.float32)
+    text_sum = tl.zeros([WIDTH], tl.float32)
     row = heads * width
     for turn in range(TOKENS):
         token = program * TOKENS + turn
         if token < tokens:
             first = 3 * (sample * tokens + token) * row
-            at = sample * grad_batch_stride + token * grad_token_stride
-            grad = _heads(grad_ptr, at, grad_head_stride, heads, width, HEADS, WIDTH)
+            start = sample * grad_batch_stride + token * grad_token_stride
+            grad = _heads(grad_ptr, start, grad_head_stride, heads, width, HEADS, WIDTH)
             x = _heads(joint_ptr, first + PART * row, width, heads, width, HEADS, WIDTH)
             rstd = _rstd(x, width, eps)
             normed = x * rstd
             if token < video_tokens:
                 grad = _rotated(grad, rotary_ptr, token, width, -1.0, HEADS, WIDTH)
                 if WEIGHTS:
-                    of_video += tl.sum(grad * normed, axis=0)
+                    video_sum += tl.sum(grad * normed, axis=0)
                 inner = grad * _weight(video_weight_ptr, width, WIDTH)[None, :]
                 slope = tl.sum(inner * normed, axis=1)[:, None] / width
                 dx = rstd * (inner - normed * slope)
                 _store_heads(d_joint_ptr, first + PART * row, dx, heads, width, HEADS, WIDTH)
             else:
                 if WEIGHTS:
-                    of_text += tl.sum(grad * normed, axis=0)
+                    text_sum += tl.sum(grad * normed, axis=0)
                 inner = grad * _weight(text_weight_ptr, width, WIDTH)[None, :]
                 slope = tl.sum(inner * normed, axis=1)[:, None] / width
                 dx = rstd * (inner - normed * slope)
                 _store_heads(d_joint_ptr, first + PART * row, dx, heads, width, HEADS, WIDTH)
     if WEIGHTS:
         out = partial_ptr + (sample * tl.num_programs(1) + program) * 2 * width + column
-        tl.store(out, of_video, mask=column < width)
-        tl.store(out + width, of_text, mask=column < width)
+        tl.store(out, video_sum, mask=column < width)
+        tl.store(out + width, text_sum, mask=column < width)
 
 
 def _neighbours(tensor: Tensor) -> Tensor:
@@ -207,18 +212,18 @@ def norm_rotate_backward(
     batch, tokens, _, heads, width = joint.shape
     d_joint = torch.empty_like(joint)
     d_joint[:, :, 2] = grad_value
-    programs, each = rows_of_programs(tokens, batch, sums=weights)
+    programs, per_program = rows_of_programs(tokens, batch, sums=weights)
     size = (2, batch if weights else 0, programs, 2, width)
     partial = torch.empty(size, dtype=torch.float32, device=joint.device)
     if joint.numel() == 0:
         partial.zero_()
-    for part, (grad, *weights_of) in enumerate(parts if joint.numel() else ()):
+    for part, (grad, *part_weights) in enumerate(parts if joint.numel() else ()):
         grad = _neighbours(grad)
         with torch.cuda.device_of(joint):
             _norm_rotate_bwd_kernel[(batch, programs)](
                 grad,
                 joint,
-                *(weight.contiguous() for weight in weights_of),
+                *(weight.contiguous() for weight in part_weights),
                 rotary,
                 d_joint,
                 partial[part],
@@ -230,7 +235,7 @@ def norm_rotate_backward(
                 eps,
                 PART=part,
                 WEIGHTS=weights,
-                TOKENS=each,
+                TOKENS=per_program,
                 HEADS=power_of_2(heads),
                 WIDTH=power_of_2(width),
                 **WIDE_OPTIONS,

@@ -1,4 +1,4 @@
-"""Score a stored transition on the GPU: log-prob and both KLs in one pass, and their gradient in v in another.
+"""Score a stored transition on the GPU: log-prob and both KLs in one pass, the gradient in v in another.
 
     logp      = w mean((x_next - a x - b v)^2) + k
     kl_anchor = m mean((v - v_anchor)^2)
@@ -7,8 +7,8 @@
 
 x, x_next, v, v_anchor, v_old `[B, ...]` flattened to `[B, numel]`, numel = D; coefs `[T, 6]`; step `[]` or `[B]`;
 results and their gradients `[B]`. Bytes per element with fp32 x and x_next and bf16 velocities: forward 12, backward 14
-(with v_anchor, without v_old). Nothing of latent size is stored but dv. `sage_fast.ops.transition_score` is the
-specification.
+(with v_anchor, without v_old). dv is the only tensor of latent size that is written. `sage_fast.ops.transition_score`
+is the specification.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _transition_score_fwd_kernel(
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Three sums of squares over this program's tiles. Grid `(B, programs)`."""
+    """Store three sums of squares over this program's tiles. Grid `(B, programs)`."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     a, b, _, _, _, _, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
@@ -63,16 +63,16 @@ def _transition_score_fwd_kernel(
     total_old = tl.zeros([BLOCK // VEC, VEC], tl.float32)
     for turn in range(TILES):
         first = (program + turn * programs) * BLOCK
-        at = sample * numel + first
+        start = sample * numel + first
         mask = _inside(inner, numel - first, ALIGNED, BLOCK)  # masked elements load as 0 and add 0 to each sum
-        v = _load(v_ptr, at, inner, mask)
-        residual = _load(x_next_ptr, at, inner, mask) - _mean(a, b, _load(x_ptr, at, inner, mask), v)
+        v = _load(v_ptr, start, inner, mask)
+        residual = _load(x_next_ptr, start, inner, mask) - _mean(a, b, _load(x_ptr, start, inner, mask), v)
         total = tl.fma(residual, residual, total)
         if HAS_ANCHOR:
-            difference = v - _load(v_anchor_ptr, at, inner, mask)
+            difference = v - _load(v_anchor_ptr, start, inner, mask)
             total_anchor = tl.fma(difference, difference, total_anchor)
         if HAS_OLD:
-            difference = v - _load(v_old_ptr, at, inner, mask)
+            difference = v - _load(v_old_ptr, start, inner, mask)
             total_old = tl.fma(difference, difference, total_old)
     out_ptr = partial_ptr + sample * 3 * programs + program
     tl.store(out_ptr, tl.sum(total))
@@ -105,25 +105,25 @@ def _transition_score_bwd_kernel(
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """dv of this program's tiles. Grid `(B, programs)`."""
+    """Compute dv for this program's tiles. Grid `(B, programs)`."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     a, b, _, w, _, m, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
-    of_logp = -two_over_numel * tl.load(grad_logp_ptr + sample).to(tl.float32) * w * b
-    of_anchor = two_over_numel * tl.load(grad_kl_anchor_ptr + sample).to(tl.float32) * m
-    of_old = two_over_numel * tl.load(grad_kl_old_ptr + sample).to(tl.float32) * m
+    logp_weight = -two_over_numel * tl.load(grad_logp_ptr + sample).to(tl.float32) * w * b
+    anchor_weight = two_over_numel * tl.load(grad_kl_anchor_ptr + sample).to(tl.float32) * m
+    old_weight = two_over_numel * tl.load(grad_kl_old_ptr + sample).to(tl.float32) * m
     inner = _tile(BLOCK, VEC)
     for turn in range(TILES):
         first = (program + turn * programs) * BLOCK
-        at = sample * numel + first
+        start = sample * numel + first
         mask = _inside(inner, numel - first, ALIGNED, BLOCK)
-        v = _load(v_ptr, at, inner, mask)
-        dv = of_logp * (_load(x_next_ptr, at, inner, mask) - _mean(a, b, _load(x_ptr, at, inner, mask), v))
+        v = _load(v_ptr, start, inner, mask)
+        dv = logp_weight * (_load(x_next_ptr, start, inner, mask) - _mean(a, b, _load(x_ptr, start, inner, mask), v))
         if HAS_ANCHOR:
-            dv = tl.fma(of_anchor, v - _load(v_anchor_ptr, at, inner, mask), dv)
+            dv = tl.fma(anchor_weight, v - _load(v_anchor_ptr, start, inner, mask), dv)
         if HAS_OLD:
-            dv = tl.fma(of_old, v - _load(v_old_ptr, at, inner, mask), dv)
-        tl.store(dv_ptr + at + inner, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+            dv = tl.fma(old_weight, v - _load(v_old_ptr, start, inner, mask), dv)
+        tl.store(dv_ptr + start + inner, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
 def transition_score(
@@ -135,9 +135,9 @@ def transition_score(
     coefs: Tensor,
     step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward; arguments as `sage_fast::transition_score`. Inputs that are not contiguous are copied first.
+    """Launch the forward; arguments as `sage_fast::transition_score`. Copies inputs that are not contiguous.
 
-    A step outside the table cannot be reported without synchronising: its sample comes back as nan.
+    A step outside the table cannot be reported without synchronising; its sample comes back as nan.
     """
     x, x_next, v, v_anchor, v_old, coefs, step = contiguous(x, x_next, v, v_anchor, v_old, coefs, step)
     batch, numel = len(x), x[:1].numel()

@@ -2,12 +2,12 @@
 
     v       = v_uncond + g (v_cond - v_uncond)       with guidance, else v
     x_next  = a x + b v + c noise                    rounded to the dtype of x
-    logp    = w mean((x_next - a x - b v)^2) + k     of the value as stored
+    logp    = w mean((x_next - a x - b v)^2) + k     of the stored, rounded x_next
 
 x, v, v_uncond, x_next `[B, ...]` flattened to `[B, numel]`; coefs `[T, 6]`; step `[]` or `[B]`; seed `[B]`; logp `[B]`.
 Bytes per element with fp32 x and bf16 v: 10 (12 with guidance), and 4 per 2 tiles of partial sums. The noise never
-leaves the registers. Table, step, seed and guidance are read from device memory and the launch does not synchronise,
-so one captured CUDA graph serves every step. `sage_fast.ops.transition_step` is the specification.
+leaves the registers. The kernel reads table, step, seed and guidance from device memory and the launch does not
+synchronise, so one captured CUDA graph serves every step. `sage_fast.ops.transition_step` is the specification.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _transition_step_fwd_kernel(
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """x_next, and the sum of squared residuals of this program's tiles. Grid `(B, programs)`."""
+    """Compute x_next and the sum of squared residuals of this program's tiles. Grid `(B, programs)`."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     a, b, c, _, _, _, step = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
@@ -64,16 +64,16 @@ def _transition_step_fwd_kernel(
     total = tl.zeros([BLOCK // VEC, VEC], tl.float32)
     for turn in range(TILES):
         first = (program + turn * programs) * BLOCK
-        at = sample * numel + first
+        start = sample * numel + first
         mask = _inside(inner, numel - first, ALIGNED, BLOCK)
-        x = _load(x_ptr, at, inner, mask)
-        v = _load(v_ptr, at, inner, mask)
+        x = _load(x_ptr, start, inner, mask)
+        v = _load(v_ptr, start, inner, mask)
         if HAS_GUIDANCE:
-            v_uncond = _load(v_uncond_ptr, at, inner, mask)
+            v_uncond = _load(v_uncond_ptr, start, inner, mask)
             v = tl.fma(guidance, v - v_uncond, v_uncond)
         mean = _mean(a, b, x, v)
         x_next = tl.fma(c, _noise(seed, step, first, BLOCK, VEC), mean).to(x_next_ptr.dtype.element_ty)
-        tl.store(x_next_ptr + at + inner, x_next, mask=mask)
+        tl.store(x_next_ptr + start + inner, x_next, mask=mask)
         residual = tl.where(mask, x_next.to(tl.float32) - mean, 0.0)
         total = tl.fma(residual, residual, total)
     tl.store(partial_ptr + sample * programs + program, tl.sum(total))
@@ -88,9 +88,9 @@ def transition_step(
     step: Tensor,
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the step; arguments as `sage_fast::transition_step`. Inputs that are not contiguous are copied first.
+    """Launch the step; arguments as `sage_fast::transition_step`. Copies inputs that are not contiguous.
 
-    A step outside the table cannot be reported without synchronising: its sample comes back as nan.
+    A step outside the table cannot be reported without synchronising; its sample comes back as nan.
     """
     x, v, v_uncond, coefs, step, seed = contiguous(x, v, v_uncond, coefs, step, seed)
     batch, numel = len(x), x[:1].numel()

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Prove and measure everything that needs a GPU, on a bare machine without network (docs/gpu.md).
+# Verify and measure everything that needs a GPU, on a bare machine without network (docs/gpu.md).
 #
 #   scripts/gpu.sh [--tiny] [--seconds N] [--print] WHEELS OUT [PART...]
 #
-# WHEELS     folder of wheels of what this machine lacks; may be empty
+# WHEELS     folder with wheels of the packages that this machine lacks; may be empty
 # OUT        folder for logs, JSON and the table; later calls add to it
-# PART       by number or name, all by default; `install` comes first where it has not been done
-# --tiny     sizes that a CPU can take, for a rehearsal
+# PART       number or name, all by default; `install` runs first if it has not been done
+# --tiny     sizes that a CPU can handle, for a rehearsal
 # --seconds  end the call after N seconds: parts that do not fit are shortened or skipped
-# --print    show the commands, and run nothing
+# --print    show the commands and run nothing
 #
-# PYTHON (python3) has torch; a virtual environment that sees its packages is made in GPU_VENV, so nothing is installed
-# into it. COMMIT names the commit of a copy without .git. Each part has its time limit, and one that fails does not stop
-# the next. Parts stand in the order of their worth; all results are packed into OUT/results.tar.gz.
+# PYTHON (python3) has torch. The script makes a virtual environment in GPU_VENV that sees PYTHON's packages, so nothing
+# is installed into PYTHON itself. COMMIT names the commit of a copy without .git. Each part has a time limit, and a
+# failed part does not stop the next. Parts are in order of importance. All results are packed into OUT/results.tar.gz.
 set -u
 
 PARTS=(install doctor tests operators rollout-480p iteration demo demo-bf16 decode-480p variables ncu-step sanitizer memcheck racecheck rollout ncu-block)
@@ -33,9 +33,9 @@ while [[ ${1-} == --* ]]; do
     shift
 done
 (($# >= 2)) || fail "expected WHEELS OUT [PART...]; the parts are ${PARTS[*]}"
-[[ -d $1 ]] || fail "WHEELS '$1': no such folder; an empty one will do where nothing is missing"
-[[ ${COMMIT-} =~ ^([0-9a-f]{7,40})?$ ]] || fail "COMMIT '$COMMIT': expected a hash, as git rev-parse HEAD tells it"
-wheels=$(realpath "$1") out=$(realpath -m "$2")  # of where the command is given
+[[ -d $1 ]] || fail "WHEELS '$1': no such folder; give an empty one if nothing is missing"
+[[ ${COMMIT-} =~ ^([0-9a-f]{7,40})?$ ]] || fail "COMMIT '$COMMIT': expected a hash, as git rev-parse HEAD prints it"
+wheels=$(realpath "$1") out=$(realpath -m "$2")  # relative to the caller's directory
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 shift 2
 $print || [[ -e .git || -n ${COMMIT-} ]] || echo "no .git and no COMMIT: the results will not name their commit" >&2
@@ -48,7 +48,7 @@ for part; do
     chosen+=("$name")
 done
 py=$GPU_VENV/bin/python
-# What is installed is this checkout, at this place.
+# Whether the environment has this checkout installed, from this path.
 installed() {
     local where='import os, sage_fast; print(os.path.realpath(sage_fast.__file__))'
     [[ -x $py ]] && [[ $(cd / && "$py" -c "$where" 2> /dev/null | tail -n 1) == "$(realpath sage_fast/__init__.py)" ]]
@@ -57,7 +57,7 @@ if ! $print && [[ " ${chosen[*]} " != *" install "* ]] && ! installed; then chos
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
-# A virtual environment of its own that sees all packages of $PYTHON, even if that is one of a virtual environment.
+# Make a virtual environment that sees all packages of $PYTHON, even if $PYTHON is in a virtual environment itself.
 install_part() {
     local python=${PYTHON:-python3} pip=("$py" -m pip --disable-pip-version-check install --no-index --no-deps)
     "$python" -m venv --without-pip --clear "$GPU_VENV" || return
@@ -70,7 +70,7 @@ install_part() {
     installed && "$py" -c 'import torch, diffusers, sage_fast, sage_fast.kernels; print("torch", torch.__version__, "sees", torch.cuda.device_count(), "GPUs")'
 }
 
-# Kernels under Nsight Compute where it is installed; else the same code without.
+# Run kernels under Nsight Compute if it is installed, else without.
 ncu_part() {
     local name=$1 options code=${!3} ncu=()
     read -ra options <<< "$2"
@@ -83,7 +83,7 @@ ncu_part() {
     ((${#ncu[@]} == 0)) || ncu --import "$out/$name.ncu-rep" --page details > "$out/$name.txt"
 }
 
-# Tests under a tool of compute-sanitizer. Every tensor has an allocation of its own: its end is known.
+# Run tests under a tool of compute-sanitizer. Every tensor gets its own allocation, so accesses past its end are seen.
 sanitizer_part() {
     local tool=$1
     shift
@@ -92,7 +92,7 @@ sanitizer_part() {
         --padding 4096 --target-processes application-only --kernel-name 'regex=^_[a-z_]+_kernel$' "$py" "$@"
 }
 
-# Attention at prompts of new lengths, forward and backward, with each of two variables of PyTorch.
+# Time attention at new prompt lengths, forward and backward, without and with each of two PyTorch variables.
 variables_part() {
     local variable
     for variable in "" TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 PYTORCH_ALLOC_CONF=expandable_segments:True; do
@@ -139,7 +139,7 @@ if gpu:
     torch.cuda.nvtx.range_pop()
 print("two blocks of", tokens, "tokens")'
 
-# The command of a part, one word a line; bench and profile write their JSON into $out.
+# Print the command of a part, one word per line; bench and profile write their JSON into $out.
 command_of() {
     local sage=("$py" -m sage_fast) kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py tests/ops/test_norms.py) size=()
     $tiny && kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py -k one-element)
@@ -155,8 +155,8 @@ command_of() {
             size=(--train.iterations 3 --eval.num_prompts 8)
             $tiny && size=(--train.iterations 1 --eval.num_prompts 1 --eval.steps 2 --sampling.steps 3 --train.optimizer_steps 1
                 --train.prompts_per_iteration 1 --train.group_size 2 --eval.seeds_per_prompt 1)
-            # The gate of the log-probs asks for one batch size in rollout and training: in bfloat16 another one rounds
-            # otherwise. More updates an iteration would make it warn.
+            # In bfloat16 another batch size rounds differently, so the log-prob gate needs the same batch size in
+            # rollout and training. With more updates per iteration it would warn.
             [[ $1 == demo-bf16 ]] && size+=(--model.dtype bfloat16 --train.optimizer_steps 1 --sampling.batch_size 1
                 --train.batch_size 1)
             printf '%s\n' "${sage[@]}" train configs/demo.yaml --output "$GPU_VENV/$1" "${size[@]}"
@@ -171,14 +171,14 @@ command_of() {
             $tiny && size=(--size tiny --repetitions 1)
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout.json"
             ;;
-        rollout-480p)  # the padded forward is on the smaller rungs
+        rollout-480p)  # the padded forward is measured on the smaller rungs
             size=(--size "480p 81 frames" --repetitions 1 --part forward --part train --budget 330
                 --path stock --path eager --path compiled)
             $tiny && size=(--size tiny --repetitions 1 --part forward --part train)
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout-480p.json"
             ;;
         decode-480p)
-            # Without the stock decode, whose tensors there have more than 2^31 elements: it may end in an error after
+            # Without the stock decode: its tensors have more than 2^31 elements here, and it may end in an error after
             # which nothing runs.
             size=(--size "480p 81 frames" --budget 140)
             $tiny && size=(--size tiny)
@@ -186,18 +186,18 @@ command_of() {
                 --path "channels last" --json "$out/decode-480p.json"
             ;;
         iteration)
-            # The gate of the log-probs has a part of its own (demo): here it would end what is to be timed.
+            # The log-prob gate is checked by `demo`; here it could stop the run that is timed.
             size=(configs/hunyuanvideo15-480p.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3
                 --train.group_size 2 --train.parity_gate false)
             $tiny && size=(configs/demo.yaml --sampling.steps 3 --train.group_size 2 --train.optimizer_steps 1)
-            # Made-up prompts, and a reward of the pixels: neither is what is measured.
+            # Made-up prompts and a reward on pixels: neither is measured.
             printf '%s\n' "${sage[@]}" profile "${size[@]}" --train.prompts_per_iteration 1 --data.prompts testbed:train \
                 --data.eval_prompts testbed:heldout --reward.name sage_fast.configs.my_rewards:MyReward --reward.args "{}" \
                 --reward.weights "{color: 1, steady: 1}" --objective.drop_equal_groups false \
                 --data.embedding_cache "$GPU_VENV/embeddings" --folder "$out/iteration"
             ;;
         variables) printf '%s\n' variables_part ;;
-        # Of Triton's sanitizers, ConSan is in 3.6; with it, integers that overflow are an error.
+        # ConSan is the Triton sanitizer available in 3.6; it also makes integer overflow an error.
         sanitizer) printf '%s\n' env TRITON_INSTRUMENTATION_MODE=consan "$py" "${kernels[@]}" ;;
         memcheck | racecheck) printf '%s\n' sanitizer_part "$1" "${kernels[@]}" ;;
         ncu-step)
@@ -236,12 +236,12 @@ for part in "${chosen[@]}"; do
     fi
     ((limit > left)) && limit=$left
     mapfile -t words < <(command_of "$part")
-    case $part in  # neither is written over
+    case $part in  # these refuse to overwrite earlier results
         demo | demo-bf16 | iteration) rm -rf "${GPU_VENV:?}/$part" "${out:?}/$part" ;;
     esac
     [[ ${words[0]} == *_part ]] && words=(bash -c '"$@"' _ "${words[@]}")
     echo "$part, at most $limit s: $log"
-    # A time limit of its own, and a killed part leaves no process behind.
+    # Each part has its own time limit, and a killed part leaves no process behind.
     GPU_VENV=$GPU_VENV timeout --kill-after=10 "$limit" "${words[@]}" > "$log" 2>&1
     case $? in
         0) verdict=ok ;;
@@ -264,7 +264,7 @@ bad=0
         printf '%-14s%-11s%8s  %s\n' "$part" "$verdict" "$took" "$(grep -v '^\s*$' "$out/$part.log" | tail -n 1 | cut -c -120)"
     done
 } | tee "$out/table.txt"
-# One file to take home, the table in it.
+# Pack one file to take home, including the table.
 mapfile -t files < <(cd "$out" && find . -type f ! -name results.tar.gz -printf '%s\t%P\n' | sort -rn | cut -f 2)
 while tar -C "$out" -czf "$out/results.tar.gz" "${files[@]}" && (($(stat -c %s "$out/results.tar.gz") >= PACKED_BYTES)); do
     echo "left out of results.tar.gz, which has room for $((PACKED_BYTES / 2**20)) MiB: ${files[0]}"

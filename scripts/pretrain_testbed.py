@@ -1,9 +1,9 @@
 """Pre-train the testbed's base model, which ships in sage_fast/testbed/base: python scripts/pretrain_testbed.py FOLDER
 
-An autoencoder on rendered videos, then a flow-matching transformer on its latents. Beside them the held-out judge, a
-classifier of clips and of their corruptions.
+Trains an autoencoder on rendered videos, a flow-matching transformer on its latents, and the held-out judge, a
+classifier of clips and their corruptions.
 
-The base is under-trained on purpose.  It draws recognisable shapes that often are the wrong shape, blurred, or move the
+The base is under-trained on purpose. Its shapes are recognisable, but often the wrong ones, blurred, or moving the
 wrong way, which leaves reinforcement learning something to improve.
 """
 
@@ -47,9 +47,9 @@ def pretrain(
     """Train the autoencoder, the transformer and the judge; write `vae/`, `transformer/` and `judge/` into `folder`.
 
     Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights. A part that
-    `folder` holds already is kept; each has random numbers of its own.
+    `folder` already holds is kept; the others do not change, since each part has its own random numbers.
     """
-    folder.mkdir(parents=True, exist_ok=True)  # first, since what follows takes minutes
+    folder.mkdir(parents=True, exist_ok=True)  # fail early: training takes minutes
 
     def missing(part: str) -> bool:
         torch.manual_seed(seed)  # for the initial weights; all data comes from generators
@@ -85,13 +85,16 @@ def pretrain(
 
 
 def train_vae(seed: int, *, steps: int, decoder_steps: int, batch: int, quiet: bool) -> AutoencoderKLHunyuanVideo15:
-    """An autoencoder of rendered videos: both halves, then the decoder alone, which is cheaper and what is seen."""
+    """Train an autoencoder on rendered videos: first both halves, then the decoder alone.
+
+    Decoder steps are cheaper, and only the decoder's output is seen.
+    """
     vae = allow_batches(tiny_vae()).train()
-    # A shape covers a tenth of the frame; without a weight the autoencoder would blur it first.
+    # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it first.
     _reconstruct(vae, seed, steps=steps, batch=batch, foreground=8.0, quiet=quiet)
-    vae.half().float()  # the decoder learns to read the encoder that is stored
+    vae.half().float()  # train the decoder on the encoder as stored, in half precision
     vae.encoder.requires_grad_(False)
-    # What stays wrong is a haze over the background: most of the frame, of which each pixel weighs little.
+    # The remaining error is a haze over the background: it covers most of the frame, but each pixel weighs little.
     _reconstruct(vae, seed, steps=decoder_steps, batch=batch, foreground=3.0, quiet=quiet)
     latents = encode_prompts(vae.eval(), train_prompts(), 1, torch.Generator().manual_seed(seed))
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
@@ -101,9 +104,9 @@ def train_vae(seed: int, *, steps: int, decoder_steps: int, batch: int, quiet: b
 def _reconstruct(
     vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, batch: int, foreground: float, quiet: bool
 ) -> None:
-    """Train what requires gradients on freshly rendered videos; a pixel of a shape weighs 1 + `foreground`."""
+    """Train what requires gradients on freshly rendered videos. A pixel of a shape weighs 1 + `foreground`."""
     for weight in vae.parameters():
-        if weight.ndim == 5:  # a fifth faster with channels innermost, weights and input alike
+        if weight.ndim == 5:  # channels innermost, in weights and input, is a fifth faster
             weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     generator = torch.Generator().manual_seed(seed)
     prompts = train_prompts()
@@ -133,7 +136,7 @@ def _reconstruct(
 def encode_prompts(
     vae: AutoencoderKLHunyuanVideo15, prompts: list[str], videos_per_prompt: int, generator: torch.Generator
 ) -> Tensor:
-    """float32 [prompts, videos_per_prompt, *LATENT_SHAPE], unscaled: the posterior means of freshly rendered videos."""
+    """Return the unscaled posterior means of freshly rendered videos, float32 [prompts, videos, *LATENT_SHAPE]."""
     latents = []
     for prompt in prompts:
         videos = torch.stack([render(parse(prompt), generator) for _ in range(videos_per_prompt)])
@@ -144,7 +147,7 @@ def encode_prompts(
 def train_flow(
     latents: Tensor, generator: torch.Generator, *, steps: int, batch: int, quiet: bool
 ) -> TestbedTransformer:
-    """Flow matching on scaled latents [train prompts, videos, *LATENT_SHAPE]; returns the averaged weights."""
+    """Train by flow matching on scaled latents [train prompts, videos, *LATENT_SHAPE]; return the averaged weights."""
     model = TestbedTransformer().train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
     text = torch.stack([embed(prompt) for prompt in train_prompts()])
@@ -175,23 +178,23 @@ def train_flow(
 
 
 def train_judge(generator: torch.Generator, *, steps: int, batch: int, quiet: bool) -> JudgeNetwork:
-    """A judge of clips of all 96 captions, clean and corrupted."""
+    """Train the judge on clips of all 96 captions, clean and corrupted."""
     judge = JudgeNetwork().train()
     scenes = all_scenes()
     optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3, weight_decay=1e-2)
     for step in progress(range(steps), "judge", steps, quiet=quiet):
         _set_cosine_lr(optimizer, 2e-3, step, steps)
         chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
-        videos, clean, told = zip(*(random_clip(scene, generator) for scene in chosen))
-        told_by_attribute = {attribute: torch.tensor([row[attribute] for row in told]) for attribute in ATTRIBUTES}
-        loss = judge_loss(judge, torch.stack(videos), chosen, torch.tensor(clean), told_by_attribute)
+        videos, clean, visible = zip(*(random_clip(scene, generator) for scene in chosen))
+        visible_by_attribute = {name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES}
+        loss = judge_loss(judge, torch.stack(videos), chosen, torch.tensor(clean), visible_by_attribute)
         _update(optimizer, loss)
     speaker(quiet)(f"judge: loss {loss.detach():.3f} in the last step")
     return judge.eval()
 
 
 def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-    """The network's v [B, *LATENT_SHAPE] at latents x, noise levels sigma [B] and word vectors text [B, L, D]."""
+    """Return the model's v [B, *LATENT_SHAPE] at latents x, noise levels sigma [B] and word vectors text [B, L, D]."""
     rows = x.shape[0]
     condition_and_mask = x.new_zeros(rows, model.config.in_channels - x.shape[1], *x.shape[2:])
     output: Tensor = model(
@@ -208,7 +211,7 @@ def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) 
 
 
 def _to_vae(videos: Tensor) -> Tensor:
-    """[B, F, 3, H, W] in [0, 1] -> [B, 3, F, H, W] in [-1, 1]."""
+    """Convert [B, F, 3, H, W] in [0, 1] to [B, 3, F, H, W] in [-1, 1]."""
     return 2.0 * videos.transpose(1, 2) - 1.0
 
 

@@ -1,7 +1,8 @@
-"""A hook of mkdocs.yml: links work in the site as they stand, which is as GitHub wants them.
+"""mkdocs hook: make links that are written for GitHub work in the site.
 
-README.md is the home page, and CONTRIBUTING.md and CHANGELOG.md are pages too. Other files outside docs/ that a page
-links to (configurations, measurements) are copied into the site. What is not found stays as it is: `--strict` names it.
+README.md is the home page; CONTRIBUTING.md and CHANGELOG.md are pages too. Other files outside docs/ that a page links
+to (configurations, measurements) are copied into the site. A link to a missing file is left unchanged, and `--strict`
+reports it.
 """
 
 import re
@@ -14,17 +15,17 @@ from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).parent.parent
 OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-"""Page of the site -> its file, beside those of docs/."""
+"""Page of the site -> its file, for files outside docs/."""
 LINK = re.compile(r'(?P<before>\]\(|\b(?:src|href)=")(?P<path>[\w./-]+)')
 
 
 def source(page: str) -> str:
-    """The file of a page, from the root of the repository."""
+    """Return the file of a page, relative to the root of the repository."""
     return OUTSIDE.get(page, f"docs/{page}")
 
 
 def in_site(file: str) -> str:
-    """Where a file of the repository lies in the site."""
+    """Return the path in the site of a file of the repository."""
     return next((page for page in OUTSIDE if OUTSIDE[page] == file), file.removeprefix("docs/"))
 
 

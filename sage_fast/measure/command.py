@@ -1,4 +1,4 @@
-"""What `sage-fast bench` does with its options."""
+"""The command `sage-fast bench`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ONLY = {
     "path": ("rollout", "iteration"),
     "budget": ("rollout",),
 }
-"""option -> the benchmarks that have it."""
+"""Option -> the benchmarks that accept it."""
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure, print the table, write the JSON after every row of it; the exit status: 1 if a path failed.
+    """Measure, print the table, and write the JSON after every row. Return the exit status: 1 if a path failed.
 
     Raises:
-        UserError: an option that this benchmark does not have, or a name that it does not know.
+        UserError: the benchmark does not accept an option, or does not know a name.
     """
     if options.compile:
         from sage_fast.measure.compile_report import compile_report, format_table
@@ -66,9 +66,9 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
     if (options.what == "iteration") != bool(options.config):
         raise UserError("`bench iteration` and --config FILE go together")
-    for name, having in ONLY.items():
-        if getattr(options, name) is not None and options.what not in having:
-            raise UserError(f"--{name} goes with {' or '.join(f'`bench {what}`' for what in having)}")
+    for name, accepting in ONLY.items():
+        if getattr(options, name) is not None and options.what not in accepting:
+            raise UserError(f"--{name} goes with {' or '.join(f'`bench {what}`' for what in accepting)}")
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"--budget {options.budget:g}: expected seconds above 0")
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels, on any machine: registers, spills and access widths, no GPU needed.
+"""Registers, spills and access widths of the compiled Triton kernels; needs no GPU.
 
 rows = compile_report()
 print(format_table(rows))
@@ -17,7 +17,7 @@ from typing import Any
 
 ARCHITECTURES = (80, 90, 100)
 NORM_SIZES = "d 2048, 16 heads of 128"
-"""The published transformer."""
+"""Sizes of the published transformer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class Specialisation:
         guidance, anchor, old: which optional inputs are present.
         aligned: whether numel is a multiple of 16, as it is for every latent with 16 or 32 channels.
         numel: `i32`, `i64` (samples of 2^31 elements or more) or `1` (Triton turns an argument of 1 into a constant).
-        outputs: results of the second reduction stage, 1 for the step and 3 for the score.
+        outputs: number of results of the second reduction stage: 1 for the step, 3 for the score.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
-        residual, gated: whether the backward of the LayerNorm adds the residual's gradient, and that of a gate.
-        room: columns on the right of each row of a normalisation's result and of its gradient.
+        residual, gated: whether the LayerNorm's backward adds the residual's gradient, and computes a gate's.
+        room: columns on the right of each row of a normalisation's result and its gradient.
     """
 
     kernel: str
@@ -67,15 +67,15 @@ class Specialisation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one compilation used.
+    """Resources of one compilation.
 
     Attributes:
         kernel, specialisation: what was compiled.
         arch: compute capability times 10.
-        registers: 32-bit registers a thread.
-        spilled_bytes: stack a thread; these kernels have no local arrays and no calls, so all of it is spills.
-        shared_bytes: shared memory a program.
-        loads, stores: bytes that a thread moves with each global load and store of the code, the widest first.
+        registers: 32-bit registers per thread.
+        spilled_bytes: stack per thread; all of it is spills, since these kernels have no local arrays and no calls.
+        shared_bytes: shared memory per program.
+        loads, stores: bytes per thread of each global load and store instruction, widest first.
     """
 
     kernel: str
@@ -125,7 +125,7 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     Specialisation(kernel="_reduce_kernel", outputs=1),
     Specialisation(kernel="_reduce_kernel", outputs=3),
 )
-"""The compilations that matter; all others differ from one of these in an element type."""
+"""The compilations that matter; every other one differs from one of these only in an element type."""
 
 _TYPES = {"step_ptr": "*i64", "seed_ptr": "*i64", "steps": "i32", "programs": "i32"}
 
@@ -205,7 +205,7 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
             return "*fp32" if name in ("rotary_ptr", "partial_ptr") else f"*{s.x}"
         return "fp32" if name == "eps" else "i32"
 
-    aligned = ("_ptr", "_stride", "width")  # what Triton finds to be multiples of 16 at these sizes
+    aligned = ("_ptr", "_stride", "width")  # multiples of 16 at these sizes, which Triton detects
     unaligned = ("out_width", "grad_width") if s.room % 16 else ()
     attributes = {
         (i,): [["tt.divisibility", 16]]
@@ -218,7 +218,7 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, SHARED, ... as the cuobjdump that Triton ships reads them from the binary."""
+    """Read REG, STACK, SHARED, ... from the binary with the cuobjdump that Triton ships."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -237,11 +237,11 @@ def _widths(ptx: str, access: str) -> list[int]:
 def compile_report(
     specialisations: Iterable[Specialisation] = SPECIALISATIONS, architectures: Sequence[int] = ARCHITECTURES
 ) -> list[Row]:
-    """Compile the kernels for each architecture. About 0.5 s each; Triton caches the binaries on disk.
+    """Compile the kernels for each architecture: about 0.5 s each, cached on disk by Triton.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
-        RuntimeError: the kernels are interpreted in this process (TRITON_INTERPRET).
+        RuntimeError: this process interprets the kernels (TRITON_INTERPRET).
     """
     rows = []
     for specialisation, arch in itertools.product(specialisations, architectures):
@@ -263,14 +263,17 @@ def compile_report(
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """Accesses as `3 x 16, 2 x 4`."""
-    listed = (", ".join(f"{count} x {width}" for width, count in Counter(of).items()) for of in (row.loads, row.stores))
+    """Return the cells of a row, with accesses as `3 x 16, 2 x 4`."""
+    accesses = (
+        ", ".join(f"{count} x {width}" for width, count in Counter(widths).items())
+        for widths in (row.loads, row.stores)
+    )
     numbers = (row.registers, row.spilled_bytes, row.shared_bytes)
-    return row.kernel, row.specialisation, f"sm_{row.arch}", *map(str, numbers), *listed
+    return row.kernel, row.specialisation, f"sm_{row.arch}", *map(str, numbers), *accesses
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Format the rows as a Markdown table."""
     header = ("kernel", "specialisation", "arch", "registers", "spilled B", "shared B", "loads B", "stores B")
     cells = [header, *(_cells(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

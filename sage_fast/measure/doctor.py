@@ -1,6 +1,6 @@
-"""`sage-fast doctor`: whether this machine has what it needs, computes what it should, and as fast as it can.
+"""`sage-fast doctor`: check what this machine has installed, that it computes correctly, and how fast.
 
-Every row says ok, wrong, missing or slow, what was found, and what to do. Nothing is downloaded.
+Each row gives a verdict (ok, wrong, missing or slow), what was found, and what to do. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ OPTIONAL = {
     "wandb": ("a tracker", "pip install wandb"),
     "trackio": ("a tracker", "pip install trackio"),
 }
-"""distribution -> what it is for, how to get it; nothing is wrong without one."""
+"""Distribution -> (use, how to get it). All are optional."""
 COMPILED = {"triton": "triton", "nvtx": "nvtx", "flash-attn": "flash_attn", "xformers": "xformers.ops"}
-"""distribution -> module of those that can be installed and broken, of another torch or CUDA."""
+"""Distribution -> module, for those that may be installed but broken: built for another torch or CUDA."""
 
 
 def run(
@@ -50,16 +50,16 @@ def run(
     tell: Callable[[Check], object] = lambda check: None,
     save: Save = save_nothing,
 ) -> dict[str, Any]:
-    """All checks, on `device` or on a GPU if there is one; what `sage-fast doctor` writes as JSON.
+    """Run all checks and return what `sage-fast doctor` writes as JSON.
 
     Args:
-        device: where.
-        tell: told each check when it is done: kernels that compile for the first time take minutes, or hang.
-        save: told the result after every check.
+        device: where to run; by default a GPU if there is one.
+        tell: called with each check when it is done. The first compilation of kernels takes minutes, or hangs.
+        save: called with the result after every check.
     """
     start = time.perf_counter()
     device = device or best_device()
-    about = environment(device)  # first: after an illegal access nothing can be asked any more
+    about = environment(device)  # first: after an illegal memory access the device cannot be queried
     torch.manual_seed(0)
     checks: list[dict[str, Any]] = []
     result: dict[str, Any] = {"environment": about, "seconds": 0.0, "checks": checks}
@@ -72,17 +72,17 @@ def run(
 
 
 def _selftest(device: torch.device) -> Iterator[Check]:
-    """Imported here: without diffusers, say, the rows before it are still to be seen."""
+    """Run the self-test. The late import keeps the earlier rows if, say, diffusers is missing."""
     from sage_fast.measure import selftest
 
     yield from selftest.checks(device)
 
 
-# -- what is installed ------------------------------------------------------------------------------------------------
+# -- installed packages and tools -------------------------------------------------------------------------------------
 
 
 def packages() -> Iterator[Check]:
-    """What the package itself asks for, in the versions that it asks for, then what it can use."""
+    """Check the required packages and their versions, then the optional ones."""
     try:
         requirements = [Requirement(line) for line in importlib.metadata.requires("sage-fast") or []]
     except importlib.metadata.PackageNotFoundError:
@@ -90,8 +90,8 @@ def packages() -> Iterator[Check]:
         yield Check(
             name="sage-fast",
             verdict="wrong",
-            found="runs from a folder, and is not installed",
-            advice="pip install --no-build-isolation -e . in the checkout; the Triton kernels are not found without",
+            found="not installed: runs from a folder",
+            advice="pip install --no-build-isolation -e . in the checkout; without it the Triton kernels are not found",
         )
     for requirement in requirements:
         if requirement.marker is None:
@@ -111,7 +111,7 @@ def _required(requirement: Requirement) -> Check:
     name, version = requirement.name, _version(requirement.name)
     advice = f"pip install '{requirement}'"
     if version is None:
-        # Videos are written as animated pictures without it.
+        # Without imageio-ffmpeg, videos are written as animated pictures.
         verdict: Verdict = "missing" if name in ("imageio-ffmpeg", "argcomplete") else "wrong"
         return Check(name=name, verdict=verdict, found="not installed", advice=advice)
     if not requirement.specifier.contains(version, prereleases=True):
@@ -122,11 +122,11 @@ def _required(requirement: Requirement) -> Check:
 def _optional(name: str, use: str, advice: str) -> Check:
     version = _version(name)
     if version is None:
-        return Check(name=name, verdict="missing", found=f"not installed; it is for {use}", advice=advice)
+        return Check(name=name, verdict="missing", found=f"not installed; used for {use}", advice=advice)
     if name in COMPILED:
         try:
             importlib.import_module(COMPILED[name])
-        except Exception as error:  # a broken package raises what it likes
+        except Exception as error:  # a broken package may raise anything
             why = f"{version} is installed and cannot be imported: {in_one_line(error)}"
             return Check(
                 name=name, verdict="wrong", found=why, advice=f"pip uninstall {name}, or for this torch: {advice}"
@@ -135,7 +135,7 @@ def _optional(name: str, use: str, advice: str) -> Check:
 
 
 def tools(device: torch.device) -> Iterator[Check]:
-    """The compiler, the kernels' package, and what serves the operators on each device."""
+    """Check the compiler, the implementation of the operators on each device, the Triton kernels and the GPU."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         uses = "Triton and the C++ operators" if device.type == "cuda" else "the C++ operators"
@@ -143,15 +143,15 @@ def tools(device: torch.device) -> Iterator[Check]:
         advice = "apt install g++, or set CXX (and CC)"
         yield Check(name="C++ compiler", verdict=verdict, found=f"none; {uses} need it", advice=advice)
     else:
-        told = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-        yield Check(name="C++ compiler", verdict="ok", found=next(iter(told.splitlines()), compiler))
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+        yield Check(name="C++ compiler", verdict="ok", found=next(iter(version.splitlines()), compiler))
     for place, wanted in {torch.device("cpu"): "C++", device: {"cuda": "Triton"}.get(device.type, "C++")}.items():
         serving = implementation(place)
         right = serving == wanted
         advice = (
             ""
             if right
-            else "install the package again with torch, triton and a C++ compiler there; unset SAGE_FAST_OPS"
+            else "reinstall the package where torch, triton and a C++ compiler are available; unset SAGE_FAST_OPS"
         )
         yield Check(
             name=f"operators, {place.type}",
@@ -176,11 +176,11 @@ def tools(device: torch.device) -> Iterator[Check]:
         )
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def doctor(json: str | None = None) -> int:
-    """Print the table, write the file `json` after every row of it; the exit status: 1 if anything is wrong."""
+    """Print the table and write the file `json` after every row. Return the exit status: 1 if anything is wrong."""
     save: Save = save_nothing if json is None else functools.partial(write_json, path=Path(json))
     result = run(tell=lambda check: say(format_check(check)), save=save)
     say(format_summary(result))
@@ -188,13 +188,13 @@ def doctor(json: str | None = None) -> int:
 
 
 def format_check(check: Check) -> str:
-    """A row for a terminal; what to do stands under it."""
+    """Format a row for a terminal, with its advice on the next line."""
     advice = f"\n{'':43}-> {check.advice}" if check.advice else ""
     return f"{check.verdict:<9}{check.name:<34}{check.found}{advice}"
 
 
 def format_summary(result: Mapping[str, Any]) -> str:
-    """The lines below the rows: what machine this is, and the count of each verdict."""
+    """Format the lines below the rows: the machine, and the count of each verdict."""
     counts = {verdict: sum(check["verdict"] == verdict for check in result["checks"]) for verdict in VERDICTS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     return "\n".join(["", head_line(result["environment"]), f"{summary}, in {result['seconds']:.0f} s"])

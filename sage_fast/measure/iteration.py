@@ -1,7 +1,7 @@
-"""Whole iterations of a configuration: diffusers' forward and decode against ours, under the same trainer.
+"""Time whole iterations of a configuration: diffusers' forward and decode against ours, under the same trainer.
 
-`sage-fast bench iteration --config FILE`. On a GPU the peak of allocated memory of each phase is shown too; with both
-paths it holds both models.
+`sage-fast bench iteration --config FILE`. On a GPU it also shows the peak of allocated memory per phase, which includes
+both models if both paths run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
 
 PATHS = ("stock", "eager")
-"""diffusers' forward and decode, and ours."""
+"""`stock` is diffusers' forward and decode, `eager` is ours."""
 
 
 def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: Save = save_nothing) -> dict[str, Any]:
-    """Whole iterations of one configuration through the stock forward and decode, and through ours, interleaved.
+    """Time iterations through the stock forward and decode and through ours, interleaved.
 
     Args:
         config: validated settings.
-        rounds: iterations of each that are timed, after one that is not.
-        paths: of PATHS; both by default, which holds two models. One alone has no result to be compared with.
-        save: told the result after every round.
+        rounds: timed iterations per path, after an untimed one.
+        paths: a subset of PATHS; both by default, which holds two models. A single path is not checked against another.
+        save: called with the result after every round.
     """
     trainers = {name: _trainer(config, name) for name in paths or PATHS}
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
@@ -66,17 +66,19 @@ def _trainer(config: Config, name: str) -> Trainer:
     setup.encode(quiet=True)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
     if name == "stock":
-        trainer.graphs = None  # its forward synchronises with the host
+        trainer.graphs = None  # the stock forward synchronises with the host
     return trainer
 
 
 def _result(config: Config, device: torch.device, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians by phase of all rounds but the first."""
+    """Return the medians by phase, without the first round."""
 
     def medians(prefix: str) -> dict[str, dict[str, Any]]:
         keys = [key for key in next(iter(rows.values()))[0] if key.startswith(prefix)]
         return {
-            key.removeprefix(prefix): {name: statistics.median(row[key] for row in of[1:]) for name, of in rows.items()}
+            key.removeprefix(prefix): {
+                name: statistics.median(row[key] for row in history[1:]) for name, history in rows.items()
+            }
             for key in keys
         }
 
@@ -88,7 +90,7 @@ def _result(config: Config, device: torch.device, rows: Mapping[str, Sequence[Ma
 
 
 def format_iterations(result: Mapping[str, Any]) -> str:
-    """The table for a terminal."""
+    """Format the table for a terminal."""
     lines = [head_line(result["environment"]), "", f"{'phase':<12}{'stock':>11}{'ours':>11}{'ratio':>8}"]
     for phase, row in result["phases"].items():
         times = "".join(f"{1e3 * row[name]:>8.1f} ms" if name in row else " " * 11 for name in PATHS)

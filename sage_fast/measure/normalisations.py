@@ -1,4 +1,4 @@
-"""Contenders for the block's normalisations, forward and backward: fused, eager PyTorch, torch.compile.
+"""Benchmark contenders for the block's normalisations, forward and backward: fused, eager PyTorch, torch.compile.
 
 `pytest benchmarks/` times them.
 """
@@ -19,7 +19,7 @@ from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import joined_reference
 
 SIZES = {"testbed batch 32": (32, 80, 7, 4, 16), "8192 tokens": (1, 8000, 192, 16, 128)}
-"""name -> samples, video tokens, text tokens, heads, width of a head."""
+"""Name -> (samples, video tokens, text tokens, heads, width of a head)."""
 NAMES = ("fused", "eager", "compiled")
 
 
@@ -28,11 +28,11 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "norm_modulate": (norm_modulate, norm_modulate_reference),
     "norm_rotate": (norm_rotate, joined_reference),
 }
-"""name -> the operator and its reference."""
+"""Name -> (operator, reference)."""
 
 
 def inputs(operator: str, size: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> list[Any]:
-    """Arguments of an operator, by default of the usual type on the device; activations want gradients."""
+    """Make the arguments of an operator, by default in the device's usual dtype. Activations require gradients."""
     batch, tokens, texts, heads, width = size
     dtype = dtype or usual_dtype(device)
 
@@ -55,10 +55,10 @@ def inputs(operator: str, size: tuple[int, ...], device: torch.device, dtype: to
 
 
 def contender(operator: str, name: str, arguments: list[Any]) -> Callable[[], Any]:
-    """A function that runs the operator forward and backward once, checked against the reference first.
+    """Check the operator against the reference; return a function that runs it forward and backward once.
 
     Raises:
-        AssertionError: it differs from the reference by more than rounding.
+        AssertionError: the operator differs from the reference by more than rounding.
     """
     fused, reference = OPERATORS[operator]
     function = {"fused": fused, "eager": reference, "compiled": torch.compile(reference, dynamic=False)}[name]

@@ -1,7 +1,7 @@
-"""Measure the transition operators: against what the field runs today, against torch.compile, against a copy.
+"""Measure the transition operators against the field's eager code, torch.compile and a copy of the same bytes.
 
-Everything is timed interleaved in one process, each contender on inputs of its own that rotate past the last-level
-cache; medians with p20 and p80. A correctness gate runs first: no time is reported for a result that is wrong.
+All contenders are timed interleaved in one process. Each has its own inputs, which rotate past the last-level cache.
+The table gives medians with p20 and p80. A correctness gate runs first: a wrong result gets no time.
 `sage-fast bench` prints the table and writes JSON; `pytest benchmarks/` times single operators.
 """
 
@@ -47,23 +47,23 @@ SIZES = {
 }
 CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4")
 BAR = 0.9
-"""Share of the copy's speed that a fused operator should reach on a GPU at 720p or larger. The 480p batch of 4 fills an
-H200 1.29 times: its last wave is mostly empty."""
+"""Share of the copy's speed that a fused operator should reach on a GPU at 720p or larger. A 480p batch of 4 fills an
+H200 1.29 times, so its last wave is mostly empty."""
 GUIDED_STEP_SECONDS = 2 * 6.6e14 / H200_BF16_FLOPS
-"""Two forwards at 480p, 81 frames, at the matmul ceiling: what an operator is small beside."""
+"""Seconds of two forwards at 480p, 81 frames, at the matmul ceiling; an operator is small next to it."""
 
 STEP, STEPS, ETA = 7, 20, 0.7
 ROTATION_BYTES = 256 * 2**20
-"""What a contender reads before it meets an input again: more than the L2 of any GPU (50 MiB on an H200)."""
+"""Bytes that a contender reads before it reuses an input: more than the L2 of any GPU (50 MiB on an H200)."""
 MAX_CASES = 64
-"""Of a rotation, for sizes too small to fill it."""
+"""Maximum number of cases in a rotation; applies to small sizes."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Case:
-    """One set of inputs at a production step; x and x_next float32, velocities bfloat16, the rest small.
+    """Inputs at a production step: x and x_next float32, velocities bfloat16, the rest small.
 
-    All of it lies on one device before anything is timed: nothing can be copied there while a graph is captured.
+    All tensors are on one device before anything is timed: a graph capture cannot copy from the host.
     """
 
     x: Tensor
@@ -97,9 +97,9 @@ class Case:
         )
 
     def rotation(self, operator: str) -> list[Case]:
-        """Copies of this case in memory of their own, which together read ROTATION_BYTES.
+        """Return copies of this case in separate memory, enough that a pass over them reads ROTATION_BYTES.
 
-        Each contender is given one: inputs that another has just read would lie in the cache.
+        Each contender gets its own rotation: inputs that another has just read would be in the cache.
         """
         read = self.x.numel() * (6 if operator == "transition_step" else 12)
         tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -113,7 +113,7 @@ class Case:
 
 
 def eager_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """A Flow-GRPO step as training code spells it: scalars as broadcast tensors, one operation at a time."""
+    """Flow-GRPO step as training code usually writes it: scalars as broadcast tensors, one operation at a time."""
     v = v.float()
     sigma, sigma_next = (s.view(-1, *[1] * (x.ndim - 1)) for s in (sigma, sigma_next))
     dt = sigma_next - sigma
@@ -132,7 +132,7 @@ def eager_log_prob(x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 def eager_score(
     x: Tensor, x_next: Tensor, v: Tensor, v_anchor: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of a stored transition and its KL to the anchor, the same way."""
+    """Log-prob of a stored transition and its KL to the anchor, in the style of `eager_step`."""
     sigma, sigma_next = (s.view(-1, *[1] * (x.ndim - 1)) for s in (sigma, sigma_next))
     dt = sigma_next - sigma
     std = eta * torch.sqrt(sigma / (1 - sigma))
@@ -147,7 +147,7 @@ def eager_score(
     return eager_log_prob(x_next, mean, scale), kl.flatten()
 
 
-# -- what is compared -------------------------------------------------------------------------------------------------
+# -- the contenders ---------------------------------------------------------------------------------------------------
 
 
 def _forward_backward(score: Callable[..., tuple[Tensor, ...]], case: Case, *arguments: Any) -> Tensor:
@@ -157,10 +157,11 @@ def _forward_backward(score: Callable[..., tuple[Tensor, ...]], case: Case, *arg
 
 
 def contenders(operator: str, compiled: bool) -> dict[str, Callable[[Case], Any]]:
-    """name -> a function of a case; `copy` moves the bytes that the operator has to move."""
+    """Return name -> function of a case; `copy` moves the bytes that the operator has to move."""
 
     def copied(case: Case) -> Any:
-        # step: read x 4, v 2, write x_next 4; score: forward reads 12, backward reads 12 and writes 2.
+        # Bytes per element. Step: reads x 4 and v 2, writes x_next 4. Score: forward reads 12, backward reads 12 and
+        # writes 2.
         half_v = case.v.flatten()[: case.v.numel() // 2].clone()
         if operator == "transition_step":
             return case.x.clone(), half_v
@@ -195,12 +196,12 @@ def contenders(operator: str, compiled: bool) -> dict[str, Callable[[Case], Any]
 
 
 def bytes_moved(operator: str, numel: int) -> int:
-    """Bytes an operator has to move: step 10 per element, score forward 12 and backward 14."""
+    """Return the bytes an operator has to move: per element, step 10, score forward 12 and backward 14."""
     return numel * (10 if operator == "transition_step" else 26)
 
 
 def check(case: Case) -> None:
-    """The gate: the fused results against the float64 reference and the eager code.
+    """Correctness gate: compare the fused results with the float64 reference and the eager code.
 
     Raises:
         AssertionError: they differ by more than rounding.
@@ -222,11 +223,11 @@ def check(case: Case) -> None:
 
 
 def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequence[Case]) -> Callable[[], float]:
-    """A function that returns the seconds of one run: on the CPU of the next case, on CUDA the mean over all of them.
+    """Return a function that measures the seconds of one run: of the next case on the CPU, the mean of all on CUDA.
 
-    On CUDA one graph holds the whole rotation, since one for each case would time the launch of a kernel that takes
-    microseconds. Results stay until all are made: each is written to memory of its own, not over one that the cache
-    holds.
+    On CUDA one graph holds the whole rotation: with one graph per case, the launch would dominate a kernel of
+    microseconds. All results are kept until the end of the capture, so each has its own memory and none overwrites
+    cached lines.
     """
     if device.type != "cuda":
         rotating = itertools.cycle(cases)
@@ -252,11 +253,11 @@ def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequenc
 
 
 def measure(operator: str, shape: Sequence[int], device: torch.device, repetitions: int) -> dict[str, dict[str, float]]:
-    """name -> p20, p50, p80 in seconds, all contenders interleaved.
+    """Return name -> p20, p50 and p80 in seconds, with all contenders interleaved.
 
     Raises:
         AssertionError: a result is wrong.
-        FailOnRecompileLimitHit: torch.compile gave up, and its row would be eager.
+        FailOnRecompileLimitHit: torch.compile gave up, and its row would time eager code.
     """
     case = Case.make(shape, device)
     check(case)
@@ -269,9 +270,7 @@ def measure(operator: str, shape: Sequence[int], device: torch.device, repetitio
 
 
 def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = save_nothing) -> dict[str, Any]:
-    """Measure every operator at `sizes`; the result, which `save` is told after every row, is what `sage-fast bench`
-    writes as JSON.
-    """
+    """Measure every operator at `sizes`. Return what `sage-fast bench` writes as JSON; call `save` with it per row."""
     device = best_device()
     names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if name != "tiny"])
     rows: list[dict[str, Any]] = []
@@ -292,7 +291,7 @@ def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = 
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """The table for a terminal: medians, ratios to each contender, the share of the copy limit."""
+    """Format the table for a terminal: medians, ratios to each contender, share of the copy limit."""
     env = result["environment"]
     lines = [
         head_line(env),

@@ -1,9 +1,9 @@
-"""One iteration under a profiler: time by phase and by kernel family, model FLOPs utilisation, a Chrome trace.
+"""Profile one iteration: time by phase and by kernel family, model FLOPs utilisation, a Chrome trace.
 
     <folder>/profile.json trace.json.gz
 
-With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: one tool at a
-time can use CUPTI. FLOPs are those of measure/plan.py; the ceiling is a matrix product measured on the device.
+With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: only one tool at
+a time can use CUPTI. FLOPs come from measure/plan.py; the ceiling is a matrix product measured on the device.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
 
 COLUMNS = (*PHASES, "other")
-"""The phases, and the rest of an iteration."""
+"""The phases, and `other` for the rest of an iteration."""
 PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
-"""Phases whose FLOPs have a formula."""
+"""Phase -> part of the plan, for phases whose FLOPs have a formula."""
 
 PYTHON = "Python between operators"
 FAMILIES = {
@@ -56,12 +56,12 @@ FAMILIES = {
     r"|sin|cos|neg|abs|clamp|reciprocal|square|maximum|minimum|bitwise|logical|__|eq|ne|gt|ge|lt|le|is|where|nonzero"
     r"|masked|round|floor|rand)",
 }
-"""Family -> what the name of a CUDA kernel or of an aten operator contains; the first family that fits counts it."""
+"""Family -> pattern in the name of a CUDA kernel or an aten operator. The first family that matches counts it."""
 _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FAMILIES.items()}
 
 
 class Work(NamedTuple):
-    """A kernel on the GPU, or the self time of an operator on the CPU, in microseconds."""
+    """A GPU kernel, or the self time of a CPU operator; times in microseconds."""
 
     name: str
     start: float
@@ -70,33 +70,33 @@ class Work(NamedTuple):
 
 
 def family(name: str) -> str:
-    """The family of a kernel or operator, by its name."""
+    """Return the family of a kernel or operator, by its name."""
     return next((family for family, pattern in _PATTERNS.items() if pattern.search(name)), "other")
 
 
 def profile_iteration(
     config: Config, source: str, settings: Mapping[str, str], *, folder: Path, warmup: int, window_only: bool
 ) -> dict[str, Any]:
-    """Warm up, then measure one iteration; what it trains is thrown away.
+    """Warm up, then profile one iteration. The trained weights are discarded.
 
     Args:
         config: validated settings.
-        source: the configuration as it was given, for the printed commands.
-        settings: what was given beside it.
-        folder: where profile.json and the trace go; the embeddings of the prompts are kept there.
-        warmup: iterations before the one that is measured.
-        window_only: ranges for Nsight instead of torch.profiler, and no files.
+        source: the configuration as given on the command line, for the printed commands.
+        settings: the settings given with it.
+        folder: folder for profile.json, the trace and the prompt embeddings.
+        warmup: iterations before the measured one.
+        window_only: whether to emit ranges for Nsight instead of running torch.profiler; writes no files.
 
     Returns:
-        What profile.json holds.
+        The content of profile.json.
 
     Raises:
-        UserError: the folder holds a profile, there are several ranks, or a setting is impossible.
+        UserError: the folder already holds a profile, there are several ranks, or a setting is impossible.
     """
     device = initialize(config.timeout_minutes)
     check_trainable(config)
     if world_size() > 1:
-        raise UserError("a profile is of one rank: start it without torchrun")
+        raise UserError("a profile covers one rank: start it without torchrun")
     if not window_only and (folder / "profile.json").exists():
         raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
     with ranges("nvtx" if window_only else "torch"):
@@ -109,12 +109,12 @@ def profile_iteration(
             trainer.iteration(index)
         say("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
-        chosen = cast(Checkpointing, setup.model.checkpointing)  # by `auto`
+        chosen = cast(Checkpointing, setup.model.checkpointing)  # resolves `auto`
         run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
         expected = plan(run, setup.model.spec)
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
         if trainer.anchor_is_current:
-            flops["anchor"] = 0.0  # the rollout's own velocities serve
+            flops["anchor"] = 0.0  # the rollout's velocities are reused
         profiler = None if window_only else torch.profiler.profile()
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
@@ -145,7 +145,7 @@ def profile_iteration(
 
 
 def _window(trainer: Trainer, index: int) -> dict[str, Any]:
-    """The iteration that is measured; on CUDA it is the capture range of nsys and ncu."""
+    """Run the measured iteration; on CUDA it is the capture range of nsys and ncu."""
     cuda = torch.cuda.cudart() if trainer.device.type == "cuda" else None
     if cuda is not None:
         torch.cuda.synchronize()
@@ -159,7 +159,7 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
 
 
 def _trained_share(config: Config, row: Mapping[str, Any], samples: int) -> float:
-    """Samples that were trained: an update skips groups of equal rewards and failed rewards."""
+    """Return the share of samples that were trained: updates skip failed rewards and groups of equal rewards."""
     equal = row["reward/zero_std_groups"] if config.objective.drop_equal_groups else 0.0
     return max(0.0, 1 - equal - row["reward/dropped"] / samples)
 
@@ -170,7 +170,7 @@ def _trained_share(config: Config, row: Mapping[str, Any], samples: int) -> floa
 def phase_table(
     row: Mapping[str, Any], flops: Mapping[str, float], ceiling: float, busy: Mapping[str, float]
 ) -> dict[str, dict[str, float | None]]:
-    """phase -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s and MFU = FLOPs / seconds / ceiling; and `total`."""
+    """Return phase or `total` -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s, MFU = FLOPs / seconds / ceiling."""
     seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in PHASES}
     total = float(row["time/total"])
     seconds["other"] = total - sum(seconds.values())
@@ -190,10 +190,10 @@ def phase_table(
 
 
 def _read(events: Sequence[Any], device: torch.device) -> tuple[list[Work], list[tuple[float, str]]]:
-    """Kernels (CUDA) or operators (CPU) of a profile, and the times at which the phase changes.
+    """Return the kernels (CUDA) or operators (CPU) of a profile, and the times at which the phase changes.
 
-    The trainer waits for the device before a phase ends, so a kernel belongs to the phase in which it began, on
-    whatever stream and from whatever graph.
+    The trainer synchronises before a phase ends. So a kernel belongs to the phase in which it began, whatever its
+    stream or graph.
     """
     host = [event for event in events if event.device_type == DeviceType.CPU]
     spans = [(e.time_range.start, e.time_range.end, e.name) for e in host if e.is_user_annotation and e.name in PHASES]
@@ -209,7 +209,7 @@ def _read(events: Sequence[Any], device: torch.device) -> tuple[list[Work], list
 
 
 def phase_changes(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
-    """(start, end, phase), which may nest -> (time, innermost phase from then on), in order."""
+    """Convert spans (start, end, phase), which may nest, to sorted changes (time, innermost phase from then on)."""
     changes, stack = [], ["other"]
     edges = [(start, 1, phase) for start, _, phase in spans] + [(end, 0, phase) for _, end, phase in spans]
     for when, opens, phase in sorted(edges):
@@ -227,7 +227,7 @@ def _phase_at(changes: Sequence[tuple[float, str]], when: float) -> str:
 
 
 def family_table(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, dict[str, float]]:
-    """family -> phase -> seconds; the largest family first."""
+    """Return family -> phase -> seconds, largest family first."""
     table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLUMNS, 0.0))
     for item in work:
         table[item.family][_phase_at(changes, item.start)] += item.duration / 1e6
@@ -235,7 +235,7 @@ def family_table(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> 
 
 
 def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """phase -> seconds in which at least one kernel ran."""
+    """Return phase -> seconds in which at least one kernel ran."""
     busy, until = dict.fromkeys(COLUMNS, 0.0), 0.0
     for item in sorted(work, key=lambda item: item.start):
         end = item.start + item.duration
@@ -247,19 +247,19 @@ def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> 
 def nsight_commands(
     source: str, settings: Mapping[str, str], folder: Path, warmup: int, step: int
 ) -> dict[str, list[str]]:
-    """tool -> the command that shows it the same window; `ncu` sees one denoising step of it."""
+    """Return tool -> command that profiles the same window; `ncu` profiles one denoising step of it."""
     window = ["sage-fast", "profile", source, "--folder", str(folder), "--warmup", str(warmup), "--window-only"]
     window += [part for key, value in settings.items() for part in (f"--{key}", value)]
     nsys = ["nsys", "profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     nsys += ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-graph-trace=node", f"--output={folder / 'nsys'}"]
-    # A trailing slash says that the range is of the push and pop kind.
+    # The trailing slash marks a push/pop range.
     ncu = ["ncu", "--profile-from-start", "off", "--nvtx", "--nvtx-include", f"{DOMAIN}@step {step}/"]
     ncu += ["--export", str(folder / "ncu")]
     return {"nsys": nsys + window, "ncu": ncu + window}
 
 
 def format_profile(result: Mapping[str, Any]) -> str:
-    """The tables for a terminal, and the commands."""
+    """Format the tables for a terminal, and the commands."""
 
     def cell(value: float | None, form: str, scale: float = 1.0) -> str:
         return "" if value is None else format(value / scale, form)

@@ -1,9 +1,9 @@
 """Measure the rollout engine: forwards, steps, rollouts, training and decode against stock diffusers.
 
-`sage-fast bench rollout`. Random weights (nothing is downloaded), one model whose stock and own forwards are timed
-interleaved in one process; medians. A correctness gate runs first: no time is reported for a result that is wrong.
-On a GPU the ladder is the published 8.3 B architecture from 5 x 16 x 16 latents to 480p, 81 frames; on the CPU it is
-the testbed. Rows that no longer fit a time budget are named as not run.
+`sage-fast bench rollout`. One model with random weights (nothing is downloaded); its stock forward and ours are timed
+interleaved in one process, and the table gives medians. A correctness gate runs first: a wrong result gets no time. On
+a GPU the ladder is the published 8.3 B architecture from 5 x 16 x 16 latents to 480p, 81 frames; on the CPU it is the
+testbed. Rows that do not fit the time budget are listed as not run.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from sage_fast.measure.verdict import in_one_line
 WARM_UPS = 2
 """Calls of a contender before it is timed: one that compiles and allocates, one in steady state."""
 OUT_OF_MEMORY = "out of memory"
-"""Why a path has no time, and the one reason that is a finding rather than a fault."""
+"""The one reason for a missing time that is a finding, not a fault."""
 
 
 def measure(
     contenders: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, left: float = math.inf
 ) -> dict[str, Any]:
-    """path -> median seconds over interleaved rounds, and on a GPU the peak of allocated bytes; what failed, by why.
+    """Return the median seconds per path, the peak of allocated bytes on a GPU, the rounds, and the failures.
 
     Args:
-        contenders: functions of nothing.
-        device: they run on.
-        rounds: at most.
-        left: seconds that the row may take; there are fewer rounds, but one, where so many do not fit.
+        contenders: path -> function without arguments.
+        device: device they run on.
+        rounds: maximum number of interleaved rounds.
+        left: seconds that the row may take. If they are too few, there are fewer rounds, but at least one.
     """
     stop = time.monotonic() + left
     peak: dict[str, int] = {}
@@ -66,17 +66,17 @@ def measure(
         except torch.OutOfMemoryError:
             failed[name] = OUT_OF_MEMORY
             continue
-        except Exception as error:  # of a compiler, a kernel or a limit of one: the other paths are still to be had
+        except Exception as error:  # from a compiler or a kernel: the other paths can still be measured
             failed[name] = in_one_line(error)
             continue
         if device.type == "cuda":
             peak[name] = torch.cuda.max_memory_allocated()
         timers[name] = timer
-    fitting = (stop - time.monotonic()) / sum(of for (of,) in steady.values()) if timers else 1.0
+    fitting = (stop - time.monotonic()) / sum(seconds for (seconds,) in steady.values()) if timers else 1.0
     rounds = max(1, int(min(rounds, fitting)))
     try:
         seconds = interleaved(timers, rounds)
-    except Exception as error:  # a fault of a GPU shows later, and nothing runs after it: what was timed before stays
+    except Exception as error:  # GPU faults surface late and nothing runs after one: keep the warm-up times
         seconds, rounds = steady, 1
         failed["interleaved"] = f"only the second warm-up is timed: {in_one_line(error)}"
     return {
@@ -90,10 +90,10 @@ def measure(
 def estimate(
     rows: Sequence[Mapping[str, Any]], size: str, part: str, flops: float, paths: Collection[str], calls: int
 ) -> float:
-    """Seconds of a row with so many calls of each path, by the rows that have been measured; 0 before any has.
+    """Estimate the seconds of a row with `calls` calls of each path from the measured rows; 0 before the first.
 
-    Each path at the FLOP/s that it had in the row most like it (of the same size, else of the same part, else the
-    last), a path that is not there at those of the slowest; and the most that a row has taken beside its calls.
+    Each path runs at its FLOP/s in the most similar row: the same size, else the same part, else the latest. A path
+    missing there runs at the FLOP/s of the slowest. The largest overhead of any row is added.
     """
     timed = [row for row in rows if row["seconds"]]
     if not timed:
@@ -101,15 +101,15 @@ def estimate(
     like = max(reversed(timed), key=lambda row: (row["size"] == size, row["part"] == part))
     slowest = max(like["seconds"].values())
     work = flops / like["flops"] * sum(like["seconds"].get(path, slowest) for path in paths)
-    beside = max(row["wall_seconds"] - (WARM_UPS + row["rounds"]) * sum(row["seconds"].values()) for row in timed)
-    return calls * work + max(beside, 0.0)
+    overhead = max(row["wall_seconds"] - (WARM_UPS + row["rounds"]) * sum(row["seconds"].values()) for row in timed)
+    return calls * work + max(overhead, 0.0)
 
 
 def chosen_paths(parts: Sequence[str] | None, paths: Sequence[str] | None) -> dict[str, list[str]]:
-    """part -> the paths to measure.
+    """Return part -> paths to measure.
 
     Raises:
-        UserError: a part that is asked for has none of the paths that are.
+        UserError: a requested part has none of the requested paths.
     """
     chosen = {}
     for part in parts or PARTS:
@@ -128,15 +128,15 @@ def run(
     budget: float | None = None,
     save: Save = save_nothing,
 ) -> dict[str, Any]:
-    """Measure; the result is what `sage-fast bench rollout` writes as JSON.
+    """Measure every row. Return what `sage-fast bench rollout` writes as JSON.
 
     Args:
-        names: of sizes; the ladder of this device by default.
-        rounds: interleaved rounds of each row.
-        parts: of PARTS; all by default.
-        paths: of PATHS; all by default.
-        budget: seconds for all of it, none by default. Rows that do not fit into what is left of it are not run.
-        save: told the result after every row.
+        names: names of sizes; by default the ladder of this device.
+        rounds: interleaved rounds per row.
+        parts: a subset of PARTS; all by default.
+        paths: a subset of PATHS; all by default.
+        budget: seconds for the whole benchmark; no limit by default. Rows that do not fit the rest are not run.
+        save: called with the result after every row.
     """
     clock = Budget(budget)
     device = best_device()
@@ -157,17 +157,17 @@ def run(
         for name in sizes:
             size = SIZES[name]
             if built != size.testbed:
-                transformer = decoders = None  # their memory is needed for the next ones
+                transformer = decoders = None  # free their memory for the next ones
                 transformer, built = random_transformer(size.testbed, device, dtype), size.testbed
                 decoders = random_decoders(size.testbed, device, dtype) if "decode" in work else None
             assert transformer is not None
             rung = Rung(transformer, size, decoders)
-            problems: dict[str, dict[str, str]] = {}  # by gate, of those that were passed through
+            problems: dict[str, dict[str, str]] = {}  # gate -> path -> problem, for gates that have run
             with fresh_compilation():
-                for part, of_part in work.items():
+                for part, chosen in work.items():
                     gate = "decode" if part == "decode" else "forward"
                     flops = rung.flops(part)
-                    expected = estimate(rows, name, part, flops, of_part, calls=WARM_UPS + 1 + (gate not in problems))
+                    expected = estimate(rows, name, part, flops, chosen, calls=WARM_UPS + 1 + (gate not in problems))
                     facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
                     facts |= {} if part == "decode" else {"attention": rung.attention}
                     if (left := clock.left()) <= expected:
@@ -177,21 +177,21 @@ def run(
                         start = time.monotonic()
                         if gate not in problems:
                             problems[gate] = rung.check(gate, {path for found in work.values() for path in found})
-                        wrong = {path: why for path, why in problems[gate].items() if path in (*of_part, "stock")}
-                        contenders = rung.contenders(part, [path for path in of_part if path not in wrong])
+                        wrong = {path: why for path, why in problems[gate].items() if path in (*chosen, "stock")}
+                        contenders = rung.contenders(part, [path for path in chosen if path not in wrong])
                         if contenders or wrong:
                             measured = measure(contenders, device, rounds, clock.left())
                             measured["failed"] |= wrong
                             rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
                         else:
-                            not_run.append(facts | {"reason": f"no {' or '.join(of_part)} here"})
+                            not_run.append(facts | {"reason": f"no {' or '.join(chosen)} here"})
                     save(result)
                     bar.update()
     return result
 
 
 def failures(result: Mapping[str, Any]) -> int:
-    """Paths that have no time, lack of memory aside."""
+    """Return the number of paths that failed for another reason than lack of memory."""
     return sum(why != OUT_OF_MEMORY for row in result["rows"] for why in row["failed"].values())
 
 
@@ -199,7 +199,7 @@ def failures(result: Mapping[str, Any]) -> int:
 
 
 def format_rollout(result: Mapping[str, Any]) -> str:
-    """The table for a terminal."""
+    """Format the table for a terminal."""
     env, ceiling = result["environment"], result["ceiling_flops_per_second"]
     lines = [
         head_line(env),
@@ -217,7 +217,7 @@ def format_rollout(result: Mapping[str, Any]) -> str:
                 f"{stock:>10}{share:>12.1%}{peak:>13}".rstrip()
             )
         lines += [f"{row['size']:<18}{row['part']:<9}{name:<15}{why}" for name, why in row["failed"].items()]
-    lines += ["", "medians of one interleaved run; FLOPs are the model's at the unpadded prompt, for every path"]
+    lines += ["", "medians of one interleaved run; FLOPs of every path are the model's with the unpadded prompt"]
     lines += [f"not run: {row['size']}, {row['part']}: {row['reason']}" for row in result["not_run"]]
     served = {row["size"]: row["attention"] for row in [*result["rows"], *result["not_run"]] if "attention" in row}
     lines += [f"attention of eager, compiled and graphed at {size}: {name}" for size, name in served.items()]

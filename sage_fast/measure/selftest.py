@@ -1,4 +1,4 @@
-"""Rows of `sage-fast doctor`: whether this machine computes what it should, and as fast as it can."""
+"""Self-test rows of `sage-fast doctor`: that this machine computes correctly, and how fast."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from sage_fast.transitions import sigma_schedule, transition_table
 
 PROMPT = "a red circle moves left quickly"
 LEAST_SHARE = {"operator": 0.8, "attention": 0.4, "transformer": 0.5}
-"""Below it a row is slow, on a GPU: of the bandwidth of a copy, or of the ceiling of a matrix product."""
+"""Threshold below which a GPU row is slow: share of a copy's bandwidth, or of a matrix product's ceiling."""
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """All rows of this module, on `device` and, for the operators, on the CPU too."""
+    """Yield all rows of this module on `device`; the operators also run on the CPU."""
     yield from tried("operators", lambda: operators(device))
     if device.type != "cpu":
         yield from tried("operators, cpu", lambda: operators(torch.device("cpu")))
@@ -54,17 +54,17 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "transition_score": transition_score_reference,
     **{name: reference for name, (_, reference) in normalisations.OPERATORS.items()},
 }
-"""name -> reference."""
+"""Name -> reference."""
 
 
 def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool = False) -> list[Any]:
-    """Arguments of an operator and of its reference; those that are trained want gradients.
+    """Make the arguments of an operator and its reference; the trained ones require gradients.
 
     Args:
-        operator: of OPERATORS.
-        device: where they are.
-        dtype: of velocities and activations; latents are float32.
-        large: of the size at which a copy is limited by memory alone, or an odd one.
+        operator: a name in OPERATORS.
+        device: device of the tensors.
+        dtype: dtype of velocities and activations; latents are float32.
+        large: whether to use a size at which only memory limits a copy, instead of a small odd one.
     """
     gpu = device.type == "cuda"
     if operator in normalisations.OPERATORS:
@@ -83,28 +83,28 @@ def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool 
 
 
 def fused(operator: str) -> Callable[..., Any]:
-    """The operator itself, with the arguments of its reference."""
+    """Return the operator itself, which takes the arguments of its reference."""
     if operator in normalisations.OPERATORS:
         return normalisations.OPERATORS[operator][0]
     return getattr(torch.ops.sage_fast, operator).default
 
 
 def operators(device: torch.device) -> Iterator[Check]:
-    """Each operator with values and gradients against its reference in float64, in the types of a run."""
+    """Check values and gradients of each operator, in float32 and bfloat16, against its reference in float64."""
     for operator in OPERATORS:
         for dtype in (torch.float32, torch.bfloat16):
             yield operator_check(operator, fused(operator), device, dtype)
 
 
 def operator_check(operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Check:
-    """ok if `function` errs at most twice as much as plain PyTorch in the same types, value for value."""
+    """Check that the error of `function` is at most twice that of plain PyTorch in the same dtypes, per tensor."""
     name = f"{operator}, {device.type}, {str(dtype).removeprefix('torch.')}"
     arguments = inputs(operator, device, dtype)
     advice = "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
     upstream: list[Tensor] = []
     try:
         ours = _values_and_gradients(function, arguments, upstream)
-    except Exception as error:  # a kernel that cannot be compiled or launched is what is looked for
+    except Exception as error:  # this check looks for kernels that cannot be compiled or launched
         found = f"it does not run: {in_one_line(error)}"
         return Check(name=name, verdict="wrong", found=found, advice=advice)
     plain = _values_and_gradients(OPERATORS[operator], arguments, upstream)
@@ -115,7 +115,7 @@ def operator_check(operator: str, function: Callable[..., Any], device: torch.de
         off, allowed = ((values[label].double() - truth).abs().max().item() for values in (ours, plain))
         largest = truth.abs().max().item()
         worst = max(worst, off / max(largest, 1e-30))
-        # A sum's error in plain PyTorch may happen to be none, and an order of its own errs by a few units.
+        # A sum in plain PyTorch may happen to be exact; another order of summation differs by a few units.
         if not off <= 2 * allowed + 8 * torch.finfo(torch.float32).eps * largest:
             wrong.append(f"{label}: error {off:.1e}, plain PyTorch {allowed:.1e}")
     if wrong:
@@ -131,7 +131,7 @@ def _floating(value: Any) -> bool:
 def _values_and_gradients(
     function: Callable[..., Any], arguments: Sequence[Any], upstream: list[Tensor]
 ) -> dict[str, Tensor]:
-    """name -> tensor; `upstream` is filled by the first call and given to the others."""
+    """Return name -> output or gradient. The first call fills `upstream`; later calls reuse it."""
     out = function(*arguments)
     outputs = [out] if isinstance(out, Tensor) else list(out)
     if not upstream:
@@ -139,9 +139,9 @@ def _values_and_gradients(
     named = {f"output {i}" if i else "output": output.detach() for i, output in enumerate(outputs)}
     trained = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
     if trained:
-        kept = [(output, up) for output, up in zip(outputs, upstream) if output.requires_grad]
+        differentiable = [(output, up) for output, up in zip(outputs, upstream) if output.requires_grad]
         gradients = torch.autograd.grad(
-            [output for output, _ in kept], trained, [up.to(output.dtype) for output, up in kept]
+            [output for output, _ in differentiable], trained, [up.to(output.dtype) for output, up in differentiable]
         )
         named |= {f"gradient {i}" if i else "gradient": gradient for i, gradient in enumerate(gradients)}
     return named
@@ -151,14 +151,14 @@ def _values_and_gradients(
 
 
 def _seconds(function: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """Of one call: the median of five runs of `calls`, after one that compiles and allocates."""
+    """Return the seconds of one call: the median of five runs of `calls`, after one that compiles and allocates."""
     timer = host_timer(lambda: [function() for _ in range(calls)], device)
     timer()
     return statistics.median(timer() for _ in range(5)) / calls
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy larger than any cache."""
+    """Measure the bytes per second, read plus written, of a copy larger than any cache."""
     size = 2**30 if device.type == "cuda" else 2**26
     source = torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
@@ -166,7 +166,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
-    """The operators' forward at sizes of production, as a share of a copy of the same bytes."""
+    """Check the speed of each operator's forward at a production size, as a share of a copy of the same bytes."""
     for operator in OPERATORS:
         arguments = [
             a.detach() if isinstance(a, Tensor) else a for a in inputs(operator, device, usual_dtype(device), True)
@@ -174,7 +174,7 @@ def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
         function = fused(operator)
         out = function(*arguments)
         outputs, given = [out] if isinstance(out, Tensor) else out, [a for a in arguments if isinstance(a, Tensor)]
-        # An output that is a part of an argument is neither read nor written.
+        # An output that is a view of an argument is neither read nor written.
         places = {a.untyped_storage().data_ptr() for a in given}
         moved = sum(a.nbytes for a in given)
         moved += sum(-o.nbytes if o.untyped_storage().data_ptr() in places else o.nbytes for o in outputs)
@@ -191,7 +191,10 @@ def _speed(name: str, share: float, kind: str, found: str, device: torch.device)
 
 
 def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
-    """Every backend: is there, is right, and its share of the ceiling, forward and backward; slow only if all are."""
+    """Check every backend: availability, correctness, share of the ceiling (forward and backward).
+
+    Only the fastest backend can be slow.
+    """
     gpu, dtype = device.type == "cuda", usual_dtype(device)
     shape = (1, 8192, 16, 128) if gpu else (1, 512, 2, 64)
     flops = 3.5 * 4 * shape[0] * shape[1] ** 2 * shape[2] * shape[3]
@@ -220,7 +223,7 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
 
 
 def tiny_policy(device: torch.device, wide: bool = False) -> HunyuanVideo15Policy:
-    """The testbed's architecture with random weights, or two blocks of the width of the 8.3 B model."""
+    """Make two blocks with random weights: the testbed's architecture, or with `wide` the width of the 8.3 B model."""
     sizes: dict[str, Any] = {"num_attention_heads": 16, "attention_head_dim": 128, "rope_axes_dim": (16, 56, 56)}
     with device:
         transformer = TestbedTransformer(num_layers=2, **(sizes if wide else {})).eval().requires_grad_(False)
@@ -233,7 +236,7 @@ def prompt() -> TextEmbedding:
 
 
 def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:
-    """A forward of two blocks, and its tokens: as wide as the 8.3 B model on a GPU, the testbed's on a CPU."""
+    """Return a forward of two blocks and its tokens: as wide as the 8.3 B model on a GPU, the testbed's on a CPU."""
     gpu = device.type == "cuda"
     policy = tiny_policy(device, wide=gpu)
     space = (5, 30, 52) if gpu else LATENT_SHAPE[1:]
@@ -249,7 +252,7 @@ def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int
 
 
 def transformer(device: torch.device, ceiling: float) -> Check:
-    """The share of the ceiling that a forward has."""
+    """Check the speed of a forward, as a share of the ceiling."""
     run, tokens = transformer_forward(device)
     with FlopCounterMode(display=False) as counter:
         run()
@@ -260,40 +263,40 @@ def transformer(device: torch.device, ceiling: float) -> Check:
 
 
 def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder) -> Check:
-    """A rollout replayed from a CUDA graph against the same one without: the same bits.
+    """Check that a rollout replayed from a CUDA graph equals the one without a graph bit for bit.
 
     Args:
-        device: of the rollout; without a GPU nothing is compared, unless `recorder` is another.
-        recorder: makes what records a step.
+        device: device of the rollout. Without a GPU nothing is compared, unless `recorder` is replaced.
+        recorder: factory of the step recorder.
     """
     name = "CUDA graph"
     if device.type != "cuda" and recorder is CudaRecorder:
         return Check(name=name, verdict="missing", found="needs a GPU; steps run one kernel at a time")
-    said: list[str] = []
+    notes: list[str] = []
     policy = tiny_policy(device)
-    replayed = StepGraphs(policy, recorder(), 2**30, said.append)
+    replayed = StepGraphs(policy, recorder(), 2**30, notes.append)
     table = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
     coefs = table.coefficients(math.prod(LATENT_SHAPE)).to(device)
     conditioning = policy.conditioning_table(table.sigmas[:-1], {"": prompt(), PROMPT: prompt()})
 
     def roll(index: int, using: StepGraphs | None) -> list[Tensor]:
         seeds = sample_seeds(0, index, 0, range(2))
-        kept: list[Tensor] = []
+        recorded: list[Tensor] = []
         latents = initial_latents(seeds, LATENT_SHAPE, device)
 
         def record(step: int, *tensors: Tensor) -> None:
-            kept.extend(tensor.clone() for tensor in tensors)
+            recorded.extend(tensor.clone() for tensor in tensors)
 
         last = rollout(policy, table, coefs, conditioning, [PROMPT] * 2, seeds, latents, record=record, graphs=using)
-        return [last, *kept]
+        return [last, *recorded]
 
     advice = "sampling.cuda_graphs = false runs without"
-    for index in range(3):  # recorded at the second, replayed with other values at the third
+    for index in range(3):  # the second is recorded, the third is replayed with other values
         for mine, expected in zip(roll(index, replayed), roll(index, None), strict=True):
             if not torch.equal(mine, expected):
                 error = (mine.float() - expected.float()).abs().max().item()
                 found = f"rollout {index + 1} differs from the one without by {error:.1e}"
                 return Check(name=name, verdict="wrong", found=found, advice=advice)
-    if said or not len(replayed):
-        return Check(name=name, verdict="wrong", found="; ".join(said) or "nothing was recorded", advice=advice)
+    if notes or not len(replayed):
+        return Check(name=name, verdict="wrong", found="; ".join(notes) or "nothing was recorded", advice=advice)
     return Check(name=name, verdict="ok", found="replays give the same bits as a rollout without")

@@ -1,4 +1,4 @@
-"""What a row of `sage-fast doctor` says."""
+"""The rows of `sage-fast doctor`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Check:
 
 
 def in_one_line(error: Exception) -> str:
-    """Its type and the first line of its message."""
+    """Return the error's type and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def tried(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
-    """The rows of `checks`; if it ends in an error, that is a row too, since a broken machine is what it is for."""
+    """Yield the rows of `checks`. If it raises, yield the error as a row: broken machines are what doctor is for."""
     try:
         yield from checks()
-    except Exception as error:  # of a compiler, a driver or a package, whatever it raises
+    except Exception as error:  # from a compiler, a driver or a package
         yield Check(name=name, verdict="wrong", found=f"ended in {in_one_line(error)}")

@@ -1,7 +1,8 @@
-"""The fused operators. Each is declared once with `torch.library`; implementations register behind the declaration.
+"""The fused operators.
 
-They run on whatever device their inputs are on; callers never ask which implementation serves them. The plain PyTorch
-reference in each file is the specification.
+Each is declared once with `torch.library`; its implementations register behind the declaration. An operator runs on the
+device of its inputs, and callers never choose the implementation. The plain PyTorch reference in each file is the
+specification.
 """
 
 from sage_fast.ops._common import Row

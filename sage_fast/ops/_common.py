@@ -1,4 +1,4 @@
-"""What the operators share: the library handle and the compute type; and of the transitions, row lookup and checks."""
+"""Shared by the operators: library handle and compute dtype; row lookup and input checks of the transitions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LIBRARY = torch.library.Library("sage_fast", "DEF")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """fp32 accumulation for every storage type; float64 inputs (tests) stay float64."""
+    """Accumulation dtype: float64 for float64 inputs (tests), fp32 for every other storage dtype."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class Row(NamedTuple):
-    """The coefficients of B transitions, each `[B]`; `TransitionTable.coefficients` says what they are."""
+    """Coefficients of B transitions, each `[B]`, as `TransitionTable.coefficients` defines them."""
 
     a: Tensor
     b: Tensor
@@ -28,36 +28,36 @@ class Row(NamedTuple):
 
 
 def row(coefs: Tensor, step: Tensor, x: Tensor) -> Row:
-    """The rows of `step` int64 `[]` or `[B]`, in the compute type of x `[B, ...]`."""
+    """Look up the rows of `step` (int64 `[]` or `[B]`), in the compute dtype of x `[B, ...]`."""
     return Row(*coefs[step].to(compute_dtype(x)).expand(x.shape[0], 6).unbind(1))
 
 
 def per_sample(scalar: Tensor, x: Tensor) -> Tensor:
-    """`[B]` -> `[B, 1, ...]`, to broadcast over a sample."""
+    """Reshape `[B]` to `[B, 1, ...]`, which broadcasts over each sample."""
     return scalar.view(-1, *[1] * (x.ndim - 1))
 
 
 def sample_numel(x: Tensor) -> int:
-    """Elements of one sample, at least 1 (the mean over none is 0)."""
+    """Number of elements per sample, at least 1: the mean of an empty sample is 0."""
     return max(math.prod(x.shape[1:]), 1)
 
 
 def sample_mean(x: Tensor) -> Tensor:
-    """Mean over everything but the batch, `[B]`; 0 for samples without elements."""
+    """Mean over every dimension but the batch, `[B]`; 0 for empty samples."""
     return x.reshape(len(x), math.prod(x.shape[1:])).sum(1) / sample_numel(x)
 
 
 def check(
     x: Tensor, coefs: Tensor, step: Tensor, same_shape: dict[str, Tensor | None], others: dict[str, Tensor | None]
 ) -> None:
-    """Shapes and devices, from metadata alone (no synchronisation).
+    """Check shapes and devices from metadata alone, without synchronising.
 
     Args:
-        same_shape: tensors that must have the shape of x, by name.
-        others: further tensors that must be on the device of x.
+        same_shape: name -> tensor that must have the shape of x.
+        others: name -> further tensor that must be on the device of x.
 
     Raises:
-        ValueError: naming the tensor that does not fit.
+        ValueError: a tensor does not fit; the message names it.
     """
     if x.ndim < 1:
         raise ValueError("x: expected [B, ...], got a scalar")

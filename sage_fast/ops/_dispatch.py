@@ -1,9 +1,11 @@
-"""Which implementation serves the operators on each device; the only place that looks for one.
+"""Choose the implementation of the operators for each device. No other module does.
 
-The PyTorch reference is registered for every device by the operators themselves. Here the fused ones take its place if
-they are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
-`SAGE_FAST_OPS=reference` in the environment skips the fused ones; `SAGE_FAST_OPS=triton` with `TRITON_INTERPRET=1`
-serves the CPU by Triton's interpreter, which is slow and only for checks; it rounds as a GPU does (kernels/common.py).
+The operators register their PyTorch reference for every device. This module replaces it with the fused implementations
+that are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
+
+`SAGE_FAST_OPS=reference` in the environment disables the fused implementations. `SAGE_FAST_OPS=triton` with
+`TRITON_INTERPRET=1` runs Triton's interpreter on the CPU: slow, for checks only, with the rounding of a GPU
+(kernels/common.py).
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ _serving: dict[str, str] = {}
 
 
 def implementation(device: torch.device) -> str:
-    """What serves the operators on `device`: `C++`, `Triton`, `Triton interpreter` or `PyTorch reference`."""
+    """Name of the implementation on `device`: `C++`, `Triton`, `Triton interpreter` or `PyTorch reference`."""
     return _serving.get(device.type, "PyTorch reference")
 
 
 def _serve(fused: Callable[[], Callable[..., Any]], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`fused()`, looked up at the call, for everything but float64."""
+    """Return a function that calls `reference` for float64 and `fused()`, resolved at the call, for all else."""
 
     def call(*args: Any) -> Any:
         in_double = any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args)
@@ -57,7 +59,7 @@ def _serve(fused: Callable[[], Callable[..., Any]], reference: Callable[..., Any
 
 
 def _triton(name: str) -> Callable[[], Callable[..., Any]]:
-    """Imported when first called: CPU users never load Triton."""
+    """Return a loader that imports the kernel at the first call, so that CPU users never load Triton."""
     module = f"sage_fast.kernels.{name.removesuffix('_backward')}"
     return lambda: getattr(importlib.import_module(module), name)
 
@@ -85,8 +87,8 @@ def _register() -> None:
     extension = next(Path(__file__).parents[1].glob("_C.*so"), None)
     if extension is None:
         logging.getLogger("sage_fast").warning(
-            "the C++ operators are not built; the CPU runs the slower PyTorch reference (install again with torch "
-            "and a C++ compiler at hand)"
+            "the C++ operators are not built; the CPU runs the slower PyTorch reference (reinstall where torch and "
+            "a C++ compiler are available)"
         )
         return
     torch.ops.load_library(extension)

@@ -1,10 +1,10 @@
-"""A gated residual and the AdaLN that reads it, in one pass:
+"""Gated residual and the AdaLN that reads it, in one pass:
 
     sum = x + gate y          out = norm_modulate(sum, scale, shift)
 
-The sum is rounded as it is stored before it is normalised. Backward, in one pass too: with the gradient of out taken
-through the norm, dx is that plus the gradient of sum, and dy = gate dx. Nothing but sum, gate and scale is kept, and y
-where the gate is trained.
+The sum is rounded to its storage dtype before it is normalised. The backward is one pass too: dx is the gradient of out
+through the norm plus the gradient of sum, and dy = gate dx. Autograd saves sum, gate and scale, and y if scale, shift
+or gate is trained.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ LIBRARY.define(
 def gated_norm(
     x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream of a transformer block after a branch, and its AdaLN for the next one.
+    """Add a branch of a transformer block to the residual stream, and apply AdaLN for the next branch.
 
     Args:
         x: `[B, S, d]` residual stream, float32, bfloat16 or float16.
-        y: like x, what the branch gave.
-        gate, scale, shift: `[B, d]`, float32 or the type of x; one row expanded over B will do.
+        y: output of the branch, like x.
+        gate, scale, shift: `[B, d]`, float32 or the dtype of x; may be one row expanded over B.
         eps: added to the variance.
-        room: columns to add on the right of each row of the second result; what they hold is not defined.
+        room: uninitialised columns to add on the right of each row of the second result.
 
     Returns:
-        `[B, S, d]` and `[B, S, d + room]` in the type of x, computed in float32. Differentiable in every tensor.
+        `[B, S, d]` and `[B, S, d + room]` in the dtype of x, computed in float32. Differentiable in every tensor.
 
     Raises:
-        ValueError: a shape, type or device that does not fit, or `room` below 0.
+        ValueError: a shape, dtype or device does not fit, or `room` is below 0.
     """
     check_rows(x, {"gate": gate, "scale": scale, "shift": shift}, room=room)
     if y.shape != x.shape or y.dtype != x.dtype:
@@ -56,7 +56,7 @@ def gated_norm(
 def gated_norm_reference(
     x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The specification, in plain PyTorch; also differentiable by autograd itself. The room is 0."""
+    """Specification in plain PyTorch; autograd can differentiate it. Fills the room with 0."""
     dtype = compute_dtype(x)
     total = (x.to(dtype) + gate.to(dtype)[:, None] * y.to(dtype)).to(x.dtype).contiguous()
     return total, F.pad(norm_modulate_reference(total, scale, shift, eps), (0, room))
@@ -65,9 +65,9 @@ def gated_norm_reference(
 def gated_norm_backward_reference(
     grad_sum: Tensor, grad: Tensor, total: Tensor, gate: Tensor, scale: Tensor, y: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients in x and y, and float32 `[B, d]` in gate, scale and shift; those are empty without `y`.
+    """Gradients in x and y, and float32 `[B, d]` gradients in gate, scale and shift, which are empty without `y`.
 
-    grad is `[B, S, d + room]`; what stands in its room is not read.
+    grad is `[B, S, d + room]`; its room is not read.
     """
     dtype = compute_dtype(total)
     wide = total.to(dtype)

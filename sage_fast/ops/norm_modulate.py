@@ -2,10 +2,10 @@
 
     out = (x - mean(x)) / sqrt(var(x) + eps) (1 + scale) + shift
 
-Nothing but x and scale is kept for the backward, which normalises the row that it reads anyway. Where scale and shift
-are frozen their gradients, sums over all tokens, are not computed. `room` leaves columns to the right of each row for
-who reads them (models/projection.py), and `spare` rows below each sample's for who joins others to them
-(ops/norm_rotate.py). In a residual branch the gradient of the branch and that of x are added in the same pass.
+Autograd saves only x and scale; the backward reads each row anyway and normalises it again. The gradients of scale and
+shift are sums over all tokens, and are skipped where both are frozen. `room` leaves columns on the right of each row
+for models/projection.py, and `spare` leaves rows below each sample for the text that ops/norm_rotate.py joins. In a
+residual branch, the same pass adds the gradients of the branch and of x.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ LIBRARY.define(
 
 
 def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0, spare: int = 0) -> Tensor:
-    """AdaLN of a transformer block.
+    """Apply the AdaLN of a transformer block.
 
     Args:
         x: `[B, S, d]`, float32, bfloat16 or float16.
-        scale, shift: `[B, d]`, float32 or the type of x; one row expanded over B will do.
+        scale, shift: `[B, d]`, float32 or the dtype of x; may be one row expanded over B.
         eps: added to the variance.
-        room: columns to add on the right of each row; what they hold is not defined.
-        spare: rows of zeros, room included, to add below those of each sample.
+        room: uninitialised columns to add on the right of each row.
+        spare: zero rows to add below those of each sample; their room is zero too.
 
     Returns:
-        `[B, S + spare, d + room]` in the type of x, computed in float32. Differentiable in x, scale and shift.
+        `[B, S + spare, d + room]` in the dtype of x, computed in float32. Differentiable in x, scale and shift.
 
     Raises:
-        ValueError: a shape or device that does not fit, or `room` or `spare` below 0.
+        ValueError: a shape or device does not fit, or `room` or `spare` is below 0.
     """
     check_rows(x, {"scale": scale, "shift": shift}, room=room, spare=spare)
     return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room, spare)
@@ -48,19 +48,20 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, ro
 def residual_norm(
     x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0, spare: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """x itself, for the residual stream, and its `norm_modulate`.
+    """Return x itself, for the residual stream, and `norm_modulate` of it.
 
-    The backward adds the gradients of both in the pass of the norm, in place of a pass of its own. Arguments and errors
-    as for `norm_modulate`.
+    The backward adds both gradients in the norm's own pass, which saves a separate one. Arguments and errors are those
+    of `norm_modulate`.
     """
     check_rows(x, {"scale": scale, "shift": shift}, room=room, spare=spare)
     return _Residual.apply(x, scale, shift, eps, room, spare)
 
 
 def check_rows(x: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
-    """
+    """Check x, the vectors of its samples, and the counts of extra rows and columns.
+
     Raises:
-        ValueError: x is not `[B, S, d]`, one of `vectors` not `[B, d]` on its device, or `room` or `spare` below 0.
+        ValueError: x is not `[B, S, d]`, one of `vectors` is not `[B, d]` on its device, or a count is below 0.
     """
     for name, count in further.items():
         if count < 0:
@@ -75,7 +76,7 @@ def check_rows(x: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x - mean) / std, and 1 / std `[..., 1]`."""
+    """Return (x - mean) / std, and 1 / std `[..., 1]`."""
     centered = x - x.mean(-1, keepdim=True)
     rstd = (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centered * rstd, rstd
@@ -84,7 +85,7 @@ def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def norm_modulate_reference(
     x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0, spare: int = 0
 ) -> Tensor:
-    """The specification, in plain PyTorch; also differentiable by autograd itself. The room is 0."""
+    """Specification in plain PyTorch; autograd can differentiate it. Fills the room with 0."""
     dtype = compute_dtype(x)
     normed, _ = _normalize(x.to(dtype), eps)
     out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype).contiguous()
@@ -94,10 +95,10 @@ def norm_modulate_reference(
 def norm_modulate_backward_reference(
     grad: Tensor, x: Tensor, scale: Tensor, eps: float, modulation: bool, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in x, and float32 `[B, d]` in scale and shift; those are empty unless `modulation`.
+    """Gradient in x, and float32 `[B, d]` gradients in scale and shift, which are empty unless `modulation`.
 
-    grad is `[B, S + spare, d + room]`; what stands in its room and spare rows is not read. `residual` `[B, S, d]` is
-    added to the gradient in x.
+    grad is `[B, S + spare, d + room]`; its room and spare rows are not read. `residual` `[B, S, d]` is added to the
+    gradient in x.
     """
     dtype = compute_dtype(x)
     normed, rstd = _normalize(x.to(dtype), eps)
@@ -149,7 +150,7 @@ torch.library.register_autograd("sage_fast::norm_modulate", _backward, setup_con
 
 
 class _Residual(torch.autograd.Function):
-    """A function and not an operator, since an operator may not return its argument."""
+    """`residual_norm` as an autograd function: an operator may not return its argument."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,12 @@
 """RMSNorm of every head of queries and keys, and rotary embedding of the video tokens, in one pass:
 
-    y = x / sqrt(mean(x^2) + eps) weight        text tokens: y; video tokens, which come first:
-    (a, b) -> (a cos - b sin, a sin + b cos)    pairs of neighbouring channels of y
+    y = x / sqrt(mean(x^2) + eps) weight        the result for text tokens; video tokens, which come first, rotate it:
+    (a, b) -> (a cos - b sin, a sin + b cos)    for each pair of neighbouring channels of y
 
-In place of four norms, two rotations and two concatenations. Queries, keys and values of both streams stand in one
-tensor: the projection of the video tokens leaves rows for the text, so that attention reads the values where the
-projection wrote them, and the gradient of all three is one tensor, which the projection's backward reads whole.
-Nothing but the inputs is kept for the backward.
+This replaces four norms, two rotations and two concatenations. One tensor holds the queries, keys and values of both
+streams: the projection of the video tokens leaves rows for the text. So attention reads the values where the projection
+wrote them, and all three gradients form one tensor, which the projection's backward reads whole. Autograd saves only
+the inputs.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def norm_rotate(
     rotary: Tensor,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of joint attention.
+    """Return the queries, keys and values of joint attention.
 
     Args:
         joint: `[B, N + L, 3, H, D]` queries, keys and values of N video tokens, float32, bfloat16 or float16; D even.
-            Its last L rows of each sample are overwritten with `text`.
-        text: `[B, L, 3, H, D]`, the type of joint.
-        video_query, text_query, video_key, text_key: `[D]` weights of the norms, float32 or the type of joint.
+            `text` overwrites the last L rows of each sample.
+        text: `[B, L, 3, H, D]`, in the dtype of joint.
+        video_query, text_query, video_key, text_key: `[D]` weights of the norms, float32 or the dtype of joint.
         rotary: float32 `[N, D / 2, 2]`, (cos, sin) of each pair of channels.
         eps: added to the mean square.
 
     Returns:
-        Queries, keys and values `[B, N + L, H, D]` in the type of joint, computed in float32; values are a view of
-        joint. Differentiable in all but rotary.
+        Queries, keys and values `[B, N + L, H, D]` in the dtype of joint, computed in float32. The values are a view
+        of joint. Differentiable in all but rotary.
 
     Raises:
-        ValueError: a shape, type or device that does not fit.
+        ValueError: a shape, dtype or device does not fit.
     """
     if joint.ndim != 5 or joint.shape[2] != 3 or joint.shape[4] % 2:
         raise ValueError(f"joint: expected [B, N + L, 3, H, D] with an even D, got {list(joint.shape)}")
@@ -70,18 +70,18 @@ def norm_rotate(
     for name, tensor in {"text": text, **weights, "rotary": rotary}.items():
         if tensor.device != joint.device:
             raise ValueError(f"{name}: is on {tensor.device}, joint is on {joint.device}")
-    if torch.compiler.is_compiling():  # Dynamo takes no write into an argument, and Inductor makes one pass of this
+    if torch.compiler.is_compiling():  # Dynamo rejects writes into an argument; Inductor fuses this into one pass
         return joined_reference(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
     return _Joined.apply(joint, text, video_query, text_query, video_key, text_key, rotary, eps)
 
 
 class _Joined(torch.autograd.Function):
-    """A function and not an operator, since an operator may not return a part of its argument."""
+    """`norm_rotate` as an autograd function: an operator may not return a view of its argument."""
 
     @staticmethod
     def forward(ctx: Any, joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, ctx.eps = rest
-        joint = joint.detach()  # autograd has no say in what is written here
+        joint = joint.detach()  # hide the write below from autograd
         joint[:, joint.shape[1] - text.shape[1] :] = text
         ctx.save_for_backward(joint, *tensors)
         query, key = torch.ops.sage_fast.norm_rotate(joint, *rest)
@@ -89,14 +89,14 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # asked for once: with checkpointing they are recomputed for it
+        saved = ctx.saved_tensors  # read once: with checkpointing reading them triggers the recomputation
         weights = any(ctx.needs_input_grad[2:6])
         d_joint, d_weights = torch.ops.sage_fast.norm_rotate_backward(*grads, *saved, ctx.eps, weights)
-        of_text = d_joint[:, len(saved[-1]) :]
-        d_text = of_text.clone()
-        of_text.zero_()  # what the projection of the video tokens wrote there was not used
-        in_weights = [row.to(w.dtype) for row, w in zip(d_weights, saved[1:5])] if weights else [None] * 4
-        return d_joint, d_text, *in_weights, None, None
+        text_rows = d_joint[:, len(saved[-1]) :]
+        d_text = text_rows.clone()
+        text_rows.zero_()  # the text replaced what the video projection wrote there
+        weight_grads = [row.to(w.dtype) for row, w in zip(d_weights, saved[1:5])] if weights else [None] * 4
+        return d_joint, d_text, *weight_grads, None, None
 
 
 def _rotated(x: Tensor, rotary: Tensor) -> Tensor:
@@ -118,21 +118,21 @@ def norm_rotate_reference(
     rotary: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The specification, in plain PyTorch; also differentiable by autograd itself. Text stands in joint already."""
+    """Specification in plain PyTorch; autograd can differentiate it. joint already holds the text."""
     dtype = compute_dtype(joint)
 
-    def normed(x: Tensor, of_video: Tensor, of_text: Tensor) -> Tensor:
+    def normed(x: Tensor, video_weight: Tensor, text_weight: Tensor) -> Tensor:
         x = x.to(dtype)
         x = x * _rstd(x, eps)
-        video = _rotated(x[:, : len(rotary)] * of_video.to(dtype), rotary)
-        return torch.cat([video, x[:, len(rotary) :] * of_text.to(dtype)], dim=1).to(joint.dtype)
+        video = _rotated(x[:, : len(rotary)] * video_weight.to(dtype), rotary)
+        return torch.cat([video, x[:, len(rotary) :] * text_weight.to(dtype)], dim=1).to(joint.dtype)
 
     query, key, _ = joint.unbind(2)
     return normed(query, video_query, text_query), normed(key, video_key, text_key)
 
 
 def joined_reference(joint: Tensor, text: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm_rotate` in plain PyTorch: queries, keys and values; joint is left as it is."""
+    """`norm_rotate` in plain PyTorch: queries, keys and values. Does not modify joint."""
     joint = torch.cat([joint[:, : joint.shape[1] - text.shape[1]], text], dim=1)
     return *norm_rotate_reference(joint, *rest), joint[:, :, 2]
 
@@ -154,7 +154,7 @@ def norm_rotate_backward_reference(
     dtype, tokens = compute_dtype(joint), len(rotary)
     inverse = rotary * torch.tensor([1, -1], dtype=rotary.dtype, device=rotary.device)
     query, key, _ = joint.unbind(2)
-    parts, in_weights = [], []
+    parts, weight_grads = [], []
     for x, grad, pair in (
         (query, grad_query, (video_query, text_query)),
         (key, grad_key, (video_key, text_key)),
@@ -165,9 +165,9 @@ def norm_rotate_backward_reference(
         normed = x * rstd
         inner = torch.cat([g * w.to(dtype) for g, w in zip((grad[:, :tokens], grad[:, tokens:]), pair)], dim=1)
         parts.append((rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))).to(joint.dtype))
-        in_weights += [(grad * normed)[:, rows].sum((0, 1, 2)) for rows in (slice(tokens), slice(tokens, None))]
+        weight_grads += [(grad * normed)[:, rows].sum((0, 1, 2)) for rows in (slice(tokens), slice(tokens, None))]
     d_joint = torch.stack([*parts, grad_value.to(joint.dtype)], dim=2)
-    return d_joint, torch.stack(in_weights)[: 4 if weights else 0]
+    return d_joint, torch.stack(weight_grads)[: 4 if weights else 0]
 
 
 LIBRARY.impl("norm_rotate", norm_rotate_reference, "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
-"""The one random-number specification: Philox4x32-10 (Salmon et al., SC'11) and Box-Muller.
+"""The random-number specification: Philox4x32-10 (Salmon et al., SC'11) and Box-Muller.
 
-Every implementation of an operator that draws noise (this reference, csrc/, kernels/) follows this page, so the same
-seed gives the same noise on every device, for every batch composition, and again when a CUDA graph is replayed.
+Every implementation that draws noise (this reference, csrc/, kernels/) follows it. So a seed gives the same noise on
+every device, in every batch, and in every replay of a CUDA graph.
 
     key      (seed & 0xffffffff, seed >> 32)                 one 64-bit seed per sample
     counter  (block & 0xffffffff, block >> 32, step, stream) block = i // 4 for element i of the sample, C order
@@ -10,8 +10,8 @@ seed gives the same noise on every device, for every batch composition, and agai
     normal   element 4 block + 0: sqrt(-2 ln u0) cos(2 pi u1)     + 1: sqrt(-2 ln u0) sin(2 pi u1)
              element 4 block + 2: sqrt(-2 ln u2) cos(2 pi u3)     + 3: sqrt(-2 ln u2) sin(2 pi u3)
 
-`stream` separates uses of one seed: 0 for the noise of transitions, 1 for initial latents, 2 for final samples
-that are noised again.
+`stream` separates the uses of one seed: 0 for transition noise, 1 for initial latents, 2 for noising final samples
+again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
-    """Ten rounds of Philox4x32 on int64 tensors that hold 32-bit words; returns four such tensors."""
+    """Run ten rounds of Philox4x32 on int64 tensors that hold 32-bit words; return four such tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # An int64 product wraps, but its 64 bits are those of the unsigned product.
+        # An int64 product wraps, but has the same 64 bits as the unsigned product.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -73,7 +73,7 @@ def philox_normal(
     step = step.expand(seed.shape)[:, None]
     counter = (block & _MASK, block >> 32, (step & _MASK) * ones, stream * ones)
     words = philox4x32(counter, ((seed & _MASK)[:, None], ((seed >> 32) & _MASK)[:, None]))
-    # The uniforms are float32 numbers in every implementation; float64 begins after them.
+    # The uniforms are float32 in every implementation; only what follows uses `dtype`.
     u0, u1, u2, u3 = (((word >> 8).float() * 2.0**-24 + 2.0**-25).to(dtype) for word in words)
     radius_01, radius_23 = torch.sqrt(-2 * torch.log(u0)), torch.sqrt(-2 * torch.log(u2))
     angle_01, angle_23 = (2 * math.pi) * u1, (2 * math.pi) * u3

@@ -6,8 +6,8 @@
 
     dv = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
 
-D is the number of elements of a sample. The forward reads each input once; the backward reads each once and writes
-dv once; nothing of latent size is kept. Bytes per element with fp32 x and x_next and bf16 velocities: forward 12,
+D is the number of elements per sample. Forward and backward each read every input once; the backward writes dv once.
+No intermediate of latent size is stored. Bytes per element with fp32 x and x_next and bf16 velocities: forward 12,
 backward 14 (with v_anchor, without v_old).
 """
 
@@ -39,13 +39,13 @@ def transition_score(
     v_anchor: Tensor | None = None,
     v_old: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of `x_next` given `x`, and KL to the anchor and to the rollout policy.
+    """Return the log-prob of `x_next` given `x`, and the KLs to the anchor and to the rollout policy.
 
     Args:
         x: `[B, ...]` latents before the transition, float32 or bfloat16.
-        x_next: `[B, ...]` latents after it, of the same dtype.
-        v: `[B, ...]` velocity of the policy in training, float32, bfloat16 or float16; the only input with a gradient.
-        coefs: float32 `[T, 6]` of `TransitionTable.coefficients`.
+        x_next: `[B, ...]` latents after the transition, in the dtype of x.
+        v: `[B, ...]` velocity of the trained policy, float32, bfloat16 or float16; the only input with a gradient.
+        coefs: float32 `[T, 6]` from `TransitionTable.coefficients`.
         step: int64 `[]` or `[B]`; a training batch may mix steps.
         v_anchor: `[B, ...]` velocity of the anchor, or None.
         v_old: `[B, ...]` velocity of the rollout policy, or None.
@@ -54,7 +54,7 @@ def transition_score(
         logp, kl_anchor, kl_old, each float32 `[B]`; all 0 at steps with c = 0.
 
     Raises:
-        ValueError: a tensor whose shape, dtype or device does not fit.
+        ValueError: the shape, dtype or device of a tensor does not fit.
     """
     check(x, coefs, step, {"x_next": x_next, "v": v, "v_anchor": v_anchor, "v_old": v_old}, {})
     if x_next.dtype != x.dtype:
@@ -72,14 +72,14 @@ def transition_score_reference(
     coefs: Tensor,
     step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The specification, in plain PyTorch; also differentiable by autograd itself."""
+    """Specification in plain PyTorch; autograd can differentiate it."""
     dtype = compute_dtype(x)
-    at = row(coefs, step, x)
+    coef = row(coefs, step, x)
     v = v.to(dtype)
-    residual = x_next.to(dtype) - per_sample(at.a, x) * x.to(dtype) - per_sample(at.b, x) * v
-    logp = at.w * sample_mean(residual.square()) + at.k
+    residual = x_next.to(dtype) - per_sample(coef.a, x) * x.to(dtype) - per_sample(coef.b, x) * v
+    logp = coef.w * sample_mean(residual.square()) + coef.k
     kl_anchor, kl_old = (
-        torch.zeros_like(at.m) if other is None else at.m * sample_mean((v - other.to(dtype)).square())
+        torch.zeros_like(coef.m) if other is None else coef.m * sample_mean((v - other.to(dtype)).square())
         for other in (v_anchor, v_old)
     )
     return logp, kl_anchor, kl_old
@@ -97,16 +97,16 @@ def transition_score_backward_reference(
     coefs: Tensor,
     step: Tensor,
 ) -> Tensor:
-    """The gradient in v, in plain PyTorch."""
+    """Gradient in v, in plain PyTorch."""
     dtype = compute_dtype(x)
-    at = row(coefs, step, x)
+    coef = row(coefs, step, x)
     scale = 2 / sample_numel(x)
     v32 = v.to(dtype)
-    residual = x_next.to(dtype) - per_sample(at.a, x) * x.to(dtype) - per_sample(at.b, x) * v32
-    dv = per_sample(-scale * grad_logp * at.w * at.b, x) * residual
+    residual = x_next.to(dtype) - per_sample(coef.a, x) * x.to(dtype) - per_sample(coef.b, x) * v32
+    dv = per_sample(-scale * grad_logp * coef.w * coef.b, x) * residual
     for grad, other in ((grad_kl_anchor, v_anchor), (grad_kl_old, v_old)):
         if other is not None:
-            dv = dv + per_sample(scale * grad * at.m, x) * (v32 - other.to(dtype))
+            dv = dv + per_sample(scale * grad * coef.m, x) * (v32 - other.to(dtype))
     return dv.to(v.dtype).contiguous()
 
 

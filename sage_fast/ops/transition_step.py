@@ -1,10 +1,10 @@
 """One denoising step: guidance, mean, noise, storage rounding and log-prob in one pass.
 
-    v       = v_uncond + g (v_cond - v_uncond)      where v_uncond is given, else v
+    v       = v_uncond + g (v_cond - v_uncond)      if v_uncond is given, else v
     x_next  = a x + b v + c noise                    rounded to the dtype of x
-    logp    = w mean((x_next - a x - b v)^2) + k     of the value as stored, so that a recomputation agrees
+    logp    = w mean((x_next - a x - b v)^2) + k     of the stored, rounded x_next, so that a recomputation agrees
 
-Rows (a, b, c, w, k, m) come from `TransitionTable.coefficients`; noise from `sage_fast.ops.philox`.
+Rows (a, b, c, w, k, m) come from `TransitionTable.coefficients`, the noise from `sage_fast.ops.philox`.
 Bytes per element with fp32 x and bf16 v: 10 (12 with guidance).
 """
 
@@ -35,18 +35,19 @@ def transition_step(
 
     Args:
         x: `[B, ...]` latents at sigma_t, float32 or bfloat16.
-        v: `[B, ...]` velocity (conditional where `v_uncond` is given), float32, bfloat16 or float16.
-        coefs: float32 `[T, 6]` of `TransitionTable.coefficients`.
+        v: `[B, ...]` velocity (conditional if `v_uncond` is given), float32, bfloat16 or float16.
+        coefs: float32 `[T, 6]` from `TransitionTable.coefficients`.
         step: int64 `[]` or `[B]`, the row of `coefs`; read on the device, so a CUDA graph can be replayed.
         seed: int64 `[B]`, the noise key of each sample.
         v_uncond: `[B, ...]` unconditional velocity for classifier-free guidance.
-        guidance: float32 `[]`, guidance_scale; goes with `v_uncond`.
+        guidance: float32 `[]`, the guidance scale; required with `v_uncond`.
 
     Returns:
         x_next `[B, ...]` in the dtype of x, and its log-prob, float32 `[B]`. Not differentiable.
 
     Raises:
-        ValueError: a tensor whose shape, dtype or device does not fit.
+        ValueError: the shape, dtype or device of a tensor does not fit, or only one of `v_uncond` and `guidance` is
+            given.
     """
     check(x, coefs, step, {"v": v, "v_uncond": v_uncond}, {"seed": seed, "guidance": guidance})
     if seed.dtype != torch.int64 or seed.shape != x.shape[:1]:
@@ -60,7 +61,7 @@ def transition_step(
 
 
 def guided(v: Tensor, v_uncond: Tensor | None, guidance: Tensor | float | None, dtype: torch.dtype) -> Tensor:
-    """v_uncond + guidance (v - v_uncond) in `dtype`; v alone without guidance."""
+    """Return v_uncond + guidance (v - v_uncond) in `dtype`, or v without guidance."""
     if v_uncond is None or guidance is None:
         return v.to(dtype)
     return v_uncond.to(dtype) + guidance * (v.to(dtype) - v_uncond.to(dtype))
@@ -75,13 +76,13 @@ def transition_step_reference(
     step: Tensor,
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The specification, in plain PyTorch."""
+    """Specification in plain PyTorch."""
     dtype = compute_dtype(x)
-    at = row(coefs, step, x)
-    mean = per_sample(at.a, x) * x.to(dtype) + per_sample(at.b, x) * guided(v, v_uncond, guidance, dtype)
+    coef = row(coefs, step, x)
+    mean = per_sample(coef.a, x) * x.to(dtype) + per_sample(coef.b, x) * guided(v, v_uncond, guidance, dtype)
     noise = philox_normal(seed, step, x.shape[1:], dtype=dtype)
-    x_next = (mean + per_sample(at.c, x) * noise).to(x.dtype).contiguous()
-    return x_next, at.w * sample_mean((x_next.to(dtype) - mean).square()) + at.k
+    x_next = (mean + per_sample(coef.c, x) * noise).to(x.dtype).contiguous()
+    return x_next, coef.w * sample_mean((x_next.to(dtype) - mean).square()) + coef.k
 
 
 LIBRARY.impl("transition_step", transition_step_reference, "CompositeExplicitAutograd")
