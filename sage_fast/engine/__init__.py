@@ -1,4 +1,4 @@
-"""Engines: the optimizer side of training, in one process, on ranks that hold everything, or sharded by DeepSpeed."""
+"""Engines: the optimizer side of training, on one process, replicated over ranks, or sharded by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Engine", "check_engine", "make_engine"]
 
 
 def make_engine(policy: HunyuanVideo15Policy, config: TrainConfig, tell: Say = say_nothing) -> Engine:
-    """The engine of `train.engine`."""
+    """Build the engine that `train.engine` names."""
     if config.engine == "plain":
         return Engine(policy, config, tell)
     from sage_fast.engine.zero import ZeroEngine  # DeepSpeed takes seconds to import
