@@ -97,8 +97,9 @@ def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
 
 def _charts(runs: Mapping[str, Run]) -> list[str]:
     drawn = []
-    evaluations = [evaluation for run in runs.values() for evaluation in run.evaluations.values()]
-    scores = {name for evaluation in evaluations for name in ("reward", *evaluation["parts"])}
+    scores = {
+        name for run in runs.values() for found in run.evaluations.values() for name in ("reward", *found["parts"])
+    }
     for score in sorted(scores, key=lambda name: (name != "reward", name)):
         points = {label: points_of(run, score) for label, run in runs.items()}
         drawn.append(charts.held_out(points, f"Held-out {shown_name(score)}", "mean score", least=1))

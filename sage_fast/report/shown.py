@@ -43,8 +43,8 @@ def extremes(gains: Mapping[Any, float], available: Iterable[Any], count: int) -
     shown = {i: "largest gain" if gains[i] > 0 else "smallest loss" for i in ordered[:ends]}
     shown |= dict.fromkeys(ordered[first : first + count - 2 * ends], "median")
     shown |= {i: "largest loss" if gains[i] < 0 else "smallest gain" for i in ordered[len(ordered) - ends :]}
-    complete = available >= gains.keys()
-    return {i: f"{why} {gains[i]:+.2f}" if complete else f"{gains[i]:+.2f}" for i, why in shown.items()}
+    none_deleted = available >= gains.keys()
+    return {i: f"{why} {gains[i]:+.2f}" if none_deleted else f"{gains[i]:+.2f}" for i, why in shown.items()}
 
 
 def scores_of(scores: Mapping[str, Any], index: int) -> list[tuple[str, float]]:

@@ -38,10 +38,9 @@ def judge_better(differences: Mapping[str, Difference], smallest: float = SMALLE
     `held` if every difference is significantly positive after the correction. `not held` if one is significantly
     negative, or if one excludes a gain that matters: its uncorrected interval ends below `smallest`.
     """
-    found = differences.values()
-    if all(d.value > 0 and d.corrected < LEVEL for d in found):
+    if all(d.value > 0 and d.corrected < LEVEL for d in differences.values()):
         return "held"
-    if any(d.high < smallest or (d.value < 0 and d.corrected < LEVEL) for d in found):
+    if any(d.high < smallest or (d.value < 0 and d.corrected < LEVEL) for d in differences.values()):
         return "not held"
     return "not decidable"
 
