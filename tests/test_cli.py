@@ -200,7 +200,7 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     assert train(run, "--train.iterations", "1", "--train.checkpoint_interval", "1") == 0
     capsys.readouterr()
     assert main(["train", str(DEMO), "--output", str(run), *SMALL, "--resume"]) == 0
-    assert "goes on after 1 iterations" in capsys.readouterr().out
+    assert "resumed after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
         [
             {key: value for key, value in row.items() if not key.startswith(("time/", "memory/", "log_prob/"))}

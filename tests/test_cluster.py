@@ -167,7 +167,7 @@ def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_p
     process = submit(config, str(run), *given, "--train.iterations", str(done + 1), **environment)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err[-3000:]
-    assert f"goes on after {done} iterations" in out
+    assert f"resumed after {done} iterations" in out
     assert (run / "report.html").exists()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(done + 1))

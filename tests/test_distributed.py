@@ -80,7 +80,7 @@ def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"reward '{reward}' gave no answer within reward.timeout_seconds = 4" in done.stderr
     assert f"restarted by torchrun: resuming the run in {run}" in done.stdout
-    assert "goes on after 1 iterations" in done.stdout
+    assert "resumed after 1 iterations" in done.stdout
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert [start["iteration"] for start in json.loads((run / "run.json").read_text())["resumed"]] == [1]
     for name in ("before", "after"):

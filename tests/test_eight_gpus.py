@@ -68,7 +68,7 @@ def test_every_command_of_the_page(
     run = Path("runs/first")
     assert not (run / "embeddings").exists()
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
-    assert "goes on after 2 iterations" in told["ranks"]
+    assert "resumed after 2 iterations" in told["ranks"]
     table = Path("evaluation/evaluation.md").read_text()
     assert "| color | steady |" in table
     assert Path("evaluation/evaluation.html").is_file()

@@ -217,7 +217,7 @@ def test_what_further_rewards_are_called() -> None:
     assert short_names(["clipscore", "mine:Sharp", "http://one:8000/"]) == ["clipscore", "Sharp", "one:8000"]
     assert short_names(["mine:judge", "mine:red", "theirs:red"]) == ["mine:judge", "mine:red", "theirs:red"]
     assert short_names(["http://one:8000", "http://two:8000"]) == ["one:8000", "two:8000"]
-    with pytest.raises(UserError, match="--scorer = 'testbed': it is there already"):
+    with pytest.raises(UserError, match="--scorer = 'testbed': given more than once"):
         short_names(["testbed", "testbed"])
 
 

@@ -49,7 +49,7 @@ def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> No
     """Each difference between the file and the run is told; none is used."""
     config, lines = resumed_settings(str(DEMO), {"output": str(begun), "train.iterations": "5"})
     assert config == load(begun / "config.yaml", {"train.iterations": "5"})
-    expected = f"train.learning_rate stays 0.0003, as the run has it, and not 0.001 as {DEMO} says; "
+    expected = f"train.learning_rate stays 0.0003 as in the run, not 0.001 as in {DEMO}; "
     assert expected + "--train.learning_rate would change it" in lines
     said, own = load(DEMO), load(begun / "config.yaml")
     differing = {name for name in settings_of(Config) if value_of(said, name) != value_of(own, name)}
@@ -65,7 +65,7 @@ def test_a_run_folder_is_all_that_a_resume_needs(run: Path, capsys: pytest.Captu
     assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert "train.iterations = 2 from here on; it was 1" in out
-    assert "goes on after 1 iterations" in out
+    assert "resumed after 1 iterations" in out
     assert (run / "config.until-000001.yaml").read_text() == before
     assert load(run / "config.yaml") == load(begun_with(before, run), {"output": str(run), "train.iterations": "2"})
     assert [row["learning_rate"] for row in read_metrics(run / "metrics.jsonl")] == [3e-4, 3e-4]

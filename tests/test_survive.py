@@ -275,13 +275,13 @@ def test_a_second_signal_ends_at_once(place: Place) -> None:
     process = place.start("twice", "--reward.name", "tests.test_survive:HangingReward")
     place.wait_for("twice", "hangs")
     os.kill(process, signal.SIGTERM)
-    place.wait_for("twice", "SIGTERM: ends after this iteration")
+    place.wait_for("twice", "SIGTERM: stopping after this iteration")
     time.sleep(1)
     begun = time.monotonic()
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 143
     assert time.monotonic() - begun < 5
-    assert "ended at the second SIGTERM; the last whole checkpoint counts" in place.log("twice")
+    assert "ended at the second SIGTERM; --resume uses the last complete checkpoint" in place.log("twice")
     assert checkpoints(place.here / "twice") == []
 
 
@@ -294,7 +294,7 @@ def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 143
     assert 1 <= time.monotonic() - begun < 10
-    assert "ended 1 s after SIGTERM; the last whole checkpoint counts" in place.log("grace")
+    assert "ended 1 s after SIGTERM; --resume uses the last complete checkpoint" in place.log("grace")
     assert [iteration_of(folder) for folder in checkpoints(place.here / "grace")] == [1]
 
 
@@ -370,7 +370,7 @@ def test_two_ranks_stop_together(place: Place) -> None:
     assert done >= 2
     assert iteration_of(checkpoints(run)[-1]) == done
     place.finish("together", "--train.iterations", str(done + 1))
-    assert f"goes on after {done} iterations" in place.log("together")
+    assert f"resumed after {done} iterations" in place.log("together")
 
 
 def test_two_ranks_that_cannot_write_what_they_stop_with_say_so(place: Place) -> None:

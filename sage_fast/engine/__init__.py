@@ -1,4 +1,4 @@
-"""Engines: the optimizer side of training, in one process, on ranks that hold everything, or sharded by DeepSpeed."""
+"""Engines: the optimizer side of training, on one process, replicated over ranks, or sharded by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ assert tuple(ENGINES) == get_args(EngineName), "an engine is named in config.Eng
 
 
 def make_engine(policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> Engine:
-    """The engine of `train.engine`."""
+    """Build the engine that `train.engine` names."""
     module, _, name = ENGINES[config.engine].partition(":")
     return getattr(importlib.import_module(module), name)(policy, config, tell)

@@ -1,6 +1,7 @@
-"""What an engine holds on each rank: weights, gradients, the optimizer's state and snapshots; activations aside.
+"""Memory that an engine holds per rank: weights, gradients, optimizer state and snapshots, but no activations.
 
-With n trained and f frozen elements, b bytes of a frozen one, N ranks, k elements outside of the blocks' linear layers:
+In bytes, with n trained and f frozen elements, b bytes per frozen element, N ranks, and k elements outside the blocks'
+linear layers:
 
               weights            gradients       master    moments   anchor, EMA (each)
     plain     4 n + b f          4 n             -         8 n       4 n
@@ -9,8 +10,8 @@ With n trained and f frozen elements, b bytes of a frozen one, N ranks, k elemen
     zero3     (4 n + b f) / N    4 n / N         4 n / N   8 n / N   4 n / N
               + k of either
 
-and with ZeRO a bucket of gradients under way. DeepSpeed updates a float32 copy of the weights (the master) and copies
-it back. tests/test_engine_deepspeed.py holds the sum against the tensors that are alive.
+ZeRO adds a bucket of gradients in flight. DeepSpeed updates a float32 copy of the weights (the master) and copies it
+back. tests/test_engine_deepspeed.py compares the sum with the live tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from sage_fast.optimizers import OPTIMIZERS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Held:
-    """Part -> bytes on each rank.
+    """Bytes per rank, keyed by part.
 
     Attributes:
-        weights: before training, on the device.
-        training: what training adds, on the device.
-        host: in host memory, by `train.offload`.
+        weights: on the device before training.
+        training: added on the device by training.
+        host: in host memory, due to `train.offload`.
     """
 
     weights: dict[str, float]
@@ -40,12 +41,13 @@ class Held:
 
 
 def held_bytes(config: Config, policy: Policy, ranks: int = 1, checkpointing: str = "full") -> Held:
-    """
+    """Compute the memory an engine will hold on each rank.
+
     Args:
         config: validated settings.
-        policy: on any device, the meta device too; its weights whole.
+        policy: with whole weights, on any device (including meta).
         ranks: N.
-        checkpointing: with ZeRO-3, `none` keeps the bfloat16 copies of all gathered weights for the backward.
+        checkpointing: mode; with ZeRO-3, `none` keeps the bfloat16 copies of all gathered weights for the backward.
     """
     train, full = config.train, config.model.tuning == "full"
     width = 4 if full or config.model.dtype == "float32" else 2

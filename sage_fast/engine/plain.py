@@ -1,4 +1,4 @@
-"""The engine of a single process, and of plain data parallel: every rank holds weights and optimizer whole."""
+"""The plain engine, for one process or data parallelism: every rank holds all weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from sage_fast.optimizers import OPTIMIZERS, learning_rate
 from sage_fast.updates import BFLOAT16_RESOLUTION, UpdateSize, watch_updates
 
 WATCHED_ITERATIONS = 3
-"""Iterations after the learning rate's warm-up in which updates too small for bfloat16 are warned of."""
+"""Iterations after the learning rate's warm-up in which a note reports updates too small for bfloat16."""
 
 
 class Engine:
-    """The optimizer side of training: backward, reduction, step, averaged weights, and their part of a checkpoint.
+    """The optimizer side of training: backward, reduction, step, averaged weights and checkpoints of all these.
 
-    Every method is collective: all ranks call it. The trainer asks for nothing else.
+    This is the trainer's whole interface to an engine. Every method is collective.
 
     Args:
         policy: its trainable parameters are optimised.
         config: optimizer, learning rate, clipping, EMA.
-        tell: told of updates that bfloat16 would swallow.
+        tell: receives a note if updates are too small for bfloat16.
 
     Attributes:
         steps: optimizer steps so far.
-        ema: averaged weights, as `policy.snapshot` gives them; None if `train.ema_decay` is 0.
+        ema: averaged weights, in the form of `policy.snapshot`; None if `train.ema_decay` is 0.
     """
 
     def __init__(self, policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
@@ -62,22 +62,26 @@ class Engine:
 
     @property
     def learning_rate(self) -> float:
-        """That of the last update; before the first, that of the first."""
+        """Learning rate of the latest update; before the first update, that of the first."""
         return learning_rate(self.config, max(self.steps - 1, 0))
 
     def backward(self, loss: Tensor, total: int) -> None:
-        """Add the gradients of `loss / total`: the sum over a micro-batch, as its share of the mean over an update.
+        """Accumulate the gradients of one micro-batch, as its share of the mean over an update.
 
-        `total` counts the transitions of all ranks, each once. Gradients are averaged over the ranks later, and those
-        of the ranks that share a sample add up, so that the number of data-parallel ranks is the factor.
+        The loss is scaled by data-parallel ranks / total. Gradients are averaged over all ranks later, and the ranks
+        of a sequence group each hold a part of their sample's gradient, so these parts add up.
+
+        Args:
+            loss: sum over the micro-batch.
+            total: transitions of the update over all ranks, each counted once.
         """
         (data_size() / total * loss).backward()
 
     def step(self) -> tuple[float, UpdateSize]:
-        """Reduce, clip and apply the accumulated gradients; returns their norm before clipping, and the update's size.
+        """Reduce, clip and apply the accumulated gradients; return their norm before clipping and the update's size.
 
         Raises:
-            NonFiniteError: the norm is not finite; the weights are left as they were.
+            NonFiniteError: the norm is not finite; the weights are unchanged.
         """
         self._updates.remember()
         norm = self._update(learning_rate(self.config, self.steps))
@@ -85,7 +89,7 @@ class Engine:
             raise NonFiniteError(
                 f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
             )
-        torch.autograd.graph.increment_version(self.parameters)  # some write where autograd does not look
+        torch.autograd.graph.increment_version(self.parameters)  # some optimizers write unseen by autograd
         size = self._updates.size()
         self.steps += 1
         self._warn_of_small_updates(size)
@@ -93,7 +97,7 @@ class Engine:
         return norm, size
 
     def _update(self, rate: float) -> float:
-        """Change the weights if the gradient's norm, which is returned, is finite."""
+        """Update the weights if the gradient norm is finite; return the norm."""
         self._reduce_gradients()
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if math.isfinite(norm):
@@ -105,7 +109,7 @@ class Engine:
         return norm
 
     def _warn_of_small_updates(self, size: UpdateSize) -> None:
-        """Once, in the first iterations: what is stored in float32 is used rounded to bfloat16."""
+        """Note once, in the first iterations, if updates vanish when float32 weights are rounded to bfloat16."""
         since = self.steps - self.config.warmup_steps
         early = 0 < since <= WATCHED_ITERATIONS * self.config.optimizer_steps
         if self._warned or not early or self.policy.dtype != torch.bfloat16:
@@ -122,7 +126,7 @@ class Engine:
             )
 
     def _reduce_gradients(self) -> None:
-        """Mean over the ranks; a weight without a gradient on every rank keeps none (and is not decayed)."""
+        """Average gradients over the ranks. A weight that has a gradient on no rank keeps none (and is not decayed)."""
         if world_size() == 1:
             return
         present = torch.tensor([p.grad is not None for p in self.parameters], device=self.policy.device).int()
@@ -140,12 +144,12 @@ class Engine:
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Give the policy its averaged weights for a block; without an average, leave it as it is."""
+        """Use the averaged weights within the block; a no-op without an EMA."""
         with contextlib.nullcontext() if self.ema is None else self.policy.using(self.ema):
             yield
 
     def remember(self) -> bool:
-        """Hold the present state in host memory, for `rewind`; False if it takes more than half of what is free."""
+        """Copy the state to host memory for `rewind`; return False if it needs more than half of the free memory."""
         state = {
             "steps": self.steps,
             "parameters": dict(self.policy.parameters()),
@@ -154,7 +158,7 @@ class Engine:
         }
         sizes: list[int] = []
         recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
-        if sum(sizes) > self._remembered_bytes:  # at first, and once the optimizer has its state
+        if sum(sizes) > self._remembered_bytes:  # at the first call, and once the optimizer has allocated its state
             self._remembered = None
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             fits = 2 * ranks * sum(sizes) < free_bytes(torch.device("cpu"))
@@ -165,7 +169,7 @@ class Engine:
         return True
 
     def rewind(self) -> None:
-        """Go back to the state that `remember` held."""
+        """Restore the state saved by `remember`."""
         state = self._remembered
         assert state is not None
         self.policy.load(state["parameters"])
@@ -177,9 +181,9 @@ class Engine:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write weights, averaged weights and optimizer state into `folder`, which exists; the first rank writes.
+        """Write weights, averaged weights and optimizer state into the existing `folder`; rank 0 writes.
 
-        Every engine writes the same files, by the names of whole weights, so that any other can go on.
+        All engines write the same files of unsharded tensors, so a run can resume with another engine.
         """
         self.save_state(self.policy.parts(), folder / "trainable.safetensors")  # no copy on the device
         if self.ema is not None:
@@ -189,7 +193,7 @@ class Engine:
             with saving(folder):
                 torch.save({"optimizer": self.config.optimizer, "states": states}, folder / "optimizer.pt")
         del states
-        with self.averaged_weights():  # those that are evaluated and sampled
+        with self.averaged_weights():  # evaluation and sampling use these
             self.save_weights(folder)
 
     def load(self, folder: Path, steps: int) -> None:
@@ -204,7 +208,7 @@ class Engine:
                 f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
                 "with 0, or start another run with --model.weights"
             )
-        # Mapped, ranks of a machine share the pages of what each keeps a part of.
+        # With mmap, the ranks of a machine share the file's pages; each rank keeps only its shard.
         mapped, device = self._state_device.type == "cpu", self._state_device
         saved = torch.load(folder / "optimizer.pt", map_location=device, mmap=mapped, weights_only=True)
         if saved["optimizer"] != self.config.optimizer:
@@ -223,31 +227,31 @@ class Engine:
         return self.policy.device
 
     def _optimizer_states(self) -> list[Mapping[int, Any]]:
-        """Of each optimizer, by the number of the weight: what the first rank writes."""
+        """Optimizer states, each keyed by parameter index, as rank 0 saves them."""
         return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
 
     def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
-        for optimizer, state in zip(self.optimizers, states):  # the settings are those of today
+        for optimizer, state in zip(self.optimizers, states):  # param groups keep the current settings
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def save_state(self, state: State, file: Path) -> None:
-        """Write a snapshot of the policy, as whole weights, from whatever layout its tensors have in memory."""
+        """Write a snapshot of the policy as unsharded, contiguous tensors."""
         whole = self.policy.states.gather(state, self.policy.parameters())
         if rank() == 0:
             with saving(file):
                 save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file)
 
     def load_state(self, file: Path) -> State:
-        """What `save_state` wrote, as a snapshot of this policy.
+        """Load a file of `save_state` as a snapshot of this policy.
 
         Raises:
-            UserError: names or shapes are those of another model.
+            UserError: names or shapes do not match this model.
         """
         return self.policy.states.split(load_file(file, device=str(self._state_device)), self.policy.parameters())
 
     def save_weights(self, folder: Path) -> None:
-        """Write the policy's present weights into `folder` in diffusers format; the first rank writes."""
+        """Write the policy's current weights into `folder` in diffusers format; rank 0 writes."""
         if rank() == 0:
             with saving(folder):
                 self.policy.save_weights(folder)

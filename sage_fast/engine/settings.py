@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration, generated from ours, and what a user may lay over it."""
+"""Generate DeepSpeed's configuration from ours and apply the user's overrides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.errors import UserError
 
 BUCKET = 100_000_000
-"""Elements that are reduced or gathered at a time; 0.4 GB."""
+"""Elements reduced or gathered at once; 0.4 GB in float32."""
 
 OURS = {
     "train_batch_size": "train.prompts_per_iteration, train.group_size and train.optimizer_steps",
@@ -34,7 +34,7 @@ OURS = {
     "zero_optimization.offload_param": "train.offload",
     "zero_optimization.stage3_prefetch_bucket_size": "nothing: rollout and training run the layers in other orders",
 }
-"""What a file may not say -> the setting of ours that says it."""
+"""Keys a user's file may not set -> the setting of ours that determines them."""
 
 ALLOWED = {
     "zero_optimization.reduce_bucket_size": int,
@@ -53,23 +53,24 @@ ALLOWED = {
     "wall_clock_breakdown": bool,
     "steps_per_print": int,
 }
-"""What a file may say, each with its type: settings that change speed and memory, and leave every update what it is.
+"""Keys a user's file may set -> type. They change speed and memory, but no update.
 
-Others would not: a secondary partition (`zero_hpz_partition_size`) is not told when anchor or average take the place of
-the weights, and gradients that are sent in half precision lose what is small.
+Other keys would change updates. A secondary partition (`zero_hpz_partition_size`) goes stale when anchor or EMA replace
+the weights. Half-precision gradient communication loses small values.
 """
 
 
 def stage_of(config: TrainConfig) -> int:
-    """0 without DeepSpeed."""
+    """Return the ZeRO stage; 0 without DeepSpeed."""
     return {"plain": 0, "zero1": 1, "zero2": 2, "zero3": 3}[config.engine]
 
 
 def check_engine(config: TrainConfig) -> None:
-    """What can be found wrong before a model is loaded.
+    """Check all that can be checked before the model is loaded.
 
     Raises:
-        UserError: DeepSpeed is not installed, or `train.deepspeed_config` cannot be read or says what is ours to say.
+        UserError: DeepSpeed is not installed, or `train.deepspeed_config` cannot be read or sets a key in `OURS`, an
+            unknown key or a value of the wrong type.
     """
     if stage_of(config) == 0:
         return
@@ -82,13 +83,14 @@ def check_engine(config: TrainConfig) -> None:
 
 
 def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
-    """DeepSpeed's JSON: ours, with that of `train.deepspeed_config` laid over it.
+    """Build DeepSpeed's configuration: our settings, overridden by `train.deepspeed_config`.
 
-    The weights stay float32 (or, frozen, as they are stored) and run under our autocast, so that DeepSpeed's precision
-    is off. A micro-batch's loss is a share of the mean already, and an update is where `step` is called.
+    DeepSpeed's mixed precision is off: trained weights stay float32, frozen ones keep their stored dtype, and both run
+    under our autocast. Gradient accumulation is off too: each loss is already scaled to its share of the mean, and the
+    engine decides when to call `step`.
 
     Args:
-        trained: elements of the trained weights.
+        trained: number of trained elements.
     """
     bucket = max(min(BUCKET, trained), 1)
     zero: dict[str, Any] = {
@@ -118,7 +120,7 @@ def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
 
 
 def _own(config: TrainConfig) -> dict[str, Any]:
-    """The user's part."""
+    """Read and check the user's overrides."""
     if config.deepspeed_config is None:
         return {}
     name = f"train.deepspeed_config = {config.deepspeed_config!r}"

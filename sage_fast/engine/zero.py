@@ -1,8 +1,8 @@
-"""The engine of DeepSpeed: ZeRO-1, 2 and 3 (arXiv 1910.02054), with optimizer and weights in host memory on request.
+"""The DeepSpeed engine: ZeRO-1, 2 and 3 (arXiv 1910.02054), with optional offload of optimizer and weights to the host.
 
-DeepSpeed runs no forward of ours. It is handed the modules, hooks their weights, and is told of every loss; what it
-shards (weights, gradients, AdamW's moments) it updates itself. The rest is the plain engine's: learning rate, averages,
-files, and a weight without a gradient, which is left as it was.
+DeepSpeed does not run our forward. It gets the modules, hooks their weights and receives every loss; it shards and
+updates weights, gradients and AdamW's moments. All else is as in the plain engine: learning rate, averages, files, and
+weights without a gradient, which stay unchanged.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroEngine(Engine):
-    """ZeRO over all ranks, also over one.
+    """ZeRO over all ranks; one rank works too.
 
-    Anchor and averaged weights are kept as this rank's share: with ZeRO-3 it is what the rank holds of the weights (in
-    host memory with `train.offload = all`), else an equal part of each weight.
+    Each rank keeps its share of anchor and averaged weights. With ZeRO-3 this is its shard of the weights (in host
+    memory with `train.offload = all`), otherwise an equal part of each weight.
     """
 
     def _prepare(self) -> None:
@@ -42,7 +42,7 @@ class ZeroEngine(Engine):
         if not dist.is_initialized():
             backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
         join_deepspeed()
         self.stage = stage_of(self.config)
         trained = sum(p.numel() for p in self.parameters)
@@ -50,7 +50,7 @@ class ZeroEngine(Engine):
         self._moved: set[int] = set()  # weights that have moments
         for number, p in enumerate(self.parameters):
             p.register_hook(functools.partial(self._note, number))
-        # Weight decay is ours, since DeepSpeed's optimizer sees no weights but one long row of them.
+        # We apply weight decay ourselves (`_decay`): DeepSpeed's optimizer only sees one flat buffer.
         fused = True if self.config.offload != "none" else None
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -72,7 +72,7 @@ class ZeroEngine(Engine):
         self._moves[number].logical_or_(grad.any())
 
     def backward(self, loss: Tensor, total: int) -> None:
-        """Add the gradients of one micro-batch; every rank calls as often as any other (`policy.states.lockstep`)."""
+        """Accumulate the gradients of one micro-batch. Every rank must call equally often: `policy.states.lockstep`."""
         self.deepspeed.backward(self.deepspeed(data_size() / total * loss))
 
     def _update(self, rate: float) -> float:
@@ -81,7 +81,7 @@ class ZeroEngine(Engine):
         self._moves.zero_()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.stage == 3:  # where DeepSpeed would use the gradient of the update before
+        if self.stage == 3:  # DeepSpeed would reuse the gradient of the previous update
             for p, moves in zip(self.parameters, self._moving):
                 if not moves and (part := self._local(p)) is not None:
                     deepspeed.utils.safe_set_local_grad(p, torch.zeros_like(part))
@@ -95,7 +95,7 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _decay(self, *_: Any) -> None:
-        """Shrink the weights that are about to be updated, once an update, however many parts DeepSpeed makes of it."""
+        """Decay the weights about to be updated. Runs once per update, even if DeepSpeed steps in several parts."""
         if not self._decayed:
             self._decayed = True
             for p, moves in zip(self.parameters, self._moving):
@@ -104,7 +104,7 @@ class ZeroEngine(Engine):
 
     @contextlib.contextmanager
     def _resting(self, numbers: set[int]) -> Iterator[None]:
-        """Leave weights that have moments, but no gradient in this update, as they are."""
+        """Freeze weights that have moments but no gradient: zero their moments for the block, then restore them."""
         kept = []
         for p in (self.parameters[number] for number in sorted(numbers)):
             moments = [part for key in MOMENTS if (part := self._local(p, key)) is not None]
@@ -116,7 +116,7 @@ class ZeroEngine(Engine):
             part.copy_(values)
 
     def _local(self, p: Any, key: str | None = None) -> Tensor | None:
-        """What this rank's optimizer holds of a weight (None: nothing), or of its moment `key`."""
+        """Return this rank's float32 shard of a weight, or of its moment `key`; None if it holds none."""
         if self.stage == 3:
             return self.deepspeed.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
         return None if p._hp_mapping is None else p._hp_mapping.get_hp_fragment(key)
@@ -128,7 +128,7 @@ class ZeroEngine(Engine):
         return torch.device("cpu")
 
     def _optimizer_states(self) -> list[Mapping[int, Any]]:
-        """As torch's AdamW over the whole weights has them; a weight that never had a gradient has none."""
+        """Optimizer state as torch's AdamW has it for unsharded weights; none for weights that never had a gradient."""
         states = {}
         for number in sorted(self._moved):
             moments = {key: safe_get_full_optimizer_state(self.parameters[number], key) for key in MOMENTS}
@@ -156,7 +156,7 @@ class ZeroEngine(Engine):
         self._moved = set(states[0])
 
     def remember(self) -> bool:
-        """Never: a host's memory holds DeepSpeed's shares already, or may be needed for them."""
+        """Return False: host memory may hold DeepSpeed's shards, or be needed for them."""
         return False
 
     def save_weights(self, folder: Any) -> None:
@@ -165,7 +165,7 @@ class ZeroEngine(Engine):
 
     @contextlib.contextmanager
     def _whole_on_host(self) -> Iterator[None]:
-        """With ZeRO-3, give the first rank whole weights in host memory, those that are written, for a block."""
+        """With ZeRO-3, give rank 0 the weights to be saved, whole and in host memory, within the block."""
         present = []
         if self.stage == 3:
             adapter = self.policy.has_adapter
@@ -183,9 +183,10 @@ class ZeroEngine(Engine):
 
 
 class _Modules(nn.Module):
-    """What DeepSpeed is given: all weights, and as children, on which it puts its hooks, the linear layers of the
-    blocks. ZeRO-3 gathers each of these for its own forward and backward; what our forward reads without calling a
-    module, and what every rank does not call equally often, is outside of them and stays whole.
+    """The module handed to DeepSpeed: it has all weights, but only the blocks' linear layers as children.
+
+    DeepSpeed hooks the children, and ZeRO-3 gathers each for its own forward and backward. All other weights stay
+    whole: our forward reads some without calling their module, and ranks may call others at different counts.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -197,19 +198,19 @@ class _Modules(nn.Module):
         return iter(self.gathered)
 
     def forward(self, loss: Tensor) -> Tensor:
-        """DeepSpeed counts micro-batches by forwards."""
+        """Return the loss: DeepSpeed counts micro-batches by forwards."""
         return loss
 
 
 class _Parts(WholeStates):
-    """Snapshots in equal parts of whole weights (ZeRO-1 and 2)."""
+    """Snapshots as equal parts of whole weights (ZeRO-1 and 2)."""
 
     def part(self, p: Tensor) -> Tensor:
         size = -(-p.numel() // world_size())
         return p.detach().view(-1)[rank() * size : (rank() + 1) * size]
 
     def join(self, part: Tensor, p: Tensor) -> Tensor:
-        """A whole weight from all ranks' parts of it, on the device."""
+        """Gather the parts of all ranks into a whole weight on the device."""
         shape = getattr(p, "ds_shape", p.shape)
         padded = part.new_zeros(-(-shape.numel() // world_size()), device=p.device)
         padded[: part.numel()] = part[: padded.numel()]
@@ -247,14 +248,14 @@ class _Parts(WholeStates):
 
 
 class _Shards(_Parts):
-    """Snapshots of what ZeRO-3 holds of each weight, beside which nothing is communicated to change them."""
+    """Snapshots of this rank's ZeRO-3 shards; averaging them needs no communication."""
 
     gathers = True
 
     def __init__(self, optimizer: Any, modules: _Modules) -> None:
         self.optimizer = optimizer
         offload = optimizer.parameter_offload
-        # Would record the order of the layers to fetch them beforehand, and demand that all ranks have the same one.
+        # The hook would record the order of the layers for prefetching, and require the same order on all ranks.
         offload.fwd_pre_hook.remove()
         gathered = {p for module in modules.gathered for p in module.parameters()}
         self.kept: list[Any] = [p for p in modules.parameters() if p not in gathered]
@@ -283,5 +284,5 @@ class _Shards(_Parts):
 
 
 def _device() -> torch.device:
-    """Where collectives run."""
+    """Return the device on which collectives run."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,1 +1,1 @@
-"""What a person looks at after a run: the page, its charts, comparisons of scores and of videos."""
+"""Reports on runs: the page, its charts, and comparisons of scores and videos."""

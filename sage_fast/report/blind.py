@@ -1,4 +1,4 @@
-"""The blind pairwise study of the paper's section 4.4: a page that asks, a key that it does not hold, and the count."""
+"""The blind pairwise study of the paper's section 4.4: a page for voting, a separate key, and the vote count."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from sage_fast.report.scores import Interval, share_interval
 from sage_fast.report.videoset import Key, VideoSet
 
 CRITERIA = ("Visual quality", "Motion quality", "Semantic alignment")
-"""What each pair is judged by, as in Table 3."""
+"""Criteria for judging each pair, as in Table 3."""
 
 CHOICES = {"left": 1.0, "same": 0.5, "right": 0.0}
-"""An answer -> what it counts for the video on the left."""
+"""Answer -> its value for the video on the left."""
 
 PAGE, KEY = "blind.html", "blind-key.json"
 
 
 def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path) -> tuple[Path, Path]:
-    """Write a page of `count` pairs of videos of the first source and each other source, and its key.
+    """Write a voting page and its key: `count` pairs of videos for the first source against each other source.
 
-    Pairs are drawn by `seed` and not by their scores: one of each prompt before a second one of any. The order is
-    random, and each source is on the left of half of its pairs.
+    Pairs are drawn at random, whatever their scores: one per prompt before any second one. The order is random, and
+    each source is on the left in half of its pairs.
 
     Args:
         sources: label -> run folder or folder of videos.
-        count: at least 1.
-        seed: of the pairs, their order and their sides.
-        folder: made if it does not exist.
+        count: pairs per comparison, at least 1.
+        seed: determines the pairs, their order and their sides.
+        folder: created if missing.
 
     Returns:
-        The page, which holds no name of a source, and the key, which says who is on which side.
+        The page, which does not name the sources, and the key, which says which source is on which side.
 
     Raises:
-        UserError: fewer than two sources, or one without videos, or fewer than `count` pairs; a video cannot be read;
-            or the folder holds the key of another study.
+        UserError: there are fewer than two sources, a source has no videos, there are fewer than `count` pairs, a
+            video cannot be read, or the folder holds the key of another study.
     """
     if (folder / KEY).exists():
         raise UserError(
@@ -84,7 +84,7 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
     }
     study = hashlib.sha256(json.dumps(secret).encode()).hexdigest()[:16]
     files = list(dict.fromkeys(side.shown[key] for key, *sides in questions for side in sides))
-    # In an order that says nothing: that of the questions would put the first source's beside those that recur.
+    # Shuffle the files: in the order of the questions, they would give the sources away.
     files = [files[i] for i in generator.permutation(len(files))]
     page = render(
         "blind.html.j2",
@@ -102,7 +102,7 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
 
 
 def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> list[Key]:
-    """All pairs in a random order, one of each prompt before a second one of any."""
+    """Return all pairs in random order, one per prompt before any second one."""
     pairs = [key for key in first.shown if key in other.shown]
     pairs = [pairs[i] for i in generator.permutation(len(pairs))]
     seen: dict[str, int] = {}
@@ -118,14 +118,14 @@ def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WinRate:
-    """How often the first source was preferred to another by one criterion.
+    """How often the first source was preferred over another on one criterion.
 
     Attributes:
         first, other: labels.
         criterion: one of `CRITERIA`.
-        share: of the votes for the first; no preference counts half for each.
-        interval: of the share, 95 %: see `share_interval`.
-        wins, same, losses: votes.
+        share: share of the votes for the first; "no preference" counts half for each.
+        interval: 95 % interval of the share, by `share_interval`.
+        wins, same, losses: numbers of votes.
     """
 
     first: str
@@ -139,10 +139,10 @@ class WinRate:
 
 
 def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
-    """Win rates of each pair of sources by each criterion, and the number of voters.
+    """Return the win rates of each pair of sources on each criterion, and the number of voters.
 
     Raises:
-        UserError: a file is no key or holds no votes, or votes of another page; or two files have one voter.
+        UserError: a file is no key, holds no votes or votes for another page, or two files are from the same voter.
     """
     secret = _read_key(key)
     questions, criteria = secret["questions"], secret["criteria"]
@@ -188,8 +188,8 @@ def _read_key(file: Path) -> dict[str, Any]:
     sound = isinstance(questions, list) and len(questions) > 0
     sound = sound and isinstance(secret.get("study"), str)
     for name in ("criteria", "sources"):
-        of = secret.get(name)
-        sound = sound and isinstance(of, list) and len(of) > 1 and all(isinstance(text, str) for text in of)
+        names = secret.get(name)
+        sound = sound and isinstance(names, list) and len(names) > 1 and all(isinstance(text, str) for text in names)
     for question in questions if isinstance(questions, list) else ():
         texts = [question.get(key) for key in ("prompt", "left", "right")] if isinstance(question, dict) else [None]
         sound = sound and all(isinstance(text, str) for text in texts)
@@ -199,7 +199,7 @@ def _read_key(file: Path) -> dict[str, Any]:
 
 
 def _read_votes(file: Path, secret: dict[str, Any]) -> tuple[str, dict[int, dict[str, str]]]:
-    """The voter, and question -> criterion -> choice."""
+    """Return the voter, and question -> criterion -> choice."""
     content = _read(file)
     answers, voter = content.get("votes"), content.get("voter")
     if not isinstance(answers, dict) or not isinstance(voter, str):
@@ -225,10 +225,10 @@ def _read(file: Path) -> dict[str, Any]:
 def format_win_rates(rates: Sequence[WinRate], voters: int) -> str:
     lines = []
     for other in dict.fromkeys(rate.other for rate in rates):
-        of = [rate for rate in rates if rate.other == other]
-        lines.append(f"{of[0].first} vs. {other}")
+        chosen = [rate for rate in rates if rate.other == other]
+        lines.append(f"{chosen[0].first} vs. {other}")
         lines.append(f"  {'':<20}{'preferred':>9}  {'95 % interval':<18}{'won':>6}{'same':>6}{'lost':>6}")
-        for rate in of:
+        for rate in chosen:
             interval = "-" if rate.interval is None else " to ".join(f"{100 * x:.1f} %" for x in rate.interval)
             counts = f"{rate.wins:>6}{rate.same:>6}{rate.losses:>6}"
             lines.append(f"  {rate.criterion:<20}{100 * rate.share:>7.1f} %  {interval:<18}{counts}")

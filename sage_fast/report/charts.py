@@ -1,7 +1,7 @@
 """Charts of a run as inline SVG that follows the page's light or dark theme.
 
-Every function takes the rows of `metrics.jsonl` and returns an `<svg>` element, or None if there is nothing to
-draw. The same rows give the same bytes.
+Chart functions take rows of `metrics.jsonl` and return an `<svg>` element, or None if there is nothing to draw. The
+output is deterministic: the same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Draw = Callable[[Figure], None]
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
 TEAL, RED, GREY, YELLOW = "#2aa3ad", "#dc5252", "#8a8f98", "#d3b53c"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED, GREY)
-# Stand-ins that `themed_svg` replaces by what the page's style sheet says.
+# Placeholders that `themed_svg` replaces with the colours of the page's style sheet.
 _TEXT, _LINE = "#010203", "#040506"
 
 STYLE: Any = {
@@ -74,11 +74,11 @@ METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "update/relative": ("Relative size of an update", "|dW| / |W|", {"log": True}),
     "time/total": ("Time of an iteration", "seconds", {}),
 }
-"""Metric -> title, label of the axis and options of its `lines`."""
+"""Metric -> title, axis label and options for `lines`."""
 
 
 def column(rows: Sequence[Row], key: str) -> np.ndarray:
-    """float64 `[rows]`: the value of `key` in every row, NaN if it is missing, null or beyond float32, as none is."""
+    """Return the values of `key` as float64 `[rows]`; NaN if missing, null or out of range for float32 (so invalid)."""
     return np.array([_number(row.get(key)) for row in rows], dtype=np.float64)
 
 
@@ -89,7 +89,7 @@ def _number(value: object) -> float:
 
 
 def _iterations(rows: Sequence[Row]) -> np.ndarray:
-    """Iterations completed at each row: 1 for the first."""
+    """Return the number of iterations completed at each row; 1 for the first."""
     return np.array([row["iteration"] + 1 for row in rows], dtype=np.float64)
 
 
@@ -102,7 +102,7 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 def themed_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an `<svg>` element without ids or addresses of its own; `name` keeps clip paths apart."""
+    """Render the figure as an `<svg>` element without group ids or metadata; `name` makes its clip paths unique."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -117,13 +117,13 @@ def themed_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def picture(draw: Draw, size: tuple[float, float], kind: str, name: str) -> bytes:
-    """A figure on white as `svg` or `png`; the same figure gives the same bytes.
+    """Render a figure on white as `svg` or `png`. Deterministic.
 
     Args:
-        draw: draws into an empty figure, whose colours and fonts are set.
-        size: inches.
+        draw: draws into an empty figure whose colours and fonts are set.
+        size: in inches.
         kind: `svg` or `png`.
-        name: salt of the SVG's ids.
+        name: salt for the SVG's ids.
     """
     buffer = io.BytesIO()
     with matplotlib.rc_context({**_ON_WHITE, "svg.hashsalt": name, "savefig.facecolor": "white"}):
@@ -133,7 +133,7 @@ def picture(draw: Draw, size: tuple[float, float], kind: str, name: str) -> byte
 
 
 def inline_picture(draw: Draw, size: tuple[float, float], name: str, title: str) -> str:
-    """The same figure as an `<svg>` element in the colours of its page."""
+    """Render the same figure as an `<svg>` element in the colours of its page."""
     with matplotlib.rc_context(STYLE):
         return themed_svg(_drawn(draw, size), name, html.escape(title))
 
@@ -162,7 +162,7 @@ def _finish_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred running mean over `window` rows that skips gaps; NaN for a missing value."""
+    """Centred running mean over `window` rows, ignoring NaN; a NaN input stays NaN."""
     if window <= 1:
         return values
     half = window // 2
@@ -189,15 +189,15 @@ def lines(
     log: bool = False,
     smoothed: bool = True,
 ) -> str | None:
-    """Lines over iterations; noisy ones get a running mean over a fifteenth of the run on top.
+    """Draw lines over iterations, with a running mean over a fifteenth of the run on top.
 
     Args:
-        data: label -> iterations and a value for each; those without a value are skipped.
+        data: label -> rows and one value per row; labels without any value are skipped.
         name: unique on the page.
         title: heading.
-        ylabel: with the unit.
-        log: logarithmic axis if the values span decades; those that are not positive become gaps on it.
-        smoothed: add the running mean.
+        ylabel: axis label with the unit.
+        log: use a logarithmic axis if the values span decades; non-positive values become gaps.
+        smoothed: add the running mean (from 30 rows on).
     """
     data = {label: (rows, values) for label, (rows, values) in data.items() if not np.isnan(values).all()}
     if not data:
@@ -225,12 +225,12 @@ def lines(
 
 
 def _plain(text: str) -> str:
-    """Text that is not read as mathematics, nor, for its first letter, left out of a legend."""
+    """Escape `$`, which starts mathtext, and a leading `_`, which would hide the label from the legend."""
     return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
 
 
 def _marker(rows: Sequence[Row]) -> dict[str, Any]:
-    """Dots for few iterations: a single one, or one between two gaps, draws no line."""
+    """Return marker options: dots for few iterations, since a point between two gaps draws no line."""
     return {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
 
 
@@ -240,7 +240,7 @@ def _legend(axes: Axes, count: int) -> None:
 
 
 def ratio(rows: Sequence[Row]) -> str | None:
-    """Distance of the importance ratio from 1, largest and smallest as a band, mean as a line."""
+    """Draw the importance ratio minus 1: minimum to maximum as a band, the mean as a line."""
     low, mean, high = (column(rows, f"ratio/{key}") - 1 for key in ("min", "mean", "max"))
     if np.isnan(mean).all() and np.isnan(low).all():
         return None
@@ -259,7 +259,7 @@ def ratio(rows: Sequence[Row]) -> str | None:
 
 
 def phases(rows: Sequence[Row]) -> str | None:
-    """Seconds per iteration by phase, stacked; at most 60 bars, each the mean of neighbouring iterations."""
+    """Draw seconds per iteration as bars stacked by phase; at most 60 bars, each a mean over adjacent iterations."""
     keys = [key for key in (*PHASES, WAIT) if not np.isnan(column(rows, f"time/{key}")).all()]
     if not keys:
         return None
@@ -286,7 +286,7 @@ def phases(rows: Sequence[Row]) -> str | None:
 
 
 def step_gradients(rows: Sequence[Row]) -> np.ndarray | None:
-    """`velocity_grad_norm` as float64 `[rows, T]`, NaN for a step that was not trained; None if no row has it."""
+    """Return `velocity_grad_norm` as float64 `[rows, T]`, NaN for untrained steps; None if no row has it."""
     lists = [row.get("velocity_grad_norm") for row in rows]
     length = max((len(values) for values in lists if isinstance(values, list)), default=0)
     if not length:
@@ -299,7 +299,7 @@ def step_gradients(rows: Sequence[Row]) -> np.ndarray | None:
 
 
 def gradient_map(rows: Sequence[Row]) -> str | None:
-    """Norm of the gradient that reaches the velocity, by iteration and timestep, on a logarithmic colour scale."""
+    """Draw the norm of the gradient at the velocity by iteration and timestep, on a logarithmic colour scale."""
     grid = step_gradients(rows)
     if grid is None or not (grid > 0).any():
         return None
@@ -323,11 +323,11 @@ def gradient_map(rows: Sequence[Row]) -> str | None:
 
 
 def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> str | None:
-    """Geometric mean over the run of that gradient at each timestep; the shaded band holds the middle 80 %.
+    """Draw the gradient norm at the velocity by timestep: geometric mean over the run, and a band of the middle 80 %.
 
     Args:
         rows: iterations.
-        sigmas: T+1 noise levels of the schedule; the timestep's number is the axis without them.
+        sigmas: the schedule's T+1 noise levels; without them the x-axis is the timestep's index.
     """
     grid = step_gradients(rows)
     if grid is None or not (grid > 0).any():
@@ -346,7 +346,7 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
         if spans_decades(np.concatenate([low, high])):
             axes.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)  # level or not shows against zero
+            axes.set_ylim(bottom=0)  # shows how level the norms are
         axes.set_title("Gradient at the velocity, mean of the run")
         _finish_axes(axes, "sigma of the step" if by_sigma else "timestep", "norm")
         if by_sigma:
@@ -356,24 +356,24 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
 
 
 Points = Mapping[int, tuple[float, float]]
-"""Iteration -> a score and its standard error, or NaN in place of that."""
+"""Iteration -> score and its standard error (NaN if unknown)."""
 
 
 def held_out(
     points: Mapping[str, Points], title: str = "Held-out reward", ylabel: str = "composite reward", least: int = 3
 ) -> str | None:
-    """Scores of evaluations by iteration with their standard errors, a line for each label.
+    """Draw scores of evaluations by iteration, with standard errors and one line per label.
 
-    None if no line has `least` points.
+    Returns None if no line has `least` points.
     """
     if max(map(len, points.values()), default=0) < least:
         return None
-    points = {label: of for label, of in points.items() if of}
+    points = {label: line for label, line in points.items() if line}
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure()
-        for color, (label, of) in zip(COLORS * 3, points.items()):
-            x = sorted(of)
-            means, errors = zip(*(of[i] for i in x))
+        for color, (label, line) in zip(COLORS * 3, points.items()):
+            x = sorted(line)
+            means, errors = zip(*(line[i] for i in x))
             axes.errorbar(
                 x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=_plain(label)
             )  # fmt: skip

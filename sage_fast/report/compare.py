@@ -1,4 +1,4 @@
-"""`sage-fast compare`: runs laid over each other, finished or not, on one page."""
+"""`sage-fast compare`: compare runs, finished or not, on one page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = "comparison.html"
 
 
 def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSet], list[str]]:
-    """Run folders and folders of videos.
+    """Read run folders and folders of videos.
 
     Args:
         sources: label -> folder.
@@ -26,7 +26,7 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSe
         The runs by label, the newest evaluation of each source that has one, and notes.
 
     Raises:
-        UserError: a folder is neither, or two sources were evaluated on prompts that have nothing in common.
+        UserError: a folder is neither, or two sources have no evaluated prompt in common.
     """
     runs, sets, notes = {}, [], []
     for label, path in sources.items():
@@ -47,15 +47,15 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSe
 
 
 def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path:
-    """Write a page that lays runs over each other, finished or not.
+    """Write a page that compares runs, finished or not.
 
     Args:
         sources: label -> run folder or folder of videos.
-        folder: made if it does not exist.
-        count: rows of videos on it.
+        folder: created if missing.
+        count: rows of videos on the page.
 
     Returns:
-        Its path.
+        The path of the page.
 
     Raises:
         UserError: as `read_sets`, or a video cannot be read.
@@ -88,24 +88,26 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
 
 
 def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
-    """Settings that are not the same in all runs; a dash where a run does not know one."""
+    """Return the settings that differ between runs; a dash where a run lacks one."""
     flat = [{key: str(value) for key, value in run.settings.items()} for run in runs.values()]
     names = sorted({name for settings in flat for name in settings} - {"output"})
     values = {name: [settings.get(name, "\N{EN DASH}") for settings in flat] for name in names}
-    return [(name, of) for name, of in values.items() if len(set(of)) > 1]
+    return [(name, row) for name, row in values.items() if len(set(row)) > 1]
 
 
 def _charts(runs: Mapping[str, Run]) -> list[str]:
     drawn = []
-    scores = {name for run in runs.values() for of in run.evaluations.values() for name in ("reward", *of["parts"])}
+    scores = {
+        name for run in runs.values() for found in run.evaluations.values() for name in ("reward", *found["parts"])
+    }
     for score in sorted(scores, key=lambda name: (name != "reward", name)):
         points = {label: points_of(run, score) for label, run in runs.items()}
         drawn.append(charts.held_out(points, f"Held-out {shown_name(score)}", "mean score", least=1))
     rows = {label: run.rows for label, run in runs.items() if run.rows}
-    parts = sorted({key for of in rows.values() for row in of for key in row if key.startswith(REWARD_PART)})
+    parts = sorted({key for each in rows.values() for row in each for key in row if key.startswith(REWARD_PART)})
     mean = {"reward/mean": charts.METRICS["reward/mean"]}
     metrics = mean | {key: (key.removeprefix(REWARD_PART), "mean over the batch", {}) for key in parts} | charts.METRICS
     for key, (title, ylabel, options) in metrics.items():
-        data = {label: (of, charts.column(of, key)) for label, of in rows.items()}
+        data = {label: (each, charts.column(each, key)) for label, each in rows.items()}
         drawn.append(charts.lines(data, name=key, title=title, ylabel=ylabel, **options))
     return [chart for chart in drawn if chart is not None]

@@ -1,4 +1,4 @@
-"""One page of several sources: table, curves, what differs in their settings, and their videos side by side."""
+"""A page that compares sources: score table, curves, differing settings, and videos side by side."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def write_gallery(
     settings: Sequence[tuple[str, Sequence[str]]] = (),
     labels: Sequence[str] = (),
 ) -> None:
-    """Write the page, which loads nothing from elsewhere.
+    """Write a self-contained page.
 
     Args:
-        path: of the page.
-        title: of the page.
-        sets: videos of each source; gains are those over the first.
-        rows: their table.
-        count: pairs of videos that are shown.
+        path: output file.
+        title: title of the page.
+        sets: videos of each source; gains are relative to the first.
+        rows: the score table of the sets.
+        count: number of video pairs to show.
         notes, warnings: sentences.
-        own: (label, score) -> the row of a run against its own evaluation before training.
+        own: (label, score) -> a run's row against its own evaluation before training.
         drawn: charts, SVG.
-        settings: name -> its value in each of `labels`.
-        labels: of the runs.
+        settings: (name, values for `labels`) pairs.
+        labels: labels of the runs.
     """
     scores = list(dict.fromkeys(row.score for row in rows))
     page = render(
@@ -69,14 +69,14 @@ def write_gallery(
 
 
 def _videos(sets: Sequence[VideoSet], scores: Sequence[str], count: int) -> dict[str, Any]:
-    """The cards, from the largest gain to the largest loss, and by what else they can be sorted."""
+    """Return the video cards, from the largest gain to the largest loss, and the orders offered for sorting."""
     if not sets:
         return {"cards": [], "orders": []}
     orders: dict[str, dict[Key, float]] = {}
     for score in scores:
         if len(sets) == 1:
             orders[shown_name(score)] = sets[0].by_key(score)
-        for videos in reversed(sets[1:]):  # the last source stands for the page: it is the first choice
+        for videos in reversed(sets[1:]):  # the last source comes first: its gain is the default order
             orders[f"{shown_name(score)}: gain of {videos.label}"] = gains_of(score, sets[0], videos)
     orders = {name: values for name, values in orders.items() if values}
     leading = next(iter(orders.values()), {})

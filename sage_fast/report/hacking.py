@@ -1,4 +1,4 @@
-"""The watch for reward hacking: the composite against the judge, which nothing is trained on, in every evaluation."""
+"""Detect reward hacking: compare the composite with the judge, on which nothing trains, over all evaluations."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Evaluations = Mapping[str, Mapping[str, Any]]
 
 
 def in_order(evaluations: Evaluations) -> list[Mapping[str, Any]]:
-    """From the first evaluation to the last, one for each iteration, those that are pairs of the last one."""
+    """Return one evaluation per iteration, in order, keeping only those with the prompts and seeds of the last."""
     by_iteration = {scores["iteration"]: scores for _, scores in sorted(evaluations.items(), reverse=True)}
     ordered = [by_iteration[iteration] for iteration in sorted(by_iteration)]
     return [s for s in ordered if all(s[field] == ordered[-1][field] for field in ("prompts", "seeds"))]
 
 
 def verdict(evaluations: Evaluations) -> str | None:
-    """What the last evaluation says: that the composite rose and a part of the judge fell, both by more than 2 standard
-    errors, since training began, or since that part was at its best; None if neither is so.
+    """Return a warning if the composite rose and a part of the judge fell, both by more than 2 standard errors.
 
-    A judge that rises first and falls later is over-optimisation too, which a look at the start alone does not show.
+    The last evaluation is compared with the first, then with the one where that part peaked: a judge that rises first
+    and falls later is also over-optimisation. None if neither comparison shows it.
     """
     ordered = in_order(evaluations)
     if len(ordered) < 2:
@@ -51,10 +51,11 @@ def judge_parts(evaluations: Evaluations) -> list[str]:
 
 
 def changes(evaluations: Evaluations) -> dict[str, dict[int, tuple[float, float]]]:
-    """Composite and parts of the judge -> iteration -> paired change since the first evaluation and its standard error,
-    in units of the score's standard deviation over the first evaluation's videos, so that one axis serves all.
+    """Return score -> iteration -> (change, standard error), for the composite and the judge's parts.
 
-    Empty without a judge. A score that is the same for all of those videos has no unit, and is skipped.
+    Changes are paired differences to the first evaluation, in units of the score's standard deviation over the first
+    evaluation's videos, so that all fit one axis. Empty without a judge. A score that is constant over those videos is
+    skipped.
     """
     ordered = in_order(evaluations)
     judges = judge_parts(evaluations)

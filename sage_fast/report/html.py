@@ -1,4 +1,4 @@
-"""Pages that load nothing from elsewhere: templates, numbers in cells, videos within the page."""
+"""Self-contained HTML pages: templates, number formatting and embedded videos."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sage_fast.report.videos import for_browser, poster
 
 
 def render(template: str | Path, **values: Any) -> str:
-    """A page from a template: one of this folder by name, or any file, which may extend those. Values are escaped."""
+    """Render a template: a name in this folder, or any file, which may extend those. Values are escaped."""
     here = Path(__file__).parent
     file = here / template
     loader = jinja2.FileSystemLoader([file.parent, here])
@@ -25,24 +25,24 @@ def render(template: str | Path, **values: Any) -> str:
 
 
 def shown_number(value: float | None, digits: int = 3, sign: bool = False) -> str:
-    """A number for a table cell; a dash for none."""
+    """Format a number for a table cell; a dash for None and non-finite values."""
     if value is None or not math.isfinite(value):
         return "\N{EN DASH}"
     return format_number(value, digits, sign=sign).replace("-", "\N{MINUS SIGN}")
 
 
 def data_address(file: Path) -> str:
-    """A video as a `data:` address.
+    """Return a video as a `data:` URL.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the video cannot be read.
     """
     kind, content = for_browser(file)
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def cell_of(file: Path | None) -> dict[str, str]:
-    """What the macro of videos.html.j2 shows: a video's address, and if it is no animated picture its first frame."""
+    """Return the cell for the macro of videos.html.j2: the video's URL and, unless it is an image, its poster."""
     if file is None:
         return {}
     cell = {"address": data_address(file)}

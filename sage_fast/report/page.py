@@ -1,4 +1,4 @@
-"""Turn a run folder into one self-contained page."""
+"""The report: a self-contained HTML page for a run folder."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from sage_fast.report.videos import numbered
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder holds.
+    """The content of a run folder.
 
     Attributes:
-        folder: where.
-        config: resolved settings, YAML text.
-        settings: the same, dotted name -> value.
-        facts: `run.json`: command, commit, versions, device, sampler notes; empty if it is missing.
-        rows: iterations, `metrics.jsonl`.
+        folder: its path.
+        config: resolved settings as YAML text.
+        settings: the same as dotted name -> value.
+        facts: `run.json`: command, commit, versions, device, sampler notes; empty if the file is missing.
+        rows: iterations, from `metrics.jsonl`.
         evaluations: file stem (`before`, `iteration-000010`, `after`) -> scores.
     """
 
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def last(self) -> str | None:
-        """The evaluation to compare `before` with: `after`, else the newest one on the way."""
+        """The evaluation to compare with `before`: `after`, else the newest one during training."""
         later = sorted(name for name in self.evaluations if name.startswith("iteration-"))
         return "after" if "after" in self.evaluations else (later[-1] if later else None)
 
@@ -67,7 +67,8 @@ def read_run(folder: Path) -> Run:
     """Read a run folder, finished or not.
 
     Raises:
-        UserError: no such folder, no run in it (names what is missing), or a damaged file (names file and line).
+        UserError: the folder is missing, holds no run (names what is missing), or holds a damaged file (names file
+            and line).
     """
     if not folder.is_dir():
         raise UserError(f"{str(folder)!r}: no such folder")
@@ -98,9 +99,10 @@ def _read_settings(file: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
-    """
+    """Check the types of what the page reads from `run.json`.
+
     Raises:
-        UserError: what the page reads from `run.json` is not what a run writes there.
+        UserError: a field does not hold what a run writes.
     """
     notes, sigmas, starts = (facts.get(name) or [] for name in ("notes", "sigmas", "resumed"))
     texts = [facts, *(starts if isinstance(starts, list) else [])]
@@ -122,7 +124,7 @@ def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """A sign of reward hacking or of a broken run: what was looked at, what was found, whether it is a warning."""
+    """A check for reward hacking or a broken run: its name, its result, and whether that is a warning."""
 
     name: str
     found: str
@@ -130,15 +132,15 @@ class Check:
 
 
 def checks(rows: Sequence[Row], table: Sequence[PairedRow], since: str | None = None) -> list[Check]:
-    """Signs to look at before a rising reward is believed; those without data are skipped.
+    """Return the checks to read before believing a rising reward; checks without data are skipped.
 
-    Shares are means over the last quarter of the run. A part counts as risen or fallen beyond 2 standard errors, and is
-    not judged without them.
+    Shares are means over the last quarter of the run. A part has risen or fallen if it changed by more than 2 standard
+    errors; without a standard error it is not judged.
 
     Args:
         rows: iterations.
         table: the first evaluation against the last.
-        since: `hacking.verdict` on all evaluations.
+        since: `hacking.verdict` over all evaluations.
     """
     found: list[Check] = []
 
@@ -208,10 +210,10 @@ def _is_gap(value: object) -> bool:
 
 
 def write_report(run: Path) -> Path:
-    """Write `report.html` into the run folder: one page that loads nothing from elsewhere.
+    """Write `report.html`, a self-contained page, into the run folder.
 
     Returns:
-        Its path.
+        The path of the page.
 
     Raises:
         UserError: `run` is no run folder, or a file in it is damaged.
@@ -257,7 +259,7 @@ def _duration(seconds: float) -> str:
 
 
 def _settings(data: Run) -> dict[str, str]:
-    """The few settings that tell one run from another."""
+    """Return the few settings that distinguish runs."""
     keys = {"model": "model.path", "tuning": "model.tuning", "sampler": "sampling.sampler", "eta": "sampling.eta",
             "steps": "sampling.steps", "shift": "sampling.shift", "group": "train.group_size", "KL": "kl.strategy",
             "learning rate": "train.learning_rate", "seed": "seed"}  # fmt: skip
@@ -266,7 +268,7 @@ def _settings(data: Run) -> dict[str, str]:
 
 
 def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Label, text and command of each start, then label and text of what the run ran on; lists are not shown."""
+    """Return (label, text, command) for each start of the run, then for its environment; lists are not shown."""
     found = []
     starts = [("started", facts), *(("resumed", start) for start in facts.get("resumed") or [])]
     for label, start in starts:
@@ -286,7 +288,7 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _only(scores: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
-    """Name, mean and standard error of a single evaluation."""
+    """Return (name, mean, standard error) for each score of a single evaluation."""
     return [(name, *mean_and_error(scores["prompts"], values)) for name, values in columns_of(scores).items()]
 
 
@@ -295,7 +297,7 @@ def _label(data: Run, name: str | None) -> str:
 
 
 def _charts(data: Run) -> list[str]:
-    """SVG elements in reading order; all of them escape what they are given."""
+    """Return the SVG charts in reading order, with all text escaped."""
     rows = data.rows
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
     against = changes(data.evaluations)
@@ -312,10 +314,10 @@ def _charts(data: Run) -> list[str]:
         title, ylabel, options = charts.METRICS[key]
         return charts.lines({title: (rows, column(rows, key))}, name=key, title=title, ylabel=ylabel, **options)
 
-    of_parts = {label: (rows, column(rows, key)) for key, label in parts.items()}
+    part_lines = {label: (rows, column(rows, key)) for key, label in parts.items()}
     drawn += [
         metric("reward/mean"),
-        charts.lines(of_parts, name="parts", title="Its parts", ylabel="mean over the batch"),
+        charts.lines(part_lines, name="parts", title="Its parts", ylabel="mean over the batch"),
         *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
         charts.ratio(rows),
         *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm", "update/relative")),
@@ -327,7 +329,7 @@ def _charts(data: Run) -> list[str]:
 
 
 def points_of(data: Run, name: str) -> dict[int, tuple[float, float]]:
-    """Mean of a score, and its standard error or NaN, at each evaluated iteration."""
+    """Return iteration -> mean of a score and its standard error (NaN if unknown)."""
     points = {}
     for scores in data.evaluations.values():
         mean, error = mean_and_error(scores["prompts"], columns_of(scores).get(name, []))
@@ -337,9 +339,9 @@ def points_of(data: Run, name: str) -> dict[int, tuple[float, float]]:
 
 
 def _videos(data: Run) -> list[dict[str, Any]]:
-    """For each video that stands for the run: its prompt, why it is shown, and for each side label, scores and file.
+    """Return the videos to show: prompt, reason, and label, scores and file for each side (before and after).
 
-    Only sides that are evaluated, since the files of an evaluation that is going on may not be whole.
+    Only finished evaluations are used: the files of one in progress may be incomplete.
     """
     sides = {"before": "before"} if "before" in data.evaluations else {}
     sides |= {data.last: _label(data, data.last)} if data.last else {}

@@ -1,7 +1,7 @@
-"""Scores of evaluations, their means with errors and intervals, and paired differences.
+"""Scores of evaluations: means with errors and intervals, and paired differences.
 
-Videos of one prompt share its difficulty, votes on one pair of videos share that pair, and runs share a seed: each is a
-cluster. Errors are clustered; a bootstrap draws prompts. Intervals are of 95 %.
+Videos share the difficulty of their prompt, votes share a pair of videos, and runs share a seed: each is a cluster.
+Standard errors are clustered; the bootstrap resamples prompts. Intervals are 95 % intervals.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from sage_fast.metrics import JUDGE_PART
 Interval = tuple[float, float]
 
 MIN_PROMPTS = 5
-"""Fewest prompts for a standard error. One from two prompts is itself wrong by more than half, so that "2 standard
+"""Fewest prompts for a standard error. Estimated from two prompts it is itself off by more than half, so "2 standard
 errors" would mean nothing."""
 
 TOO_FEW = f"no standard error from fewer than {MIN_PROMPTS} prompts"
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Largest possible score: scores are float32."""
+"""Largest score: scores are float32."""
 
 RESAMPLES = 10_000
 UPPER = 0.975
-"""The upper end of an interval, as a share of the distribution."""
+"""Upper quantile of a 95 % interval."""
 
 
 def read_scores(file: Path) -> dict[str, Any]:
     """Read an evaluation, `eval/*.json`.
 
     Raises:
-        UserError: it is cut off, or holds something else.
+        UserError: the file is cut off or is no evaluation.
     """
     scores = read_json(file)
     missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
@@ -59,7 +59,7 @@ def read_scores(file: Path) -> dict[str, Any]:
     }
     for name, (values, kind) in kinds.items():
         sound = isinstance(values, list) and all(isinstance(value, kind) for value in values)
-        if sound and name not in ("prompts", "seeds"):  # float32 each
+        if sound and name not in ("prompts", "seeds"):  # within float32
             sound = not any(value is not None and LARGEST < abs(value) < math.inf for value in values)
         if not sound:
             raise UserError(f"{file}: {name!r} does not hold what it should")
@@ -69,17 +69,17 @@ def read_scores(file: Path) -> dict[str, Any]:
 
 
 def columns_of(scores: Mapping[str, Any]) -> dict[str, Sequence[float | None]]:
-    """Name -> a score for each video of an evaluation: `reward`, the composite, then its parts and those of a judge."""
+    """Return name -> one score per video: `reward` (the composite), then its parts and the judge's."""
     return {"reward": scores["reward"], **scores["parts"]}
 
 
 def as_float(value: object) -> float:
-    """A score as a float; NaN for none."""
+    """Return a score as a float; NaN if it is null."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def composite(scores: Mapping[str, Any], weights: Mapping[str, float] | None) -> Sequence[float]:
-    """The composite reward under `weights`, from the parts if they were others; NaN if a part is missing."""
+    """Return the composite under `weights`, recomputed from the parts if needed; NaN if a part is missing."""
     if weights is None or scores.get("weights", weights) == weights:
         return scores.get("reward", ())
     parts = [(weight, scores["parts"].get(part)) for part, weight in weights.items() if weight != 0]
@@ -93,10 +93,10 @@ def composite(scores: Mapping[str, Any], weights: Mapping[str, float] | None) ->
 
 
 def clustered_variance(values: Sequence[float] | np.ndarray, clusters: Sequence[Hashable]) -> float:
-    """Variance of the mean of `values`, one cluster label for each; at least two clusters.
+    """Cluster-robust variance of the mean of `values`, given one cluster label per value; at least two clusters.
 
-    With K clusters of n_k values the cluster-robust form is K / (K - 1) sum_k (n_k (mean_k - mean))^2 / n^2, which for
-    equal n_k is the squared standard error of the clusters' means.
+    With K clusters of n_k values it is K / (K - 1) sum_k (n_k (mean_k - mean))^2 / n^2. For equal n_k this is the
+    squared standard error of the cluster means.
     """
     array = np.asarray(values, dtype=np.float64)
     sums: dict[Hashable, float] = {}
@@ -112,7 +112,7 @@ def _standard_error(prompts: Sequence[str], values: np.ndarray) -> float | None:
 
 
 def mean_and_error(prompts: Sequence[str], values: Sequence[float | None]) -> tuple[float, float | None]:
-    """Mean of the finite `values`, and its standard error over prompts (None with fewer than `MIN_PROMPTS`)."""
+    """Return the mean of the finite `values` and its standard error over prompts (None below `MIN_PROMPTS`)."""
     kept = [(prompt, value) for prompt, value in zip(prompts, map(as_float, values)) if math.isfinite(value)]
     if not kept:
         return math.nan, None
@@ -121,27 +121,26 @@ def mean_and_error(prompts: Sequence[str], values: Sequence[float | None]) -> tu
 
 
 def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    """Prompt -> mean of its finite values; prompts without one are skipped."""
+    """Return prompt -> mean of its finite values; prompts without one are skipped."""
     found: dict[str, list[float]] = {}
     for prompt, value in zip(prompts, values):
         if math.isfinite(value):
             found.setdefault(prompt, []).append(value)
-    return {prompt: fmean(of) for prompt, of in found.items()}
+    return {prompt: fmean(finite) for prompt, finite in found.items()}
 
 
 def t_quantile(count: int) -> float:
-    """Upper quantile of Student's t for a mean over `count` clusters."""
+    """Upper 97.5 % quantile of Student's t for a mean over `count` clusters."""
     return float(special.stdtrit(count - 1, UPPER))
 
 
 def bootstrap_interval(values: Sequence[float]) -> Interval | None:
-    """Interval of the mean of K values, one for each prompt; None for fewer than `MIN_PROMPTS`.
+    """Bootstrap interval of the mean of K values, one per prompt; None for fewer than `MIN_PROMPTS`.
 
-    Percentiles of the means of 10,000 resamples, always the same ones. The percentiles are further out than 2.5 and
-    97.5, since those of few values cover too seldom: they are those at which a normal distribution of the bootstrap's
-    width, sqrt((K - 1) / K) of the standard error, gives the interval of Student's t (Hesterberg, "What teachers should
-    know about the bootstrap", 2015, section 3.2, the expanded percentile interval). With many prompts they are 2.5 and
-    97.5.
+    The expanded percentile interval of Hesterberg, "What teachers should know about the bootstrap", 2015, section 3.2,
+    from 10,000 resamples with a fixed seed. With few values the 2.5 and 97.5 percentiles cover too little, so wider
+    ones are used. They are chosen such that a normal distribution of the bootstrap's width, sqrt((K - 1) / K) of the
+    standard error, gives the interval of Student's t. With many prompts they approach 2.5 and 97.5.
     """
     count = len(values)
     if count < MIN_PROMPTS:
@@ -156,14 +155,14 @@ def bootstrap_interval(values: Sequence[float]) -> Interval | None:
 
 
 def share_interval(prompts: Sequence[str], votes: Sequence[float]) -> Interval | None:
-    """Wilson's interval of the mean of `votes`, each 0, 1 or, for no preference, 1/2.
+    """Wilson interval of the mean of `votes`, each 0, 1 or 1/2 (no preference).
 
-    Several votes on one prompt agree more than votes on different prompts do, and count for less: for n divided by the
-    design effect, the ratio of the variance clustered by prompt to the binomial one, which is not taken below 1; and
-    with the degrees of freedom of the prompts (Korn and Graubard, "Confidence intervals for proportions with small
-    expected number of positive counts estimated from survey data", 1998). If all votes are equal, a prompt counts as
-    one vote. With one vote on each prompt it is Wilson's own interval. None for several votes on fewer than
-    `MIN_PROMPTS` prompts.
+    Votes on one prompt agree more than votes on different prompts, so they count for less. The effective number of
+    votes is n divided by the design effect: the variance clustered by prompt over the binomial variance, at least 1.
+    The degrees of freedom are those of the prompts (Korn and Graubard, "Confidence intervals for proportions with small
+    expected number of positive counts estimated from survey data", 1998). If all votes are equal, each prompt counts
+    as one vote. With one vote per prompt it is the plain Wilson interval. None if a prompt has several votes and there
+    are fewer than `MIN_PROMPTS` prompts.
     """
     n, clusters = len(votes), len(set(prompts))
     share = sum(votes) / n
@@ -190,12 +189,12 @@ class PairedRow:
     Attributes:
         name: `reward` (the composite) or a part.
         before: mean score before.
-        after: mean score of the same prompts and seeds after.
+        after: mean score after, on the same prompts and seeds.
         difference: mean of after - before.
-        standard_error: of that mean, over prompts (seeds of a prompt are averaged first, since they share its
-            difficulty); None with fewer than `MIN_PROMPTS`.
-        pairs: videos compared; pairs with a score that is not finite are skipped.
-        prompts: distinct prompts among them.
+        standard_error: standard error of the difference over prompts (seeds of a prompt are averaged first, since they
+            share its difficulty); None with fewer than `MIN_PROMPTS`.
+        pairs: number of pairs with finite scores; others are skipped.
+        prompts: number of distinct prompts among them.
     """
 
     name: str
@@ -208,17 +207,17 @@ class PairedRow:
 
     @property
     def standard_errors(self) -> float | None:
-        """Difference in units of its standard error; None without one, or if it is zero."""
+        """The difference in units of its standard error; None if the error is unknown or zero."""
         return self.difference / self.standard_error if self.standard_error else None
 
 
 def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[PairedRow]:
     """Compare two evaluations (`eval/*.json`) of the same prompts and seeds: the composite first, then each part.
 
-    Both composites have the weights of `after`, which a resume may have changed.
+    Both composites use the weights of `after`, since a resume may have changed the weights.
 
     Raises:
-        UserError: prompts or seeds differ, so that there are no pairs.
+        UserError: the prompts or seeds differ.
     """
     for field in ("prompts", "seeds"):
         if before[field] != after[field]:
@@ -252,7 +251,7 @@ def _paired_row(name: str, prompts: Sequence[str], before: Sequence[float], afte
 
 
 def hacking(table: Sequence[PairedRow]) -> str | None:
-    """A verdict if the composite rose and a part of `eval.judge` fell, both by more than 2 standard errors."""
+    """Return a warning if the composite rose and a part of `eval.judge` fell, both by more than 2 standard errors."""
     fallen = [row.name for row in table if row.name.startswith(JUDGE_PART) and (row.standard_errors or 0) < -2]
     if not fallen or (table[0].standard_errors or 0) <= 2:
         return None
@@ -269,8 +268,8 @@ class Difference:
     Attributes:
         value: first minus second.
         low, high: 95 % interval.
-        p: two-sided p-value of no difference, not corrected.
-        corrected: p by Holm's method over several differences; `p` before that.
+        p: two-sided p-value of no difference, uncorrected.
+        corrected: p-value after Holm's correction for multiple differences; equals `p` until `holm` sets it.
     """
 
     value: float
@@ -284,15 +283,15 @@ class Difference:
 
 
 def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> Difference:
-    """Compare runs that have the same seeds and held-out prompts, and so the same noise in evaluation.
+    """Compare runs with the same seeds and held-out prompts, hence the same evaluation noise.
 
-    Prompts and seeds are both drawn from more of their kind, and each cell is a difference: the variance is that
-    clustered by seed plus that clustered by prompt minus that of the cells, and not less than either (Cameron,
-    Gelbach and Miller, "Robust inference with multiway clustering", 2011). Student's t has one degree of freedom less
-    than there are seeds.
+    Both prompts and seeds are random samples, so errors are clustered two ways: the variance clustered by seed, plus
+    that clustered by prompt, minus that of the (seed, prompt) cells, but at least either of the first two (Cameron,
+    Gelbach and Miller, "Robust inference with multiway clustering", 2011). Student's t has seeds - 1 degrees of
+    freedom.
 
     Args:
-        first, second: for each seed, prompt -> score.
+        first, second: prompt -> score, for each seed.
     """
     cells = {
         (seed, prompt): score - theirs[prompt]
@@ -319,7 +318,7 @@ def holm(differences: Mapping[str, Difference]) -> dict[str, Difference]:
 
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of independent values, and half the width of its interval by Student's t."""
+    """Return the mean of independent values and the half-width of its interval by Student's t."""
     return fmean(values), t_quantile(len(values)) * math.sqrt(clustered_variance(values, range(len(values))))
 
 
@@ -327,7 +326,7 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
 
 
 def format_number(value: float, digits: int, *, sign: bool = False) -> str:
-    """`digits` decimals, or two significant digits of a number below the last of them, which would read as zero."""
+    """Format with `digits` decimals, or with two significant digits if the number would round to zero."""
     kind = ".2g" if 0 < abs(value) < 10**-digits else f".{digits}f"
     return f"{value:{'+' * sign}{kind}}"
 
@@ -337,7 +336,7 @@ def _name_width(names: Iterable[str]) -> int:
 
 
 def format_paired_table(rows: Sequence[PairedRow]) -> str:
-    """The comparison as aligned text for a terminal."""
+    """Format the comparison as aligned text for a terminal."""
     judged = any(row.standard_error is not None for row in rows)
     width = 22 if judged else 12
     left = _name_width(row.name for row in rows)
@@ -361,7 +360,7 @@ def format_paired_table(rows: Sequence[PairedRow]) -> str:
 
 
 def format_scores(scores: Mapping[str, Any]) -> str:
-    """One evaluation (`eval/*.json`) as aligned text: mean and its standard error over prompts."""
+    """Format one evaluation (`eval/*.json`) as aligned text: means with standard errors over prompts."""
     lines, judged = [], False
     left = _name_width(scores["parts"])
     for name, values in columns_of(scores).items():

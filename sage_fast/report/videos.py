@@ -1,4 +1,4 @@
-"""Write and read videos, as MP4 or without imageio-ffmpeg as animated pictures, and lay their frames out."""
+"""Write and read videos, and lay out their frames. Without imageio-ffmpeg, animated images replace MP4."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.rewards.frames import evenly_spaced
 
 MIN_SIDE = 128
-"""Pixels; smaller videos are enlarged, or players blur them into a smear."""
+"""Smallest side in pixels; smaller videos are enlarged, since players would blur them."""
 
 _INK = (28, 30, 34)
 _MUTED = (105, 110, 118)
@@ -37,10 +37,10 @@ _PAPER = (255, 255, 255)
 
 
 def _pixels(video: Tensor) -> np.ndarray:
-    """uint8 `[F, H, W, 3]` from float `[F, 3, H, W]` in [0, 1]; values outside are clamped.
+    """Convert float `[F, 3, H, W]` in [0, 1] to uint8 `[F, H, W, 3]`; values outside are clamped.
 
     Raises:
-        ValueError: another shape, an integer type, or values that are not finite.
+        ValueError: wrong shape, an integer dtype, or non-finite values.
     """
     if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
         raise ValueError(f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}")
@@ -54,12 +54,12 @@ def _pixels(video: Tensor) -> np.ndarray:
 
 @functools.cache
 def video_suffix() -> str:
-    """What videos are written as: `.mp4`, or without imageio-ffmpeg `.webp` or `.png`, which one line says, once."""
+    """Return the suffix of written videos: `.mp4`, or without imageio-ffmpeg `.webp` or `.png`, with one notice."""
     try:
         import imageio_ffmpeg
 
         imageio_ffmpeg.get_ffmpeg_exe()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: the package is there without its program
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the package has no ffmpeg binary
         suffix, name = (".webp", "WebP") if features.check("webp") else (".png", "PNG")
         if rank() == 0:
             why = f"no MP4 without imageio-ffmpeg ({error}); pip install imageio-ffmpeg"
@@ -69,10 +69,10 @@ def video_suffix() -> str:
 
 
 def write_video(path: str | Path, video: Tensor, fps: float) -> None:
-    """Write `.mp4` by `save_mp4`; `.webp` or `.png` as a lossless animation that repeats.
+    """Write `.mp4` with `save_mp4`, `.webp` or `.png` as a lossless looping animation.
 
     Args:
-        path: its folder must exist.
+        path: output file; its folder must exist.
         video: float `[F, 3, H, W]` in [0, 1].
         fps: frames per second.
 
@@ -88,7 +88,7 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
 
 
 def _enlarged(video: Tensor, fps: float) -> np.ndarray:
-    """uint8 `[F, H, W, 3]` with no side below 128 pixels."""
+    """Return uint8 frames `[F, H, W, 3]`, enlarged so that no side is below `MIN_SIDE`."""
     if not fps > 0:
         raise ValueError(f"fps = {fps}: expected above 0")
     frames = _pixels(video)
@@ -97,32 +97,32 @@ def _enlarged(video: Tensor, fps: float) -> np.ndarray:
 
 
 def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
-    """Write H.264 (yuv420p) that every browser plays.
+    """Write H.264 in yuv420p, which every browser plays.
 
-    Videos with a side below 128 pixels are enlarged by a whole factor with nearest neighbour, and odd sizes, which
-    yuv420p cannot hold, grow by one repeated row or column.
+    Videos with a side below 128 pixels are enlarged by an integer factor (nearest neighbour). Odd sizes, which yuv420p
+    cannot hold, are padded by repeating the last row or column.
 
     Args:
-        path: `.mp4`; its folder must exist.
+        path: `.mp4` file; its folder must exist.
         video: float `[F, 3, H, W]` in [0, 1].
         fps: frames per second.
 
     Raises:
-        ValueError: `video` has another shape, type, or values that are not finite; `fps` is not above 0.
-        OSError: ffmpeg failed, as on a full disk; no file is left.
+        ValueError: `video` has the wrong shape, dtype or non-finite values; `fps` is not above 0.
+        OSError: ffmpeg failed, for example on a full disk; no file is left.
     """
     import imageio_ffmpeg
 
     frames = _enlarged(video, fps)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    # Not by `imageio_ffmpeg.write_frames`, which does not ask how ffmpeg ended.
+    # `imageio_ffmpeg.write_frames` would ignore ffmpeg's exit status.
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}", "-r", str(fps)]
-    # Plays before it is loaded whole; the same video gives the same bytes.
+    # faststart: playback can begin before the download ends. bitexact: deterministic bytes.
     coded = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "18", "-movflags", "+faststart"]
     exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
     with aside(Path(path)) as file:
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact, str(file)]
-        # A group of its own, so that Ctrl-C does not reach it.
+        # Own process group: Ctrl-C must not reach ffmpeg.
         done = subprocess.run(command, input=frames.tobytes(), capture_output=True, process_group=0)
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip().splitlines()[:1] or [f"status {done.returncode}"]
@@ -131,14 +131,14 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
 ANIMATIONS = (".webp", ".gif", ".png")
 _PLAYED = ("h264", "vp8", "vp9", "av1")
-"""Codecs that browsers play, in 4:2:0."""
+"""Codecs that browsers play in 4:2:0."""
 
 
 def _frames(path: Path) -> Iterator[np.ndarray]:
-    """uint8 `[H, W, 3]`, one by one.
+    """Yield frames, uint8 `[H, W, 3]`.
 
     Raises:
-        UserError: it cannot be read, or ends before its header says.
+        UserError: the file cannot be read, or ends earlier than its header says.
     """
     try:
         if path.suffix.lower() in ANIMATIONS:
@@ -154,7 +154,7 @@ def _frames(path: Path) -> Iterator[np.ndarray]:
         for frame in reader:
             yield np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
             count += 1
-    # SyntaxError: Pillow, of a broken PNG; IndexError and AttributeError: imageio-ffmpeg, of a file without a video.
+    # SyntaxError: Pillow on a broken PNG. IndexError, AttributeError: imageio-ffmpeg on a file without video.
     except (OSError, RuntimeError, SyntaxError, ValueError, IndexError, AttributeError) as error:
         if not path.is_file():
             raise
@@ -165,10 +165,10 @@ def _frames(path: Path) -> Iterator[np.ndarray]:
 
 
 def read_video(path: Path, num_frames: int | None = None) -> Tensor:
-    """float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from the first to the last.
+    """Read float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from first to last.
 
     Raises:
-        UserError: it cannot be read, or is cut off.
+        UserError: the file cannot be read, or is cut off.
     """
     frames = list(_frames(path))
     frames = [frames[i] for i in evenly_spaced(len(frames), num_frames or len(frames))]
@@ -176,10 +176,10 @@ def read_video(path: Path, num_frames: int | None = None) -> Tensor:
 
 
 def for_browser(path: Path) -> tuple[str, bytes]:
-    """MIME type and content of a video that every browser plays: the file itself, unless its codec is another.
+    """Return MIME type and content of a video that every browser plays; re-encode the file only if it must.
 
     Raises:
-        UserError: it cannot be read, or is cut off.
+        UserError: the file cannot be read, or is cut off.
     """
     frames = sum(1 for _ in _frames(path))
     suffix = path.suffix.lower()
@@ -199,32 +199,32 @@ def for_browser(path: Path) -> tuple[str, bytes]:
 
 
 def poster(path: Path) -> bytes:
-    """The first frame as JPEG."""
+    """Return the first frame as JPEG."""
     buffer = io.BytesIO()
     Image.fromarray(next(_frames(path))).save(buffer, "JPEG", quality=85)
     return buffer.getvalue()
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """The videos of an evaluation by their number; none without a folder."""
+    """Return number -> file for the videos of an evaluation; empty if the folder does not exist."""
     found = {path: re.match(r"(\d+)-.*\.(mp4|webp|png)$", path.name) for path in folder.glob("*")}
     return dict(sorted((int(number.group(1)), path) for path, number in found.items() if number))
 
 
 def write_comparison(run: Path, count: int = 6) -> Path | None:
-    """Write `comparison.png` of a run folder: base model, first evaluation on the way, and last one, side by side.
+    """Write a run's `comparison.png`: base model, first evaluation during training, and last one, side by side.
 
-    It shows the largest gains, the medians and the largest losses between the first column and the last. Which ones
-    these are is known only at the end, so an evaluation that may be a column writes each of its videos when it is
-    made, on every rank, and `keep_shown` deletes the others. Memory holds one chunk of videos whatever their size,
-    and a video of 100 MB takes a few on disk and seconds to write, where sampling it again would take minutes.
+    It shows the largest gains, the medians and the largest losses between the first column and the last. The choice is
+    only known at the end. So each evaluation that may become a column writes all its videos as they are sampled, on
+    every rank, and `keep_shown` deletes the others. Memory holds one chunk of videos at a time. A video of 100 MB takes
+    a few MB on disk and seconds to write; sampling it again would take minutes.
 
     Args:
-        run: folder.
-        count: videos shown at most.
+        run: the run folder.
+        count: maximum number of videos shown.
 
     Returns:
-        Its path; None if the evaluations have no video in common.
+        The path of the image; None if the evaluations have no video in common.
     """
     evaluations, shown = _shown(run, count)
     if not shown:
@@ -244,7 +244,7 @@ def write_comparison(run: Path, count: int = 6) -> Path | None:
 
 
 def keep_shown(run: Path, count: int) -> None:
-    """Delete the videos that `write_comparison` had to choose from and did not show."""
+    """Delete the candidate videos that `write_comparison` did not show."""
     evaluations, shown = _shown(run, count)
     for name in evaluations if shown else ():
         for number, path in numbered(run / "videos" / name).items():
@@ -253,7 +253,7 @@ def keep_shown(run: Path, count: int) -> None:
 
 
 def _shown(run: Path, count: int) -> tuple[dict[str, Any], dict[int, str]]:
-    """The columns of the comparison, name -> scores, and the videos that it shows, number -> why."""
+    """Return the columns of the comparison (name -> scores) and its videos (number -> reason)."""
     on_the_way = sorted(path.stem for path in (run / "eval").glob("iteration-*.json"))
     names = [name for name in ("before", *on_the_way[:1], "after") if (run / "eval" / f"{name}.json").is_file()]
     evaluations = {name: read_json(run / "eval" / f"{name}.json") for name in names}
@@ -266,16 +266,16 @@ def _shown(run: Path, count: int) -> tuple[dict[str, Any], dict[int, str]]:
 def contact_sheet(
     videos: Sequence[Tensor], captions: Sequence[str], *, num_frames: int = 6, height: int = 128
 ) -> Image.Image:
-    """A row per video: its caption, then evenly spaced frames from the first to the last.
+    """Lay out one row per video: its caption, then evenly spaced frames from first to last.
 
     Args:
         videos: float `[F, 3, H, W]` in [0, 1] each.
-        captions: one for each video.
-        num_frames: frames shown; fewer if a video has fewer.
-        height: of a frame, in pixels.
+        captions: one per video.
+        num_frames: frames shown; fewer if a video is shorter.
+        height: height of a frame in pixels.
 
     Raises:
-        ValueError: no video, or another number of captions.
+        ValueError: there is no video, or the number of captions differs.
     """
     return comparison_sheet({"": videos}, captions, num_frames=num_frames, height=height)
 
@@ -288,17 +288,17 @@ def comparison_sheet(
     num_frames: int = 3,
     height: int = 128,
 ) -> Image.Image:
-    """One row per prompt, one group of frames per label (such as base, iteration 10, final).
+    """Lay out one row per prompt and one group of frames per label (such as base, iteration 10, final).
 
     Args:
         columns: label -> the videos of all prompts, float `[F, 3, H, W]` in [0, 1] each.
-        captions: one for each row.
-        notes: for each column a line under each of its videos.
-        num_frames: frames shown of each video, evenly spaced from the first to the last.
-        height: of a frame, in pixels.
+        captions: one per row.
+        notes: for each column, one line under each of its videos.
+        num_frames: frames shown per video, evenly spaced from first to last.
+        height: height of a frame in pixels.
 
     Raises:
-        ValueError: nothing to show, or a column with another number of videos than there are captions.
+        ValueError: there is nothing to show, or a column does not have one video per caption.
     """
     if not columns or not captions:
         raise ValueError("nothing to lay out: expected at least one video")
@@ -307,7 +307,7 @@ def comparison_sheet(
             raise ValueError(f"column {label!r} has {len(videos)} videos for {len(captions)} captions")
 
     gap, group_gap, margin, caption_width = 3, 24, 20, 200
-    row_gap = 14 if notes is None else 38  # between two rows of frames, which holds the notes
+    row_gap = 14 if notes is None else 38  # leaves room for the notes
     cells = [[_cells(video, num_frames, height) for video in videos] for videos in columns.values()]
     widths = [max(sum(c.width + gap for c in row) - gap for row in group) for group in cells]
     header = 34 if any(columns) else 0
@@ -342,7 +342,7 @@ def comparison_sheet(
 
 
 def _cells(video: Tensor, count: int, height: int) -> list[Image.Image]:
-    """Frames at evenly spaced times, `height` pixels high: nearest neighbour upwards, averaged downwards."""
+    """Return evenly spaced frames, `height` pixels high: enlarged by nearest neighbour, reduced by averaging."""
     frames = _pixels(video)
     chosen = evenly_spaced(len(frames), count)
     width = max(1, round(height * frames.shape[2] / frames.shape[1]))
@@ -352,12 +352,12 @@ def _cells(video: Tensor, count: int, height: int) -> list[Image.Image]:
 
 @functools.cache
 def _font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib: Latin, Greek, Cyrillic and more, but no Chinese."""
+    """Load DejaVu Sans from matplotlib: it has Latin, Greek, Cyrillic and more, but no Chinese."""
     return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf" / f"DejaVuSans{'-Bold' * bold}.ttf", size)
 
 
 def _fit(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """`text`, shortened with an ellipsis to `width` pixels."""
+    """Shorten `text` to `width` pixels with an ellipsis."""
     if draw.textlength(text, font=font) <= width:
         return text
     while text and draw.textlength(text + "…", font=font) > width:
@@ -366,7 +366,7 @@ def _fit(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont, wid
 
 
 def _wrap(draw: ImageDraw.ImageDraw, text: str, width: float, height: float) -> str:
-    """`text` broken into lines of at most `width` pixels, cut with an ellipsis if they exceed `height`."""
+    """Break `text` into lines of at most `width` pixels; cut with an ellipsis if they exceed `height`."""
     font = _font(14)
     per_line = max(1, int(width / draw.textlength("n", font=font)))
     lines = [_fit(draw, line, font, width) for line in textwrap.wrap(" ".join(text.split()), per_line)]

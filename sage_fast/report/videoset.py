@@ -1,7 +1,7 @@
-"""Scored videos of one source: of a run folder, or of a folder with a `videos.csv`, which any program can write.
+"""Scored videos of one source: a run folder, or a folder with a `videos.csv`, which any program can write.
 
-`videos.csv` has a header with `file` and `prompt`, then a line for each video; `file` is relative to the folder.
-`sage-fast eval` adds `seed` and the scores; other columns that hold numbers alone are scores too.
+`videos.csv` has a header with `file` and `prompt`, then one line per video; `file` is relative to the folder.
+`sage-fast eval` adds `seed` and the scores. Any other purely numeric column is a score too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sage_fast.report.videos import numbered
 SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".webp", ".gif", ".png")
 
 Key = tuple[str, int]
-"""A prompt, and which of its videos: the same key of two sets is a pair."""
+"""(prompt, index among the prompt's videos); videos of two sets with the same key are a pair."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class VideoSet:
     """N videos of one source.
 
     Attributes:
-        label: of the source, in tables and pages.
-        prompts: one for each video.
-        seeds: likewise; None if they are unknown.
-        scores: name -> N numbers, NaN where there is none; `reward`, the composite, first.
-        files: one for each video, None where it was not kept.
+        label: label of the source in tables and pages.
+        prompts: one per video.
+        seeds: one per video; None if unknown.
+        scores: name -> N numbers, NaN if missing; `reward`, the composite, comes first.
+        files: one per video; None where the file was not kept.
     """
 
     label: str
@@ -66,16 +66,16 @@ class VideoSet:
 
     @functools.cached_property
     def shown(self) -> dict[Key, Path]:
-        """The videos that there are."""
+        """The videos whose files exist."""
         return {key: file for key, file in zip(self.keys, self.files) if file is not None}
 
     def by_key(self, name: str) -> dict[Key, float]:
-        """The finite values of a score."""
+        """Return the finite values of a score by key."""
         return {k: value for k, value in zip(self.keys, self.scores.get(name, ())) if math.isfinite(value)}
 
 
 def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) -> VideoSet:
-    """From an evaluation (`eval/*.json`) and its files by number."""
+    """Build a set from an evaluation (`eval/*.json`) and its files by number."""
     return VideoSet(
         label=label,
         prompts=list(scores["prompts"]),
@@ -86,7 +86,7 @@ def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) 
 
 
 def of_run(label: str, run: Path, evaluation: str, scores: Mapping[str, Any]) -> VideoSet:
-    """An evaluation of a run folder, with the videos that the run kept."""
+    """Build a set from an evaluation in a run folder, with the videos the run kept."""
     return of_scores(label, scores, numbered(run / "videos" / evaluation))
 
 
@@ -94,9 +94,10 @@ def of_run(label: str, run: Path, evaluation: str, scores: Mapping[str, Any]) ->
 
 
 def read_folder(label: str, folder: Path) -> VideoSet:
-    """
+    """Read a folder with a `videos.csv`.
+
     Raises:
-        UserError: `videos.csv` is not UTF-8, has no row or another header, or names a file that is not there.
+        UserError: `videos.csv` is not UTF-8, has no rows or the wrong header, or names a missing file.
     """
     index = folder / VIDEOS
     try:
@@ -133,7 +134,7 @@ def read_folder(label: str, folder: Path) -> VideoSet:
 
 
 def _numbers(texts: Sequence[str]) -> list[float] | None:
-    """None if one of them is neither a number nor empty, or if all are empty."""
+    """Parse a column of numbers, NaN where empty; None if a value is no number or all are empty."""
     try:
         values = [float(text) if text.strip() else math.nan for text in texts]
     except ValueError:
@@ -142,7 +143,7 @@ def _numbers(texts: Sequence[str]) -> list[float] | None:
 
 
 def write_folder(videos: VideoSet, folder: Path) -> None:
-    """Write `videos.csv` for videos that all have a file."""
+    """Write `videos.csv`; every video must have a file."""
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(["file", "prompt", *(["seed"] if videos.seeds else []), *videos.scores])
@@ -159,7 +160,7 @@ def _number(value: float | None) -> str:
 
 
 def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
-    """Notes on what the two have in common.
+    """Return notes on how the prompts and seeds of two sets differ.
 
     Raises:
         UserError: they have no prompt in common.
@@ -189,13 +190,13 @@ class Row:
     """One score of one source.
 
     Attributes:
-        score: its name, `reward` for the composite.
-        label: of the source.
-        mean: over prompts, of the means of a prompt's videos.
-        interval: of the mean, 95 %; None with fewer than `MIN_PROMPTS` prompts.
-        gain, gain_interval: of the difference to the same videos of the first source; None for the first source.
-        videos, prompts: that have this score.
-        pairs, pair_prompts: that have it in both.
+        score: name of the score; `reward` for the composite.
+        label: label of the source.
+        mean: mean over prompts of the means over each prompt's videos.
+        interval: 95 % interval of the mean; None with fewer than `MIN_PROMPTS` prompts.
+        gain, gain_interval: mean paired difference to the first source and its interval; None for the first source.
+        videos, prompts: numbers of videos and prompts with this score.
+        pairs, pair_prompts: numbers of pairs and prompts with this score in both sources.
     """
 
     score: str
@@ -211,14 +212,14 @@ class Row:
 
     @property
     def direction(self) -> str:
-        """`up` or `down` if the interval of the gain holds only such values."""
+        """`up` or `down` if the interval of the gain excludes 0, else an empty string."""
         if self.gain_interval is None:
             return ""
         return "up" if self.gain_interval[0] > 0 else ("down" if self.gain_interval[1] < 0 else "")
 
 
 def table(sets: Sequence[VideoSet]) -> list[Row]:
-    """Every score of every set, and its paired differences to the first set: score by score, in the order given."""
+    """Return all scores of all sets with their paired differences to the first set, grouped by score."""
     names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
     names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
     return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
@@ -249,13 +250,13 @@ def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
 
 
 def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
-    """What each video has more of a score than its pair in the first set."""
+    """Return each video's score minus that of its pair in the first set."""
     base, values = first.by_key(name), videos.by_key(name)
     return {key: value - base[key] for key, value in values.items() if key in base}
 
 
 def hacked(rows: Sequence[Row], judges: Sequence[str]) -> list[str]:
-    """A line for each source whose composite rose while one of `judges`, scores that nothing was trained on, fell."""
+    """Return a warning for each source whose composite rose while one of `judges` (scores not trained on) fell."""
     lines = []
     for label in dict.fromkeys(row.label for row in rows):
         own = {row.score: row.direction for row in rows if row.label == label}
@@ -266,7 +267,7 @@ def hacked(rows: Sequence[Row], judges: Sequence[str]) -> list[str]:
 
 
 def shown_name(score: str) -> str:
-    """A score's name in a table: the composite is the paper's Overall."""
+    """Return a score's name in tables: `overall` for the composite, as in the paper."""
     return "overall" if score == "reward" else score
 
 
@@ -277,7 +278,7 @@ def format_interval(interval: Interval | None, *, sign: bool = False) -> str:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """For the terminal: a block for each score, a line for each source."""
+    """Format for the terminal: one block per score, one line per source."""
     width = max([12, *(len(_cut(row.label)) + 2 for row in rows), *(len(shown_name(row.score)) for row in rows)])
     lines = []
     for score in dict.fromkeys(row.score for row in rows):
@@ -297,7 +298,7 @@ def _cut(label: str) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What the numbers are, in one line."""
+    """Describe the numbers of the table in one line."""
     counts = {(row.videos, row.prompts) for row in rows}
     videos, prompts = max(counts, default=(0, 0))
     fewer = "" if len(counts) < 2 else "up to "
@@ -310,7 +311,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The paper's table: a row for each source, a column for each score; then one of the gains."""
+    """Format as in the paper: a table with one row per source and one column per score, then one of the gains."""
     scores = list(dict.fromkeys(row.score for row in rows))
     labels = list(dict.fromkeys(row.label for row in rows))
     found = {(row.label, row.score): row for row in rows}
@@ -342,7 +343,7 @@ def _cell(text: str) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line for each score of each source, every number in full."""
+    """Format as CSV: one line per score and source, numbers in full precision."""
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(
@@ -358,6 +359,6 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """With null for what is not known."""
+    """Return a row as JSON, with null for NaN."""
     fields = dataclasses.asdict(row)
-    return {name: None if isinstance(of, float) and math.isnan(of) else of for name, of in fields.items()}
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()}

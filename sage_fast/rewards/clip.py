@@ -1,11 +1,11 @@
-"""CLIPScore and PickScore: how well frames fit the prompt, by CLIP models; the mean over evenly spaced frames.
+"""CLIPScore and PickScore: how well frames match the prompt by CLIP models; mean over evenly spaced frames.
 
-Per frame, with cos between the embeddings of frame and prompt:
+Per frame, with cos the cosine of the embeddings of frame and prompt:
 
     clip_cosine    cos
     clipscore      2.5 max(cos, 0), Hessel et al. 2021 (arXiv:2104.08718), Eq. 1, without their "A photo depicts"
-    pickscore      exp(logit_scale) cos / 26, Kirstain et al. 2023 (arXiv:2305.01569); the 26 is that of flow_grpo
-                   (pickscore_scorer.py) and brings it to about 0 to 1, the range of the paper's Table 2
+    pickscore      exp(logit_scale) cos / 26, Kirstain et al. 2023 (arXiv:2305.01569); the factor 1/26 is from flow_grpo
+                   (pickscore_scorer.py) and scales it to about 0 to 1, the range of the paper's Table 2
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from sage_fast.errors import UserError
 from sage_fast.rewards.frames import FrameReward, evenly_spaced, levels, resize
 
 BICUBIC = 3
-"""As preprocessor_config.json counts PIL's filters."""
+"""Code of PIL's bicubic filter in preprocessor_config.json."""
 
 
 class CLIPReward(FrameReward):
-    """What both have in common.
+    """Base class of both rewards.
 
     Args:
         path: folder or hub id of a `CLIPModel`.
-        processor: folder or hub id of its tokenizer and image processor; None: `path`.
-        num_frames: evenly spaced frames, the first and the last among them; all, if a video has fewer.
+        processor: folder or hub id of its tokenizer and image processor; None for `path`.
+        num_frames: number of evenly spaced frames, including first and last; shorter videos use all.
         device: as for `FrameReward`.
 
     Raises:
-        UserError: an argument, or the files behind one, is not as expected.
+        UserError: an argument is invalid, or the files it names are not as expected.
     """
 
     def __init__(self, path: str, processor: str | None, num_frames: int, device: str | None) -> None:
-        super().__init__(device, video_fps=1.0)  # frames are evenly spaced at any rate
+        super().__init__(device, video_fps=1.0)  # the choice of frames does not depend on the rate
         if num_frames < 1:
             raise UserError(f"num_frames = {num_frames}: expected at least 1")
         self.num_frames = num_frames
@@ -46,7 +46,10 @@ class CLIPReward(FrameReward):
             self.network, loaded = CLIPModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"path = {path!r}: expected a folder or hub id of a CLIP model: {error}") from error
-        if lacking := [*loaded["missing_keys"], *loaded["mismatched_keys"]]:  # transformers would make these up
+        if lacking := [
+            *loaded["missing_keys"],
+            *loaded["mismatched_keys"],
+        ]:  # transformers would initialise these at random
             raise UserError(f"path = {path!r}: expected a CLIP model; missing or of another shape: {lacking}")
         self.network.eval().requires_grad_(False)
         processor = processor or path
@@ -68,11 +71,11 @@ class CLIPReward(FrameReward):
             raise UserError(f"processor = {processor!r}: crops to {self.crop}, but {path!r} takes {side} x {side}")
 
     def choose(self, total: int, fps: float) -> list[int]:
-        """`num_frames` of them, evenly spaced."""
+        """Return `num_frames` evenly spaced indices."""
         return evenly_spaced(total, self.num_frames)
 
     def pixels(self, frames: Tensor) -> Tensor:
-        """What the image encoder gets, float32 `[n, 3, S, S]`: the middle of frames float `[n, 3, H, W]` in [0, 1]."""
+        """Resize, centre-crop and normalise float frames `[n, 3, H, W]` in [0, 1] to float32 `[n, 3, S, S]`."""
         height, width = frames.shape[-2:]
         longer = int(self.shortest * max(height, width) / min(height, width))
         size = (self.shortest, longer) if height <= width else (longer, self.shortest)
@@ -81,10 +84,10 @@ class CLIPReward(FrameReward):
         return (cropped - cropped.new_tensor(self.mean)[:, None, None]) / cropped.new_tensor(self.std)[:, None, None]
 
     def cosines(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> list[Tensor]:
-        """For each video, the cosine of each of its frames with its prompt."""
+        """Return, for each video, the cosines of its frames with its prompt."""
         longest = self.network.config.text_config.max_position_embeddings
         words = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=longest, return_tensors="pt")
-        # transformers 5 gives objects whose pooler_output is the projected embedding, where 4 gave the embedding.
+        # transformers 5 returns an object with the projected embedding in pooler_output; 4 returned the embedding.
         texts = self.network.get_text_features(**words.to(self.device)).pooler_output
         images = self.network.get_image_features(torch.cat([self.pixels(frames) for frames in videos])).pooler_output
         each = F.normalize(images.float(), dim=-1).split([len(frames) for frames in videos])
@@ -110,7 +113,7 @@ class CLIPScoreReward(CLIPReward):
         }
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Each part, float32 `[B]`."""
+        """Return each part, float32 `[B]`."""
         cosines = self.cosines(videos, prompts)
         return {
             "clip_cosine": torch.stack([each.mean() for each in cosines]),
@@ -136,6 +139,6 @@ class PickScoreReward(CLIPReward):
         }
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
-        """The part, float32 `[B]`."""
+        """Return the part, float32 `[B]`."""
         scale = self.network.logit_scale.exp() / 26
         return {"pickscore": torch.stack([scale * each.mean() for each in self.cosines(videos, prompts)])}

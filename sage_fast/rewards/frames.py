@@ -1,4 +1,4 @@
-"""What rewards that look at frames have in common: which frames, how they are resized, in memory and from files."""
+"""Base of frame-based rewards: choosing, reading and resizing frames, of videos in memory and in files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.nn import functional as F
 from sage_fast.errors import UserError
 
 SCORED_AT_ONCE = 8
-"""Videos; more are scored one batch after another."""
+"""Maximum number of videos per batch."""
 
 
 def evenly_spaced(total: int, count: int) -> list[int]:
-    """`count` of the frames 0 to `total - 1`, the first and the last among them; all, if there are fewer."""
+    """Return `count` evenly spaced indices in [0, total), including first and last; all if there are fewer."""
     return torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long().tolist()
 
 
 def levels(frames: Tensor) -> Tensor:
-    """float32 whole numbers 0 to 255 from floats in [0, 1]: the 8 bits of a picture or a video file. NaN stays NaN."""
+    """Quantise floats in [0, 1] to 8 bits as image and video files do; return float32 0 to 255. NaN stays NaN."""
     return (frames.float().clamp(0, 1) * 255).round()
 
 
 def resize(frames: Tensor, height: int, width: int) -> Tensor:
-    """Bicubic with antialiasing, as PIL and torchvision do it to 8-bit frames.
+    """Resize with antialiased bicubic interpolation, as PIL and torchvision do for 8-bit frames.
 
     Args:
         frames: `levels`, `[N, 3, H, W]`.
@@ -44,13 +44,13 @@ def resize(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 def read_frames(path: str | Path, choose: Callable[[int, float], list[int]]) -> Tensor:
-    """float32 `[n, 3, H, W]` in [0, 1]: the frames that `choose` names, of any file that ffmpeg reads.
+    """Read the chosen frames of any file that ffmpeg reads, as float32 `[n, 3, H, W]` in [0, 1].
 
     Args:
-        choose: indices, in order, from the number of frames and the frames per second of the file.
+        choose: maps the file's number of frames and frames per second to sorted frame indices.
 
     Raises:
-        ValueError: there is no such file, or it is no video.
+        ValueError: the file is missing or is no video.
     """
     import imageio_ffmpeg
 
@@ -64,7 +64,7 @@ def read_frames(path: str | Path, choose: Callable[[int, float], list[int]]) -> 
             raise ValueError(f"{str(path)!r}: {total} frames at {header['fps']} frames per second cannot be scored")
         wanted = choose(total, header["fps"])
         kept = {}
-        reader = imageio_ffmpeg.read_frames(str(path))  # again: the whole of a long video would not fit into memory
+        reader = imageio_ffmpeg.read_frames(str(path))  # a second pass: a long video would not fit into memory
         next(reader)
         for i, frame in enumerate(reader):
             if i in wanted:
@@ -75,16 +75,16 @@ def read_frames(path: str | Path, choose: Callable[[int, float], list[int]]) -> 
 
 
 class FrameReward:
-    """A frozen network that scores some frames of each video.
+    """A frozen network that scores selected frames of each video.
 
-    A subclass loads `network`, says which frames it looks at (`choose`) and scores them (`of_frames`).
+    A subclass loads `network`, selects frames (`choose`) and scores them (`of_frames`).
 
     Args:
-        device: where it lives, such as "cuda:1"; None: where the first videos are that it scores.
-        video_fps: frames per second of the videos that `score` gets.
+        device: device of the network, such as "cuda:1"; None for the device of the first videos it scores.
+        video_fps: frames per second of the videos passed to `score`.
 
     Attributes:
-        definitions: part -> what it is, in words, with its pooling over frames and its scale.
+        definitions: part -> description, with its pooling over frames and its scale.
     """
 
     network: Any
@@ -100,26 +100,30 @@ class FrameReward:
         self.video_fps = video_fps
 
     def choose(self, total: int, fps: float) -> list[int]:
-        """Which of `total` frames at `fps` frames per second are looked at, in order."""
+        """Return the sorted indices of the frames to score, out of `total` at `fps` frames per second."""
         raise NotImplementedError
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Each part, `[B]`, of the chosen frames float `[n, 3, H, W]` in [0, 1] of B videos, which are on `device`."""
+        """Score B videos, given as their chosen frames, float `[n, 3, H, W]` in [0, 1] on `device`.
+
+        Returns:
+            Each part, `[B]`.
+        """
         raise NotImplementedError
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """The same as `score`."""
+        """Same as `score`."""
         return self.score(videos, prompts)
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Each part, float32 `[B]`.
+        """Score videos; return each part, float32 `[B]`.
 
         Args:
-            videos: float `[B, F, 3, H, W]` in [0, 1], at `video_fps` frames per second; NaN gives NaN.
-            prompts: B of them.
+            videos: float `[B, F, 3, H, W]` in [0, 1] at `video_fps` frames per second; NaN gives NaN.
+            prompts: B prompts.
 
         Raises:
-            ValueError: another shape, too few frames, or a prompt that cannot be scored.
+            ValueError: the shape is wrong, there are too few frames, or a prompt cannot be scored.
         """
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.is_floating_point():
             raise ValueError(f"expected float videos [B, F, 3, H, W], got {videos.dtype} {list(videos.shape)}")
@@ -127,10 +131,10 @@ class FrameReward:
         return self._in_batches(list(chosen), prompts, lambda video: video, videos.device)
 
     def score_files(self, paths: Sequence[str | Path], prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Each part, float32 `[B]`, of B video files of any sizes, lengths and frame rates.
+        """Score B video files of any size, length and frame rate; return each part, float32 `[B]`.
 
         Raises:
-            ValueError: as `score`, or a file that is missing or no video.
+            ValueError: as `score`, or a file is missing or is no video.
         """
         home = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return self._in_batches(paths, prompts, lambda path: read_frames(path, self.choose), home)

@@ -1,11 +1,11 @@
-"""The testbed's held-out judge: what CLIPScore and PickScore are to a run of the real model.
+"""The testbed's held-out judge; it plays the role of CLIPScore and PickScore for the real model.
 
-Two scores, each about 0 to 1, of a network that saw rendered clips and their corruptions and never the training reward:
+Two scores, each about 0 to 1, by a network trained on rendered clips and their corruptions, never on the reward:
 
-    alignment     how probable the shape, colour, direction and speed are that the prompt names, mean of those
+    alignment     mean probability of the shape, colour, direction and speed that the prompt names
     naturalness   how clean the clip is: 1 as rendered, 0 corrupted beyond recognition
 
-For `eval.judge`: a policy trained on it would learn to fool it, as it does any reward.
+Use it as `eval.judge` only: a policy trained on it would learn to fool it, like any reward.
 """
 
 import torch
@@ -20,14 +20,14 @@ WORDS = [word for words in ATTRIBUTES.values() for word in words]
 class TestbedJudge:
     """Scores videos float [B, F, 3, H, W] in [0, 1] (17 frames of 32 x 32) against one caption each."""
 
-    __test__ = False  # the name begins with Test: tell pytest that this is none
+    __test__ = False  # keep pytest from collecting it as a test class
 
     def __init__(self) -> None:
         self.network = load_judge()
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """float32 [B] for each of "alignment" and "naturalness"; finite for any input, NaN pixels count as black."""
+        """Return "alignment" and "naturalness", float32 [B]; finite for any input, since NaN pixels count as black."""
         if videos.ndim != 5 or videos.shape[2] != 3:
             raise ValueError(f"expected videos [B, F, 3, H, W], got {list(videos.shape)}")
         if len(prompts) != videos.shape[0]:

@@ -1,4 +1,4 @@
-"""`sage-fast serve-reward`: the rewards of a configuration behind HTTP, for several runs to share."""
+"""`sage-fast serve-reward`: serve the rewards of a configuration over HTTP, so that several runs can share them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from sage_fast.rewards.errors import failure, first_line
 from sage_fast.rewards.http import SCHEMA, answer, read_question
 
 LARGEST = 4 * 2**30
-"""Bytes of a request: some 8 videos of 480p and 81 frames in float16."""
+"""Largest request in bytes: about 8 videos of 480p and 81 frames in float16."""
 SECONDS_OF_SILENCE = 60.0
-"""Longest pause within a request; then its connection is closed."""
+"""Read timeout within a request; then the connection is closed."""
 SECONDS_TO_DRAIN = 2.0
-"""Time for which the rest of a refused request is read and thrown away."""
+"""How long the rest of a refused request is read and discarded."""
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Scores what is posted to /score; GET says what is served.
+    """HTTP server that scores videos posted to /score; GET describes the rewards.
 
-    Requests are read and scored one at a time, or as many as the rewards have workers: more of them would only hold
-    their videos in memory.
+    It reads and scores one request at a time, or as many as the rewards have workers. More would only keep videos in
+    memory.
 
     Args:
-        reward: what scores; it has been checked.
-        host, port: address to listen at; port 0 is a free one.
-        tell: gets a line for each request.
-        device: device on which rewards of this process get the videos.
+        reward: the reward, already checked.
+        host, port: address to listen on; port 0 picks a free one.
+        tell: receives one line per request.
+        device: device of the videos passed to in-process rewards.
 
     Raises:
-        OSError: the address is taken, or is not one of this machine.
+        OSError: the address is in use, or does not belong to this machine.
     """
 
     def __init__(self, reward: CompositeReward, host: str, port: int, tell: Say, device: str = "cpu") -> None:
@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if self.path.rstrip("/") != "/score":
             return self._refuse(404, f"{self.path[:80]}: expected /score")
-        if self.headers.get_content_type() != "application/json":  # which no page in a browser may post unasked
+        if self.headers.get_content_type() != "application/json":  # a web page cannot send it cross-origin
             return self._refuse(415, "expected Content-Type: application/json")
         if not length.isascii() or not length.isdigit():
             return self._refuse(411, "expected a Content-Length")
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         start = time.monotonic()
         try:
             parts = self.server.reward.raw(videos, prompts, self.server.device)
-        except RewardError as error:  # it hangs; nothing here can end it
+        except RewardError as error:  # the reward hangs and cannot be stopped from here
             return self._refuse(503, str(error))
         except Exception as error:
             self.server.tell(f"failed on {len(prompts)} videos: {first_line(failure(error))}")
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.tell(f"refused a request of {self.client_address[0]}: {why}")
         self._send(status, {"schema": SCHEMA, "error": why})
         end = time.monotonic() + SECONDS_TO_DRAIN
-        with contextlib.suppress(OSError):  # closed with bytes unread, the connection would lose the answer
+        with contextlib.suppress(OSError):  # closing the connection with unread bytes would lose the answer
             self.connection.settimeout(SECONDS_TO_DRAIN)
             while time.monotonic() < end and self.rfile.read1(1 << 20):
                 pass
@@ -106,4 +106,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """`tell` has its own line."""
+        """No-op: `tell` gets its own line."""

@@ -6,8 +6,8 @@ Three scores, each about 0 (noise, an empty frame) to 1 (a rendered video):
     mq  motion quality: one compact thing, always there, moving in a straight line at a constant speed
     ta  text alignment: the colour, shape, direction and speed that the prompt names
 
-All are continuous and have no flat region that a sampler would meet, so that rollouts of one prompt are told apart.
-The only thing taken from the prompt is what `ta` compares with; `vq` and `mq` do not see it.
+All are continuous, without flat regions where samplers go, so rollouts of one prompt get different scores. Only `ta`
+depends on the prompt.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, SHAPES, SPEEDS, coverage, parse
 
-COLOR_TOLERANCE = 0.3  # RGB distance at which a colour's score has fallen to exp(-1/2)
+COLOR_TOLERANCE = 0.3  # RGB distance at which a colour's score falls to exp(-1/2)
 SHAPE_TEMPERATURE = 0.05  # difference in overlap that matters; two clean shapes differ by about 0.15
-REACH = 7.5  # pixels: the width of the window around the centroid within which a compact shape lies
-STILL = 0.12  # pixels per frame: a fit this slow counts as about half moving
+REACH = 7.5  # pixels: radius of the window around the centroid that holds a compact shape
+STILL = 0.12  # pixels per frame: a speed this low counts as half moving
 PATH_TOLERANCE = 1.0  # pixels: distance from the fitted path
 SIZE_TOLERANCE = 0.35  # relative change of the lit area from frame to frame
 TINT_TOLERANCE = 0.25  # RGB change of the mean colour from frame to frame
@@ -29,7 +29,7 @@ SPEED_TOLERANCE = 0.25  # pixels per frame
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured in each video, before any prompt is looked at."""
+    """Prompt-independent measurements of each video."""
 
     overlap: Tensor  # [B, F, shapes] in [0, 1]: intersection over union with each shape drawn at the centroid
     purity: Tensor  # [B, F, colors] in [0, 1]: how close the lit pixels are to each colour
@@ -43,11 +43,11 @@ class Measurement:
 class TestbedReward:
     """Scores videos float [B, F, 3, H, W] in [0, 1] (F >= 2) against one caption each."""
 
-    __test__ = False  # the name begins with Test: tell pytest that this is none
+    __test__ = False  # keep pytest from collecting it as a test class
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """float32 [B] for each of "vq", "mq" and "ta"; finite for any input, NaN pixels count as black."""
+        """Return "vq", "mq" and "ta", float32 [B]; finite for any input, since NaN pixels count as black."""
         if videos.ndim != 5 or videos.shape[2] != 3 or videos.shape[1] < 2:
             raise ValueError(f"expected videos [B, F >= 2, 3, H, W], got {list(videos.shape)}")
         if len(prompts) != videos.shape[0]:
@@ -57,9 +57,9 @@ class TestbedReward:
 
 
 def measure(videos: Tensor) -> Measurement:
-    """All pixel work, once."""
+    """Do all pixel work of the three scores, once."""
     pixels = torch.nan_to_num(videos.float(), nan=0.0).clamp(0.0, 1.0) - BACKGROUND
-    # Each colour of the palette peaks at PEAK, so the largest channel is the covered share of a pixel.
+    # Each palette colour peaks at PEAK, so the largest channel gives a pixel's coverage.
     lit = (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)  # [B, F, H, W]
     area = lit.sum(dim=(2, 3))
     center = _centroid(lit)
@@ -82,14 +82,14 @@ def measure(videos: Tensor) -> Measurement:
 
 
 def visual_quality(seen: Measurement) -> Tensor:
-    """[B]: overlap with the best shape times purity of the best colour, each frame on its own."""
+    """Return [B]: overlap with the best shape times purity of the best colour, mean over frames."""
     return (seen.overlap.amax(dim=-1) * seen.purity.amax(dim=-1)).mean(dim=1)
 
 
 def motion_quality(seen: Measurement) -> Tensor:
-    """[B]: present throughout x moving at all x straight and steady x of constant size and colour.
+    """Return [B]: present throughout x moving at all x straight and steady x constant size and colour.
 
-    A product, so that no part can be traded for another: a perfect still shape scores about 0.
+    A product, so that no factor makes up for another: a perfect shape that stands still scores about 0.
     """
     speed2 = seen.velocity.square().sum(dim=-1)
     moving = speed2 / (speed2 + STILL**2)
@@ -101,7 +101,7 @@ def motion_quality(seen: Measurement) -> Tensor:
 
 
 def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
-    """[B]: the mean of the four attributes' matches, times how present the shape is."""
+    """Return [B]: the mean match of the four attributes, times the presence of the shape."""
     device = seen.overlap.device
     scenes = [parse(prompt) for prompt in prompts]
     row = torch.arange(len(scenes), device=device)
@@ -111,7 +111,7 @@ def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
     wanted_speed = torch.tensor([SPEEDS[scene.speed] for scene in scenes], device=device)
 
     color_match = seen.purity[row, :, color].mean(dim=1)
-    # Shapes of one area overlap a lot, so it is the contest between the shapes that counts, not the overlap itself.
+    # Shapes of equal area overlap a lot, so a softmax over the shapes is used, not the overlap itself.
     contest = torch.softmax(seen.overlap / SHAPE_TEMPERATURE, dim=-1)
     shape_match = contest[row, :, shape].mean(dim=1)
     along = (seen.velocity * heading).sum(dim=-1)
@@ -124,12 +124,12 @@ def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
 
 
 def _centroid(lit: Tensor) -> Tensor:
-    """[B, F, 2]: squared weights, so that a faint haze over the frame pulls it little."""
+    """Return the centroid [B, F, 2]. Squared weights keep a faint haze from pulling it."""
     weight = lit.square()
     total = weight.sum(dim=(2, 3))
     x = torch.arange(lit.shape[3], device=lit.device) + 0.5
     y = torch.arange(lit.shape[2], device=lit.device) + 0.5
-    # An empty frame has its centroid in the middle rather than in a corner, so that nothing seems to move.
+    # The prior puts the centroid of an empty frame in the middle, not in a corner, so that nothing seems to move.
     prior = 1e-2
     middle = lit.new_tensor([lit.shape[3] / 2, lit.shape[2] / 2])
     moment = torch.stack([(weight.sum(dim=2) * x).sum(dim=2), (weight.sum(dim=3) * y).sum(dim=2)], dim=-1)
@@ -137,13 +137,13 @@ def _centroid(lit: Tensor) -> Tensor:
 
 
 def _overlap(lit: Tensor, drawn: Tensor) -> Tensor:
-    """[B, F]: soft intersection over union."""
+    """Return the soft intersection over union, [B, F]."""
     both = torch.minimum(lit, drawn).sum(dim=(2, 3))
     return both / (lit.sum(dim=(2, 3)) + drawn.sum(dim=(2, 3)) - both).clamp(min=1.0)
 
 
 def _purity(pixels: Tensor, lit: Tensor) -> Tensor:
-    """[B, F, colors]: closeness of each lit pixel to `lit` parts of a colour, averaged over what is lit."""
+    """Return [B, F, colors]: how close lit pixels are to a colour scaled by `lit`, averaged over the lit area."""
     weight = lit / lit.sum(dim=(2, 3), keepdim=True).clamp(min=1.0)
     scores = []
     for color in COLORS.values():
@@ -154,7 +154,7 @@ def _purity(pixels: Tensor, lit: Tensor) -> Tensor:
 
 
 def _window(center: Tensor, height: int, width: int) -> Tensor:
-    """[B, F, height, width]: a soft disc of radius about REACH around the centroid."""
+    """Return a soft disc of radius REACH around the centroid, [B, F, height, width]."""
     x = torch.arange(width, device=center.device) + 0.5 - center[..., 0, None]
     y = torch.arange(height, device=center.device) + 0.5 - center[..., 1, None]
     distance = torch.sqrt(x.square()[..., None, :] + y.square()[..., :, None])
@@ -162,7 +162,7 @@ def _window(center: Tensor, height: int, width: int) -> Tensor:
 
 
 def _line_fit(center: Tensor) -> tuple[Tensor, Tensor]:
-    """Least squares of the centroid on the frame number: velocity [B, 2] and rms residual [B]."""
+    """Fit the centroid to the frame number by least squares; return velocity [B, 2] and rms residual [B]."""
     time = torch.arange(center.shape[1], device=center.device, dtype=center.dtype)
     time = time - time.mean()
     offset = center - center.mean(dim=1, keepdim=True)

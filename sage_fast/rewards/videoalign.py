@@ -1,10 +1,10 @@
 """VideoAlign (Liu et al. 2025, arXiv:2501.13918): visual quality, motion quality and text alignment by Qwen2-VL.
 
-The published checkpoint, KwaiVGI/VideoReward, is Qwen2-VL-2B-Instruct with a trained vision tower, a LoRA on the
-language model that is not merged, and one linear head without bias, read at a special token for each of the three
-scores. Here the network is that of transformers; loading, prompt and frames are our own.
+The published checkpoint, KwaiVGI/VideoReward, is Qwen2-VL-2B-Instruct with a trained vision tower, an unmerged LoRA on
+the language model, and one linear head without bias. The head reads each of the three scores at its own special token.
+The network is transformers'; loading, prompt and frame processing are ours.
 
-What the checkpoint was trained with, and is scored with here: github.com/KwaiVGI/VideoAlign (inference.py, data.py,
+Scoring follows the code the checkpoint was trained with: github.com/KwaiVGI/VideoAlign (inference.py, data.py,
 trainer.py, vision_process.py) under transformers 4.45.2 (its environment.yaml).
 """
 
@@ -34,41 +34,41 @@ Precision = Literal["bfloat16", "float32"]
 
 PARTS = {"vq": "visual quality", "mq": "motion quality", "ta": "text alignment"}
 TEMPLATE = (Path(__file__).parent / "videoalign_prompt.txt").read_text(encoding="utf-8")
-"""What the model is asked, word for word as it was trained: "detailed_special" in prompt_template.py of
-github.com/KwaiVGI/VideoAlign (MIT, Copyright 2025 Kling Team, Kuaishou Technology)."""
+"""The training prompt, verbatim: "detailed_special" in prompt_template.py of github.com/KwaiVGI/VideoAlign (MIT,
+Copyright 2025 Kling Team, Kuaishou Technology)."""
 
 CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{video}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
 )
-"""The chat template of Qwen2-VL-2B-Instruct for one video and one text."""
+"""Chat template of Qwen2-VL-2B-Instruct for one video and one text."""
 
 PATCH, MERGED, FRAMES_TOGETHER = 14, 2, 2
-"""Of the vision tower: pixels a side, patches a side that become one token, frames that become one."""
+"""Vision tower: pixels per patch side, patches per token side, frames merged into one."""
 CELL = PATCH * MERGED
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-"""Of RGB in [0, 1], in the preprocessor_config.json of Qwen2-VL-2B-Instruct."""
+"""Normalisation of RGB in [0, 1], from preprocessor_config.json of Qwen2-VL-2B-Instruct."""
 
 
 class VideoAlignReward(FrameReward):
-    """Scores `vq`, `mq` and `ta`, normalised as published, and `vq_raw`, `mq_raw` and `ta_raw`, what the head gave.
+    """Scores `vq`, `mq` and `ta`, normalised as published, and the head's raw `vq_raw`, `mq_raw` and `ta_raw`.
 
     Args:
-        path: the folder of the published checkpoint (`model_config.json`, `checkpoint-11352/model.pth`), or its hub id
-            "KwaiVGI/VideoReward". Of several `checkpoint-N` the last is taken.
+        path: folder of the published checkpoint (`model_config.json`, `checkpoint-11352/model.pth`), or its hub id
+            "KwaiVGI/VideoReward". The highest `checkpoint-N` is used.
         base: folder or hub id of Qwen2-VL-2B-Instruct; only its configuration and tokenizer are read.
         device: as for `FrameReward`.
-        dtype: of the weights; None: bfloat16 on CUDA, else float32. The head is float32 in both.
-        attention: implementation of transformers.
-        fps: frames per second that are looked at; None: that of `model_config.json`, published 2.
-        video_fps: frames per second of the videos that `score` gets.
-        max_frame_pixels: larger frames are made smaller; None: that of `model_config.json`, published 200704.
-        min_frame_pixels: smaller frames are enlarged; published 100352.
+        dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
+        attention: attention implementation of transformers.
+        fps: sampling rate in frames per second; None for that of `model_config.json` (published: 2).
+        video_fps: frames per second of the videos passed to `score`.
+        max_frame_pixels: larger frames are reduced; None for that of `model_config.json` (published: 200704).
+        min_frame_pixels: smaller frames are enlarged (published: 100352).
 
     Raises:
-        UserError: an argument, the checkpoint or the base is not as expected; of the checkpoint's keys, all that are
-            missing, not known or of another shape are named.
+        UserError: an argument, the checkpoint or the base is not as expected. The error lists all keys of the
+            checkpoint that are missing, unknown or of the wrong shape.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class VideoAlignReward(FrameReward):
         }
 
     def choose(self, total: int, fps: float) -> list[int]:
-        """An even number of frames, at least 4 if there are as many, spread from the first to the last.
+        """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.
 
         Raises:
-            ValueError: fewer than 2 frames.
+            ValueError: there are fewer than 2 frames.
         """
         if total < FRAMES_TOGETHER:
             raise ValueError(f"VideoAlign needs videos of at least {FRAMES_TOGETHER} frames, got {total}")
@@ -130,20 +130,20 @@ class VideoAlignReward(FrameReward):
         return evenly_spaced(total, round(min(max(total / fps * self.fps, 4), most) / 2) * 2)
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Each part, float32 `[B]`."""
+        """Return each part, float32 `[B]`."""
         prepared = [self.patches(frames) for frames in videos]
         grids = torch.tensor([grid for _, grid in prepared])
         texts = [self.text(prompt, grid) for prompt, (_, grid) in zip(prompts, prepared)]
         ids = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-        at = [self._place(row, prompt) for row, prompt in zip(ids.tolist(), prompts)]
-        raw = self._raw(ids, torch.tensor(at), torch.cat([patches for patches, _ in prepared]), grids)
+        places = [self._place(row, prompt) for row, prompt in zip(ids.tolist(), prompts)]
+        raw = self._raw(ids, torch.tensor(places), torch.cat([patches for patches, _ in prepared]), grids)
         scores = (raw - raw.new_tensor(self.mean)) / raw.new_tensor(self.std)
         return {part: scores[:, i] for i, part in enumerate(PARTS)} | {
             f"{part}_raw": raw[:, i] for i, part in enumerate(PARTS)
         }
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Multiples of 28 near `height x width` that keep its shape and the limits on pixels."""
+        """Return multiples of 28 near `height x width` that keep the aspect ratio and respect the pixel limits."""
         nearest_height, nearest_width = (max(CELL, round(side / CELL) * CELL) for side in (height, width))
         if nearest_height * nearest_width > self.max_frame_pixels:
             shrink = math.sqrt(height * width / self.max_frame_pixels)
@@ -154,13 +154,13 @@ class VideoAlignReward(FrameReward):
         return nearest_height, nearest_width
 
     def patches(self, frames: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-        """What the vision tower gets of one video.
+        """Prepare one video for the vision tower.
 
         Args:
             frames: float `[n, 3, H, W]` in [0, 1], n even.
 
         Returns:
-            Patches float32 `[t h w, 3 * 2 * 14 * 14]` and their grid t, h, w; those of a token stand together.
+            Patches, float32 `[t h w, 3 * 2 * 14 * 14]`, and their grid (t, h, w). The patches of a token are adjacent.
         """
         pixels = resize(levels(frames), *self.size(*frames.shape[-2:]))
         pixels = (pixels / 255 - pixels.new_tensor(MEAN)[:, None, None]) / pixels.new_tensor(STD)[:, None, None]
@@ -169,12 +169,12 @@ class VideoAlignReward(FrameReward):
         return split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1), (t, h, w)
 
     def text(self, prompt: str, grid: tuple[int, int, int]) -> str:
-        """The whole conversation about one video."""
+        """Return the whole conversation about one video."""
         tokens = math.prod(grid) // MERGED**2
         return CHAT.format(video="<|video_pad|>" * tokens, text=TEMPLATE.replace("{text_prompt}", prompt))
 
     def _place(self, row: list[int], prompt: str) -> list[int]:
-        """Where the three special tokens are."""
+        """Return the positions of the three special tokens."""
         found = [i for i, token in enumerate(row) if token in self.token_ids]
         if [row[i] for i in found] != self.token_ids or "<|video_pad|>" in prompt:
             raise ValueError(
@@ -183,10 +183,17 @@ class VideoAlignReward(FrameReward):
         return found
 
     def _raw(self, ids: Tensor, at: Tensor, patches: Tensor, grids: Tensor) -> Tensor:
-        """float32 `[B, 3]` of token ids `[B, L]`, padded on the right."""
+        """Return raw scores, float32 `[B, 3]`.
+
+        Args:
+            ids: token ids `[B, L]`, padded on the right.
+            at: positions of the three special tokens, `[B, 3]`.
+            patches: patches of all videos, concatenated.
+            grids: grid of each video, `[B, 3]`.
+        """
         rows, length = ids.shape
-        # transformers 4.45 gave every token its place in the text when forward got no positions, as in the training;
-        # transformers 5 would give the video tokens 3-D positions. No mask: attention is causal and padding comes last.
+        # As in training: transformers 4.45, called without positions, numbered the tokens as in plain text.
+        # transformers 5 would give video tokens 3-D positions. No mask: attention is causal and padding comes last.
         positions = torch.arange(length, device=self.device).expand(3, rows, length)
         hidden = self.network(
             input_ids=ids.to(self.device),

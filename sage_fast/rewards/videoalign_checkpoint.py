@@ -1,7 +1,7 @@
-"""Loads the published checkpoint of VideoAlign, KwaiVGI/VideoReward, strictly, into transformers' Qwen2-VL.
+"""Load the published VideoAlign checkpoint, KwaiVGI/VideoReward, strictly, into transformers' Qwen2-VL.
 
-It was saved by transformers 4.45 and peft: `model_config.json`, and all weights in `checkpoint-11352/model.pth`, 1123
-tensors in bfloat16. The LoRA, of the language model only, is not merged.
+It was saved by transformers 4.45 and peft as `model_config.json` and `checkpoint-11352/model.pth`: all weights, 1123
+bfloat16 tensors. The LoRA, on the language model only, is not merged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, 
 from sage_fast.errors import UserError
 
 SPECIAL_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
-"""Added to those of the base model; with the published tokenizer their ids are 151657 to 151659."""
+"""Tokens added to the base model's; their ids are 151657 to 151659 with the published tokenizer."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Weight = base + scale x B A."""
+    """LoRA settings: weight = base + scale x B A."""
 
     rank: int
     scale: float
@@ -36,7 +36,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is needed of `model_config.json`; `mean` and `std` of the raw VQ, MQ and TA."""
+    """The needed fields of `model_config.json`; `mean` and `std` are those of raw VQ, MQ and TA."""
 
     fps: float
     max_frame_pixels: int
@@ -46,7 +46,7 @@ class Settings:
 
 
 def local_folder(path: str) -> Path:
-    """The folder of the checkpoint, downloaded if `path` is a hub id."""
+    """Return the checkpoint's folder; download it if `path` is a hub id."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -59,10 +59,10 @@ def local_folder(path: str) -> Path:
 
 
 def read_settings(folder: Path) -> Settings:
-    """What is needed of `model_config.json`.
+    """Read the needed fields of `model_config.json`.
 
     Raises:
-        UserError: it is missing, lacks something, or describes another kind of reward model.
+        UserError: the file is missing, lacks a field, or describes another kind of reward model.
     """
     file = folder / "model_config.json"
     try:
@@ -99,7 +99,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def read_base(base: str) -> tuple[PreTrainedTokenizerBase, Qwen2VLConfig]:
-    """The tokenizer with the three special tokens, and the configuration with as many embeddings."""
+    """Return the tokenizer with the three special tokens, and the configuration with a matching vocabulary size."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(base)
         config = Qwen2VLConfig.from_pretrained(base)
@@ -113,7 +113,7 @@ def read_base(base: str) -> tuple[PreTrainedTokenizerBase, Qwen2VLConfig]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """`model.pth` of the last `checkpoint-N`, as it is."""
+    """Return the tensors in `model.pth` of the highest `checkpoint-N`."""
     found = [path for path in folder.glob("checkpoint-*/model.pth") if path.parent.name[11:].isdigit()]
     if not found:
         raise UserError(f"path = {str(folder)!r}: no checkpoint-N/model.pth in it, such as checkpoint-11352/model.pth")
@@ -133,17 +133,17 @@ PREFIXES = {
     "base_model.model.rm_head.": "rm_head.",
     "base_model.model.lm_head.": "lm_head.",
 }
-"""What keys of the published file begin with (peft put `base_model.model.` before the names of transformers 4.45), and
-transformers 5 in its place; see github.com/KlingAIResearch/VideoAlign, issue 15."""
+"""Key prefix in the published file (peft's `base_model.model.`, then the name in transformers 4.45) -> prefix in
+transformers 5; see github.com/KlingAIResearch/VideoAlign, issue 15."""
 
 
 def build_network(
     config: Qwen2VLConfig, published: Mapping[str, Tensor], lora: Lora, dtype: torch.dtype, attention: str
 ) -> tuple[nn.Module, Tensor]:
-    """The frozen network with its LoRA merged, on the CPU, and the head float32 `[1, hidden]`.
+    """Return the frozen network on the CPU with its LoRA merged, and the head, float32 `[1, hidden]`.
 
     Raises:
-        UserError: naming every key that is missing, not known or of another shape; or `attention` is not installed.
+        UserError: keys are missing, unknown or of the wrong shape (all are listed), or `attention` is not installed.
     """
     with init_empty_weights(include_buffers=False):
         network = Qwen2VLModel(config)
@@ -156,7 +156,7 @@ def build_network(
             unknown.append(key)
         else:
             left[PREFIXES[old] + key.removeprefix(old)] = value
-    left.pop("lm_head.weight", None)  # predicts the next token; a reward has no use for it
+    left.pop("lm_head.weight", None)  # predicts the next token: not needed
 
     def take(key: str, shape: list[int]) -> Tensor:
         value = left.pop(key, None)
@@ -187,8 +187,8 @@ def build_network(
         raise UserError(f"the VideoAlign checkpoint does not fit the base model; its keys by their new names:{listed}")
     head = merged.pop("rm_head.weight")
     network.load_state_dict(merged, strict=True, assign=True)
-    # Its authors train and score with `model.to(torch.bfloat16)`, which rounds the rotary frequencies too: over the
-    # prompt's 1000 tokens that turns fast ones by a radian and more.
+    # The authors train and score with `model.to(torch.bfloat16)`, which also rounds the rotary frequencies. Over the
+    # prompt's 1000 tokens, that rotates the fast ones by a radian and more.
     for name, buffer in network.named_buffers():
         if name.endswith("inv_freq"):
             buffer.copy_(buffer.bfloat16())

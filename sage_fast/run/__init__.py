@@ -1,1 +1,1 @@
-"""One run: what is loaded, the loop from start to end, its folder, checkpoints, evaluations and trackers."""
+"""One run: loading, the training loop, the run folder, checkpoints, evaluations and trackers."""

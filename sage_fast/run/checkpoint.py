@@ -1,11 +1,11 @@
-"""Checkpoints of a run: weights, optimizer, anchor, EMA and counters. Randomness needs none: seeds are derived.
+"""Checkpoints of a run: weights, optimizer, anchor, EMA and counters. No RNG state: seeds are derived.
 
-<run>/checkpoints/iteration-N/  manifest.json state.json anchor.safetensors, and what the engine writes
+<run>/checkpoints/iteration-N/  manifest.json, state.json, anchor.safetensors and the engine's files
 
-A checkpoint is the state between two iterations, never within one. Its folder is written aside, and appears under its
-name once every file in it is on the disk; the manifest holds their sizes and SHA-256, and loading verifies them.
+A checkpoint is the state between two iterations, never within one. It is written to a temporary folder, which is
+renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them.
 
-What there is in a folder is for the first rank to say: the others may not see it yet on a file system of a network.
+Only rank 0 lists folders. On a network file system the other ranks may not see new files yet.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from sage_fast.run.weights import MANIFEST, checkpoints, digest, fault_of, itera
 def save_checkpoint(
     run: Path, iteration: int, engine: Engine, counters: Mapping[str, Any], anchor: State | None
 ) -> None:
-    """Write `checkpoints/iteration-N`; every rank calls. The folder appears whole or not at all.
+    """Write `checkpoints/iteration-N` atomically. Collective.
 
-    A sound one of the same iteration, as that which a run was resumed from, is left as it is. Later ones, which
-    loading must have skipped, are removed.
+    An intact checkpoint of the same iteration (such as the one just resumed from) is left alone. Later checkpoints
+    are removed: loading must have skipped them.
 
     Args:
         run: the run folder.
-        iteration: the one to continue with.
+        iteration: the iteration to continue with.
         engine: saves its own part.
-        counters: the trainer's, small and JSON.
-        anchor: weights of the KL's anchor, if there is one.
+        counters: the trainer's counters, small and JSON-serialisable.
+        anchor: weights of the KL anchor, if there is one.
 
     Raises:
-        OSError: a file cannot be written; the checkpoints before are left as they were.
-        RankError: another rank cannot read what was written; likewise.
+        OSError: a file cannot be written; earlier checkpoints are untouched.
+        RankError: another rank cannot read what was written; earlier checkpoints are untouched.
     """
     folder = run / "checkpoints" / f"iteration-{iteration:06d}"
     if broadcast_object(folder.is_dir(), 0) and _fault(folder) is None:
@@ -78,17 +78,17 @@ def save_checkpoint(
             partial.replace(folder)
             sync(folder.parent)
     except (OSError, RankError):
-        if rank() == 0:  # on a full disk it would be in the way of everything else
+        if rank() == 0:  # free the space: the disk may be full
             shutil.rmtree(partial, ignore_errors=True)
         raise
     barrier()
 
 
 def prune_checkpoints(run: Path, keep: int, keep_best: bool, tell: Say = say_nothing) -> None:
-    """Remove all but the last `keep`, and the best by evaluation; the first rank calls.
+    """Remove all but the last `keep` checkpoints and, with `keep_best`, the best one. Call on rank 0 only.
 
     Args:
-        tell: told of what cannot be removed.
+        tell: receives a note for each checkpoint that cannot be removed.
     """
     found = checkpoints(run)
     kept = set(found[-keep:])
@@ -103,10 +103,10 @@ def prune_checkpoints(run: Path, keep: int, keep_best: bool, tell: Say = say_not
 
 
 def best_checkpoint(run: Path) -> Path | None:
-    """That of the highest mean held-out reward; None if no checkpoint was evaluated."""
+    """Return the checkpoint with the highest mean held-out reward; None if none was evaluated."""
     rewards = {}
     for folder in checkpoints(run):
-        with contextlib.suppress(FileNotFoundError, UserError):  # not evaluated, or damaged since
+        with contextlib.suppress(FileNotFoundError, UserError):  # not evaluated, or its scores are damaged
             scores = read_scores(run / "eval" / f"{folder.name}.json")
             rewards[folder] = mean_and_error(scores["prompts"], scores["reward"])[0]
     return max((f for f in rewards if math.isfinite(rewards[f])), key=rewards.__getitem__, default=None)
@@ -115,16 +115,16 @@ def best_checkpoint(run: Path) -> Path | None:
 def load_checkpoint(
     run: Path, engine: Engine, tell: Say = say_nothing
 ) -> tuple[int, dict[str, Any], State | None] | None:
-    """Restore the engine from the newest sound checkpoint of `run`; every rank calls.
+    """Restore the engine from the newest intact checkpoint of `run`. Collective.
 
     Args:
-        tell: told which checkpoints are skipped, and why.
+        tell: receives a note for each checkpoint that is skipped.
 
     Returns:
         The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
 
     Raises:
-        UserError: there are checkpoints, and none is sound.
+        UserError: there are checkpoints, but all are damaged.
     """
     faults = []
     for folder in reversed(broadcast_object(checkpoints(run), 0)):
@@ -144,21 +144,21 @@ def load_checkpoint(
     return None
 
 
-# -- what a checkpoint holds ------------------------------------------------------------------------------------------
+# -- checksums --------------------------------------------------------------------------------------------------------
 
 
 def _share(names: list[str]) -> list[str]:
-    """Of this rank: reading what was written takes a share of the time."""
+    """Return this rank's share of the files: hashing is split over the ranks."""
     return names[rank() :: world_size()]
 
 
 def _describe(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Name -> size and checksum of files, which are on the disk afterwards."""
+    """Fsync the files and return name -> size and checksum."""
     for name in names:
         sync(folder / name)
     return {name: digest(folder / name) for name in names}
 
 
 def _fault(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, None if it can; the ranks share the reading and the answer."""
+    """Return why a checkpoint cannot be used, None if it can. Collective: the ranks share the hashing."""
     return next((fault for fault in all_gather_object(fault_of(folder, _share)) if fault is not None), None)

@@ -1,4 +1,4 @@
-"""`sage-fast embed`: the embeddings of all prompts of a run on disk, so that training loads no text encoder."""
+"""`sage-fast embed`: cache the embeddings of a run's prompts on disk, so that training loads no text encoder."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sage_fast.run.setup import configured_prompts
 
 
 def embed_prompts(config: Config, source: str | None, *, quiet: bool) -> str:
-    """Encode into `data.embedding_cache` what it lacks of the prompts, their negative prompts and the empty one.
+    """Add missing embeddings to `data.embedding_cache`: prompts, negative prompts and the empty prompt.
 
-    The ranks share the work. Of the model only the text encoders are loaded, and they only if something is missing.
+    The ranks share the work. Only the text encoders are loaded, and only if an embedding is missing.
 
     Args:
-        source: prompts in place of those that the settings name, for training and evaluation.
+        source: prompts that replace the configured training and evaluation prompts.
         quiet: show no progress.
 
     Returns:
-        What was done, in words.
+        A one-line summary.
 
     Raises:
         UserError: no cache is configured, a prompt has two negative prompts, or the text encoders cannot be read.

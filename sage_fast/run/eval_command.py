@@ -1,4 +1,4 @@
-"""`sage-fast eval`: one or several sources on the same prompts and seeds, by the ODE, scored alike."""
+"""`sage-fast eval`: score one or more sources on the same prompts and seeds, sampled with the ODE."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def run_eval(
     quiet: bool = False,
     tell: Tell = lambda *lines: None,
 ) -> None:
-    """Evaluate the sources, print their table, and write what was asked for.
+    """Evaluate the sources, print their table and write the requested files.
 
     Args:
-        sources: the gains are those over the first.
-        config: all are sampled and scored by it; of their own settings only `model` counts.
-        scorers: further rewards, named as in `reward.name`, none of whose parts counts in the composite.
-        folder: takes the videos, `evaluation.md`, `evaluation.csv` and `evaluation.html`; new or empty.
-        json: takes every score.
-        quiet: no progress.
+        sources: gains are relative to the first.
+        config: samples and scores all sources; only the `model` section of each source's own settings is used.
+        scorers: additional rewards, named as in `reward.name`; their parts do not count in the composite.
+        folder: where to write the videos, `evaluation.md`, `evaluation.csv` and `evaluation.html`; new or empty.
+        json: file for all scores.
+        quiet: show no progress.
         tell: prints lines.
 
     Raises:
@@ -93,7 +93,7 @@ def run_eval(
 
 
 def _scorers(names: Sequence[str], config: Config, prompts: Sequence[str]) -> dict[str, Judge]:
-    """By `short_names`."""
+    """Load and check the additional rewards, keyed by `short_names`."""
     scorers: dict[str, Judge] = {}
     device = str(initialize(config.timeout_minutes))
     for name, short in zip(names, short_names(names)):
@@ -103,27 +103,28 @@ def _scorers(names: Sequence[str], config: Config, prompts: Sequence[str]) -> di
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """What stands before the parts of each in tables: `clipscore`, the class of `module:Class`, or all of a name whose
-    end another one has too.
+    """Return the prefix of each scorer's parts in tables: `clipscore`, or `Class` for `module:Class`.
+
+    A name whose short form is ambiguous is kept in full.
 
     Raises:
-        UserError: a name is there twice.
+        UserError: a name is given twice.
     """
     ends = [name.rstrip("/").rpartition("//" if "//" in name else ":")[2] for name in names]
     taken = [JUDGE_PART.rstrip("/"), *ends]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--scorer = {name!r}: it is there already")
+            raise UserError(f"--scorer = {name!r}: given more than once")
     return [name if taken.count(end) > 1 else end for name, end in zip(names, ends)]
 
 
 def _watches(score: str, scorers: Mapping[str, Judge]) -> bool:
-    """Whether nothing is trained on a score."""
+    """Whether a score is only watched: it comes from the judge or a scorer, and nothing trains on it."""
     return score.startswith((JUDGE_PART, *(f"{name}/" for name in scorers)))
 
 
 def _folders(sources: Sequence[Source], folder: Path | None) -> list[Path | None]:
-    """One for the videos of each source, named after it."""
+    """Return a video folder for each source, named after it."""
     if folder is None:
         return [None] * len(sources)
     names: list[str] = []
@@ -134,7 +135,7 @@ def _folders(sources: Sequence[Source], folder: Path | None) -> list[Path | None
 
 
 class _Evaluator:
-    """Loads rewards once, and one model after the other."""
+    """Loads the rewards once and the models one at a time."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class _Evaluator:
         self.setup.encode(quiet=quiet)
 
     def __call__(self, source: Source, home: Path | None) -> tuple[dict[str, Any], VideoSet]:
-        """Scores as in `eval/*.json`, and the videos with them."""
+        """Evaluate one source; return its scores as in `eval/*.json`, and its videos."""
         if source.config is None:
             return self._of_videos(source)
         if self.loaded is not source:
@@ -187,7 +188,7 @@ class _Evaluator:
         return result, of_scores(source.label, result, numbered(home) if home is not None else {})
 
     def _load(self, source: Source) -> None:
-        """Its model in place of the one before, which is released first."""
+        """Free the current model, then load that of `source`."""
         assert source.config is not None
         before = self.setup.model.path, self.setup.model.policy.dtype
         settings = dataclasses.replace(
@@ -207,7 +208,7 @@ class _Evaluator:
             self.setup.encode(quiet=self.quiet)
 
     def _of_videos(self, source: Source) -> tuple[dict[str, Any], VideoSet]:
-        """Scores of the videos whose prompts are evaluated; of all if there is nothing but videos."""
+        """Score a folder's videos: those of the evaluated prompts, or all of them if no source has a model."""
         found = self.videos[source.label]
         wanted = None if self.prompts is None else set(self.prompts)
         chosen = [i for i, prompt in enumerate(found.prompts) if wanted is None or prompt in wanted]
@@ -218,7 +219,7 @@ class _Evaluator:
         size = self.config.sampling.batch_size
 
         def read(numbers: range) -> Chunks:
-            """Videos of one shape together."""
+            """Yield batches of videos of one shape."""
             batch: list[Tensor] = []
             for i in numbers:
                 file = files[i]

@@ -1,4 +1,4 @@
-"""Score a policy on held-out prompts with fixed seeds and the ODE, so that two evaluations are paired."""
+"""Score a policy on held-out prompts with the ODE and fixed seeds, so that evaluations can be compared in pairs."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ from sage_fast.seeding import sample_seeds
 from sage_fast.transitions import sigma_schedule, transition_table
 
 Chunks = Iterator[tuple[list[int], Tensor]]
-"""Indices of videos, and these videos `[B, F, 3, H, W]` in [0, 1]."""
+"""Batches of videos: their indices, and the videos `[B, F, 3, H, W]` in [0, 1]."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Evaluation:
-    """Scores of N videos, the same on every rank, and the first videos of this rank, float32 `[F, 3, H, W]`.
+    """Scores of N videos, identical on every rank, and this rank's first videos, float32 `[F, 3, H, W]`.
 
-    The parts of `eval.judge` are among `parts` as `judge/<part>`. `negatives` are the negative prompts of those prompts
-    that have one.
+    `parts` includes those of `eval.judge` as `judge/<part>`. `negatives` maps prompts to their negative prompts.
     """
 
     iteration: int
@@ -61,7 +60,7 @@ class Evaluation:
     videos: list[Tensor]
 
     def to_json(self) -> dict[str, Any]:
-        """With null for the scores of a video whose reward failed."""
+        """Return the scores as JSON; null where a reward failed."""
         fields = ("iteration", "prompts", "negatives", "seeds", "weights")
         scores = {"reward": _finite(self.reward), "parts": {part: _finite(of) for part, of in self.parts.items()}}
         return {field: getattr(self, field) for field in fields} | scores
@@ -72,7 +71,7 @@ def _finite(values: Sequence[float]) -> list[float | None]:
 
 
 def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
-    """`eval/<name>.json` as the first rank finds it; None if the evaluation was interrupted."""
+    """Read `eval/<name>.json` on rank 0 and broadcast it; None if it is missing or cut off."""
     scores = None
     file = run / "eval" / f"{name}.json"
     if rank() == 0 and file.is_file():
@@ -82,10 +81,10 @@ def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
 
 
 def check_pairs(setup: Setup, run: Path) -> bool:
-    """Whether the run in `run` was evaluated before training.
+    """Return whether `run` was evaluated before training.
 
     Raises:
-        UserError: what is evaluated now is not what the run in `run` evaluated before training.
+        UserError: it was, on other prompts, negative prompts or seeds than the current ones.
     """
     before = read_evaluation(run, "before")
     texts, seeds = prompts_and_seeds(setup)
@@ -110,12 +109,12 @@ def video_chunks(
     quiet: bool = True,
     pause: Callable[[], object] = lambda: None,
 ) -> Chunks:
-    """At most `sampling.batch_size` prompts at a time and their videos, by the ODE.
+    """Sample videos with the ODE and yield them in chunks of at most `sampling.batch_size` prompts.
 
-    On a GPU a chunk is decoded beside the rollout of the next one.
+    On a GPU, decoding a chunk overlaps with the rollout of the next one.
 
     Args:
-        pause: called after each step; what it raises ends the work.
+        pause: called after each step; it stops the sampling by raising.
     """
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
@@ -153,7 +152,7 @@ def generate(
     *,
     quiet: bool = True,
 ) -> list[Tensor]:
-    """All the videos of `video_chunks`, each `[F, 3, H, W]` on the CPU, in the order of the prompts."""
+    """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
     videos: dict[int, Tensor] = {}
     for chosen, chunk in video_chunks(config, model, prompts, embeddings, seeds, quiet=quiet):
         videos.update(zip(chosen, chunk.cpu()))
@@ -161,9 +160,10 @@ def generate(
 
 
 def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
-    """Prompt and seed (int64 `[N]`) of each of the N videos of an evaluation.
+    """Return the prompts and seeds (int64 `[N]`) of the N videos of an evaluation.
 
-    The seeds of a prompt with one of its own are that one and what follows from it, in any run and any file.
+    A prompt with a seed of its own uses that seed, then seeds derived from it alone: they are the same in every run
+    and file.
     """
     config = setup.config
     chosen = setup.eval_prompts[: config.eval.num_prompts]
@@ -178,7 +178,7 @@ def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
 
 
 def negatives_for(setup: Setup, texts: Sequence[str]) -> dict[str, str]:
-    """Prompt -> its negative prompt, of those of `texts` that have one."""
+    """Return prompt -> negative prompt for those of `texts` that have one."""
     return {text: setup.negatives[text] for text in texts if text in setup.negatives}
 
 
@@ -192,16 +192,16 @@ def evaluate(
     scorers: Mapping[str, CompositeReward] | None = None,
     videos_of: Callable[[range], Chunks] | None = None,
 ) -> Evaluation:
-    """Rewards on the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each.
+    """Score the first `eval.num_prompts` held-out prompts, with `eval.seeds_per_prompt` videos each. Collective.
 
-    The videos are spread over the ranks. One whose reward fails has no scores, and is left out of every mean and pair;
-    with `reward.on_failure = stop`, or above `reward.max_dropped` of them, it is an error.
+    The ranks share the videos. A video whose reward fails has no scores and is left out of means and pairs. It is an
+    error with `reward.on_failure = stop`, or if the share of failures exceeds `reward.max_dropped`.
 
     Args:
-        save: told the number, the prompt and the video (on the CPU) of each of this rank's videos as it is made.
-        pause: called after each step; what it raises on one rank ends the evaluation on all.
-        scorers: further ones, whose parts are among `parts` as `<name>/<part>`.
-        videos_of: gives the videos of these numbers, counted from 0 on each rank, in place of the policy.
+        save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
+        pause: called after each step; raising on one rank stops the evaluation on all.
+        scorers: additional rewards; their parts appear in `parts` as `<name>/<part>`.
+        videos_of: returns the videos with these numbers, indexed from 0 on each rank; replaces the policy.
     """
     config = setup.config
     texts, seeds = prompts_and_seeds(setup)

@@ -1,4 +1,4 @@
-"""The files of a run folder that are not metrics or checkpoints.
+"""The files of a run folder, except metrics and checkpoints.
 
 <run>/config.yaml run.json metrics.jsonl tensorboard/ wandb/ embeddings/ checkpoints/ weights/ eval/ videos/ logs/
 <run>/comparison.png report.html run.lock launchers
@@ -33,11 +33,11 @@ LOCK = "run.lock"
 
 
 def check_output(config: Config, *, resume: bool) -> None:
-    """Look at the output folder without touching it.
+    """Check the output folder without touching it.
 
     Raises:
-        UserError: it holds another run or other files (without `resume`); or no run, one begun with settings that it
-            has to keep, or one that has done more iterations already (with it).
+        UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
+            began with other values of settings it must keep, or a run past `train.iterations`.
     """
     run = Path(config.output)
     if resume:
@@ -59,22 +59,22 @@ def check_output(config: Config, *, resume: bool) -> None:
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether a run that was killed before it began has left this file."""
+    """Whether this file may be left from a run that was killed before it began."""
     return path.name == LOCK or path.suffix == PARTIAL
 
 
 @contextlib.contextmanager
 def locked(run: Path, tell: Say) -> Iterator[None]:
-    """Keep every other run out of the folder; the first rank holds the lock, and the kernel gives it back if it dies.
+    """Lock the folder against other runs. Rank 0 holds the lock; the kernel releases it if the process dies.
 
-    A folder in which no run began is left as it was found.
+    If no run begins in the block, the folder is restored to its previous state.
 
     Args:
-        run: made if it does not exist.
-        tell: told if the file system knows no locks.
+        run: created if missing.
+        tell: receives a note if the file system does not support locks.
 
     Raises:
-        UserError: on all ranks: another run uses the folder.
+        UserError: on all ranks, if another run uses the folder.
     """
     made = [path for path in (run, *run.parents) if not path.exists()]
     lock, user, failure = None, None, None
@@ -82,7 +82,7 @@ def locked(run: Path, tell: Say) -> Iterator[None]:
         try:
             run.mkdir(parents=True, exist_ok=True)
             lock, user = _lock(run / LOCK, tell)
-        except OSError as error:  # the others wait to be told
+        except OSError as error:  # raised only after the broadcast that the other ranks wait for
             failure = error
     refused = broadcast_object(user if failure is None else f"cannot be locked: {failure}", 0)
     try:
@@ -98,14 +98,14 @@ def locked(run: Path, tell: Say) -> Iterator[None]:
         if lock is not None:
             if not (run / "config.yaml").exists():
                 (run / LOCK).unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # not empty: something else is there now
+                with contextlib.suppress(OSError):  # no longer empty
                     for folder in made:
                         folder.rmdir()
             lock.close()
 
 
 def _lock(file: Path, tell: Say) -> tuple[BinaryIO | None, str | None]:
-    """The open lock file, or in words who holds it."""
+    """Return the open lock file, or a description of its holder."""
     while True:
         opened = file.open("a+b", buffering=0)
         try:
@@ -119,25 +119,25 @@ def _lock(file: Path, tell: Say) -> tuple[BinaryIO | None, str | None]:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             tell(
-                f"note: no locks on this file system ({error.strerror}): see to it that only one run uses {file.parent}"
+                f"note: no locks on this file system ({error.strerror}): make sure that only one run uses {file.parent}"
             )
             return opened, None
         if file.exists() and os.path.samestat(os.fstat(opened.fileno()), file.stat()):
             break
-        opened.close()  # a run that was refused has just removed it
+        opened.close()  # another run, which was refused, has just removed the file: try again
     opened.truncate(0)
     opened.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     return opened, None
 
 
 def claim_output(config: Config) -> None:
-    """Make the folder of a new run and write its settings.
+    """Create the folder of a new run and write its settings. Collective.
 
     Raises:
-        UserError: another run has claimed it since `check_output`.
+        UserError: another run has claimed the folder since `check_output`.
     """
     run = Path(config.output)
-    launchers = all_gather_object(launcher())  # all ranks have looked before the first one writes
+    launchers = all_gather_object(launcher())  # also a barrier: every rank has checked before rank 0 writes
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
@@ -149,7 +149,7 @@ def claim_output(config: Config) -> None:
 
 
 def is_restart(config: Config) -> bool:
-    """Whether torchrun has started these ranks before, and they began the run in `config.output`; all ranks call."""
+    """Whether torchrun has restarted ranks that began the run in `config.output`. Collective."""
     if launcher() is None:
         return False
     initialize(config.timeout_minutes)
@@ -157,11 +157,11 @@ def is_restart(config: Config) -> bool:
 
 
 def replace_settings(config: Config, tell: Say) -> None:
-    """Write the settings of a run that is resumed, and tell what is new; those before are kept under another name."""
+    """Write the settings of a resumed run, report the changes and keep the old file under another name. Collective."""
     run = Path(config.output)
     settings = run / "config.yaml"
     changed = differences(load(settings), config)
-    barrier()  # all ranks have read them
+    barrier()  # every rank has read the old settings
     for line in changed:
         tell(line)
     if rank() == 0 and changed:
@@ -172,31 +172,31 @@ def replace_settings(config: Config, tell: Say) -> None:
 
 
 def remove_partials(run: Path, tell: Say) -> None:
-    """Remove what a killed run was writing; the one that holds the lock calls, before it writes.
+    """Remove the partial files of a killed run. Call with the lock held, before writing anything.
 
     Args:
-        tell: told of what cannot be removed.
+        tell: receives a note for each file that cannot be removed.
     """
     for path in sorted(run.rglob(f"*{PARTIAL}")):
         try:
             remove(path)
         except OSError as error:
-            say_wrapped(f"note: what a killed run left cannot be removed: {reason(error)}", tell)
+            say_wrapped(f"note: a partial file of a killed run cannot be removed: {reason(error)}", tell)
 
 
 def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:
-    """One file a video, and a contact sheet of all of them, named by the number of its first video.
+    """Write one file per video, and a contact sheet named after the number of the first video.
 
-    Nothing is overwritten: the numbers go on from the highest one in `folder`.
+    Nothing is overwritten: numbering continues from the highest number in `folder`.
 
     Args:
         videos: float `[F, 3, H, W]` in [0, 1] each.
-        prompts: one for each video; further ones are ignored.
-        folder: made if it does not exist.
+        prompts: one per video; surplus prompts are ignored.
+        folder: created if missing.
         fps: frames per second.
 
     Returns:
-        The files.
+        The video files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     first = max(numbered(folder), default=-1) + 1
@@ -210,7 +210,7 @@ def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: 
 
 
 def save_video(video: torch.Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
-    """An MP4 (see `video_suffix`) of float `[F, 3, H, W]` in [0, 1], named by number and prompt."""
+    """Write a float `[F, 3, H, W]` video in [0, 1] as MP4 (see `video_suffix`), named by number and prompt."""
     slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
     path = folder / f"{number:02d}-{slug}{video_suffix()}"
     write_video(path, video, fps)
@@ -218,10 +218,10 @@ def save_video(video: torch.Tensor, prompt: str, folder: Path, number: int, fps:
 
 
 def run_facts(run: Path, facts: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """What `run.json` says of a run that starts, or goes on, at `iteration`.
+    """Return the content of `run.json` for a run that starts or resumes at `iteration`.
 
-    The id of the run, and date, commit and command of its first start stay; those of every later start are listed
-    under `resumed`. All other facts are those of the newest start.
+    The run id, and the date, commit and command of the first start are kept; those of each resume are listed under
+    `resumed`. All other facts come from the newest start.
     """
     start = {key: facts[key] for key in ("date", "commit", "command")}
     file = run / "run.json"

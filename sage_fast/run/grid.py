@@ -1,7 +1,7 @@
-"""`sage-fast grid`: one run for each cell of a grid of settings, here one after the other or as a Slurm array job.
+"""`sage-fast grid`: one run per cell of a grid of settings, in sequence on this machine or as a Slurm array job.
 
     base: paper-480p.yaml # relative to this file
-    output: runs/paper # each run is a folder in it
+    output: runs/paper # parent folder of the runs
     seeds: [0]
     axes:
       method:
@@ -11,7 +11,7 @@
         none: {kl: {strategy: none}}
         dual: {kl: {strategy: dual}}
 
-A cell is a process of its own, so that one that breaks ends no other. Imports nothing heavy.
+Each cell runs in its own process, so that one failure does not stop the others. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run of the grid: its name, the names on the axes and the seed joined, and its settings."""
+    """A run of the grid: its settings, and its name, which joins the names on the axes and the seed."""
 
     name: str
     config: Config
@@ -55,12 +55,12 @@ class Cell:
 
 
 def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
-    """The command.
+    """Run the command; return the exit status.
 
     Raises:
-        UserError: the file, a setting of any cell or an option is wrong.
-        RunError: some cells failed; the others are done.
-        Stopped: after SIGINT or SIGTERM; the run of the cell has left a checkpoint.
+        UserError: the file, an option or a setting of any cell is wrong.
+        RunError: some cells failed; the others are finished.
+        Stopped: after SIGINT or SIGTERM; the interrupted run has left a checkpoint.
     """
     cells = read_grid(Path(options.config), overrides)
     if options.gpus < 1:
@@ -85,17 +85,17 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     return 0
 
 
-# -- the file ---------------------------------------------------------------------------------------------------------
+# -- the grid file ----------------------------------------------------------------------------------------------------
 
 
 def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
-    """All cells, with settings that are valid.
+    """Read all cells and validate their settings.
 
     Args:
-        overrides: settings of all cells, as typed; `output` is the folder of the grid.
+        overrides: settings for all cells, as typed; `output` is the parent folder of the runs.
 
     Raises:
-        UserError: names the file and the key, or the cell.
+        UserError: something is wrong; names the file and the key, or the cell.
     """
     from sage_fast.config.load import load, read_yaml
 
@@ -119,7 +119,7 @@ def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
     cells = []
     for names in itertools.product(*axes.values()):
         name = "-".join(names)
-        overlays = [overlay[own] for overlay, own in zip(axes.values(), names, strict=True)]
+        overlays = [axis[own] for axis, own in zip(axes.values(), names, strict=True)]
         try:
             config = load(file.parent / str(base), common, overlays)
         except UserError as error:
@@ -129,7 +129,7 @@ def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
 
 
 def _axes(file: Path, axes: Any) -> dict[str, dict[str, Any]]:
-    """Axis -> name -> overlay."""
+    """Return axis -> name -> overlay."""
     if not isinstance(axes, dict) or not axes or not all(isinstance(axis, dict) and axis for axis in axes.values()):
         raise UserError(f"grid {file}: axes: expected axes of named settings, such as kl: {{none: {{kl: {{strategy: "
                         "none}}, dual: ...}")  # fmt: skip
@@ -142,13 +142,14 @@ def _axes(file: Path, axes: Any) -> dict[str, dict[str, Any]]:
                 )
             if not isinstance(overlay, dict | None):
                 raise UserError(f"grid {file}: axes.{axis}.{name} = {overlay!r}: expected settings, as in a config")
-    return {str(axis): {name: overlay or {} for name, overlay in of.items()} for axis, of in axes.items()}
+    return {str(axis): {name: overlay or {} for name, overlay in named.items()} for axis, named in axes.items()}
 
 
 def _check_disjoint(file: Path, axes: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, str]) -> None:
-    """
+    """Check that no setting is set twice: differently named cells would be the same run.
+
     Raises:
-        UserError: two axes, or an axis and an option, set the same: cells with other names would be the same run.
+        UserError: two axes, or an axis and an option, set the same key.
     """
     from sage_fast.config.load import leaves
 
@@ -174,17 +175,17 @@ def _named(cells: Sequence[Cell], name: str) -> Cell:
 
 
 def is_finished(cell: Cell) -> bool:
-    """Whether its run has done the iterations that it is to do, and left its report."""
+    """Whether the run has completed `train.iterations` and written its report."""
     after = cell.run / "eval" / "after.json"
     if not after.is_file() or not (cell.run / "report.html").is_file():
         return False
-    with contextlib.suppress(UserError):  # damaged: it is made again
+    with contextlib.suppress(UserError):  # damaged: the run is not finished
         return read_json(after).get("iteration") == cell.config.train.iterations
     return False
 
 
 def _run_cell(cell: Cell, *, quiet: bool) -> int:
-    """In this process, which may be one of several ranks: begin the run, go on with it, or leave it as it is."""
+    """Start or resume the run of a cell in this process (maybe one of several ranks); skip it if finished."""
     if is_finished(cell):
         return 0
     from sage_fast.run.train import train
@@ -194,7 +195,7 @@ def _run_cell(cell: Cell, *, quiet: bool) -> int:
 
 
 def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell]) -> dict[str, int]:
-    """Run one cell after the other; returns the exit status of those that fail."""
+    """Run the cells in sequence; return name -> exit status of those that fail."""
     launcher = [sys.executable]
     if options.gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
@@ -214,14 +215,14 @@ def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: S
 def run_many(
     jobs: Iterable[tuple[str, Sequence[str]]], ended: Callable[[str, int], object], *, workers: int = 1
 ) -> None:
-    """Run commands as processes of their own, `workers` at once.
+    """Run commands as subprocesses, up to `workers` at a time.
 
-    A signal is passed on to the running processes, and no other is started. They are not in the terminal's group, or
-    they would get it twice. If `ended` raises, they are terminated.
+    A signal is forwarded to the running processes, and no more are started. Each process has its own session: in the
+    terminal's process group it would receive the signal twice. If `ended` raises, the processes are terminated.
 
     Args:
-        jobs: name and command of each; drawn when its process is about to start.
-        ended: called with the name and the exit status of each process that ends by itself.
+        jobs: (name, command) pairs; each is drawn just before its process starts.
+        ended: called with the name and exit status of each process that ends on its own.
 
     Raises:
         Stopped: a signal came, and every process has ended.
@@ -241,7 +242,7 @@ def run_many(
             while not received and len(running) < workers and (job := next(waiting, None)):
                 name, command = job
                 running[name] = subprocess.Popen(command, start_new_session=True)
-                if received:  # while it was being started
+                if received:  # a signal came during the start
                     running[name].send_signal(received[0])
             if not running:
                 break
@@ -262,13 +263,13 @@ def run_many(
 
 
 def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[str]:
-    """The command as it was given, without what is for this process alone."""
+    """Return the command line as given, without the options that only this process uses."""
     settings = [word for key, text in overrides.items() for word in (f"--{key}", text)]
     return ["grid", options.config, *(["--quiet"] if options.quiet else []), *settings]
 
 
 def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell]) -> str:
-    """An sbatch script: the template beside this file with its cells and command."""
+    """Return an sbatch script: `array.sbatch` filled in with the cells and the command."""
     values = {
         "LAST": str(len(cells) - 1),
         "GPUS": str(options.gpus),

@@ -1,4 +1,4 @@
-"""`sage-fast init`: a folder to start from, with settings, a reward and prompts that are the user's own to change."""
+"""`sage-fast init`: create a starter folder with settings, a reward and prompts to edit."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ OWN = {
     "name": "my_rewards:MyReward # the class in my_rewards.py; see there",
     "weights": "{color: 1, steady: 1} # reward = sum of weight x part; parts without a weight are only logged",
 }
-"""Settings of a shipped configuration that point at what `init` writes beside it."""
+"""Settings that `init` changes in a shipped configuration to point at the files it writes."""
 
 
 def init(folder: Path, name: str) -> str:
     """Write config.yaml, my_rewards.py, prompts.txt and heldout.txt.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if missing.
         name: a shipped configuration, such as `demo`.
 
     Returns:
-        What was written and the next commands, in words.
+        A text that lists the files and the next commands.
 
     Raises:
-        UserError: no such configuration, or one of the files exists; nothing is written then.
+        UserError: there is no such configuration, or one of the files exists; nothing is written.
     """
     shipped = files("sage_fast.configs")
     names = sorted(file.name.removesuffix(".yaml") for file in shipped.iterdir() if file.name.endswith(".yaml"))
@@ -58,11 +58,11 @@ def init(folder: Path, name: str) -> str:
 
 
 def _own_settings(text: str) -> str:
-    """A shipped configuration with the settings of `OWN`; each of them stands there once."""
+    """Replace the settings of `OWN` in a shipped configuration, each of which occurs exactly once."""
     for key, value in OWN.items():
         text, count = re.subn(rf"^( *{key}:) .*$", rf"\1 {value}", text, flags=re.MULTILINE)
         assert count == 1, f"{key}: {count} times in a shipped configuration"
-    return re.sub(r"^  args: .*\n", "", text, flags=re.MULTILINE)  # of the shipped reward
+    return re.sub(r"^  args: .*\n", "", text, flags=re.MULTILINE)  # the arguments of the shipped reward
 
 
 def _next_commands(folder: Path, *, testbed: bool) -> str:

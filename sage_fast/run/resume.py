@@ -1,4 +1,4 @@
-"""What a run is resumed with: its own settings, and of the new ones those that may change.
+"""The settings of a resumed run: its own, with the allowed changes on top.
 
 Imports nothing heavy.
 """
@@ -25,18 +25,18 @@ KEPT = (
     *(f"reward.{name}" for name in ("several", "name", "args", "normalisation", "prefix")),
     *(f"eval.{name}" for name in ("steps", "num_prompts", "seeds_per_prompt", "judge")),
 )
-"""Settings without which a checkpoint is that of another policy, or the evaluation before training is not a pair of the
-one after it."""
+"""Settings that a resume must not change. Otherwise the checkpoint belongs to another policy, or the evaluations before
+and after training are not paired."""
 
 
 def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """The settings that `train SOURCE --resume` goes on with: those of the run, and `overrides`.
+    """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
 
-    A run folder, or the config.yaml in one, is the run itself. Any other file only says where the run is: it may have
-    changed since, and the run began with options that it does not hold.
+    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
+    may have changed since, and it lacks the options the run was started with.
 
     Returns:
-        The settings, and one line for each setting that the file has and that is not used.
+        The settings, and one line for each setting of the file that is ignored.
 
     Raises:
         UserError: there is no run, or as `load`.
@@ -49,14 +49,14 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     file = own / "config.yaml" if is_run else path
     run = own if is_run and "output" not in overrides else Path(load(file, overrides).output)
     check_run(run)
-    config = dataclasses.replace(load(run / "config.yaml", overrides), output=str(run))  # it may have been moved
+    config = dataclasses.replace(load(run / "config.yaml", overrides), output=str(run))  # the folder may have moved
     lines = []
     if file.resolve() != (run / "config.yaml").resolve():
         said = load(file)
         names = [name for name in keys_of(file) if name not in ("output", *_settings_in(overrides))]
         lines = [
-            f"{name} stays {value_of(config, name)!r}, as the run has it, and not {value_of(said, name)!r} as {file} "
-            f"says; --{name} would change it"
+            f"{name} stays {value_of(config, name)!r} as in the run, not {value_of(said, name)!r} as in {file}; "
+            f"--{name} would change it"
             for name in names
             if value_of(said, name) != value_of(config, name)
         ]
@@ -64,18 +64,20 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
 
 
 def check_run(run: Path) -> None:
-    """
+    """Check that a folder holds a run.
+
     Raises:
-        UserError: the folder holds no run.
+        UserError: it does not.
     """
     if not (run / "config.yaml").is_file():
         raise UserError(f"output = {str(run)!r}: no run to resume there; leave --resume out to start one")
 
 
 def check_kept(config: Config) -> None:
-    """
+    """Check that no setting in `KEPT` has changed.
+
     Raises:
-        UserError: the run in `config.output` began with another value of a setting that it has to keep.
+        UserError: the run in `config.output` began with another value of one of them.
     """
     begun = load(Path(config.output) / "config.yaml")
     for name in KEPT:
@@ -88,7 +90,7 @@ def check_kept(config: Config) -> None:
 
 
 def _kept(config: Config, name: str) -> Any:
-    """What must stay of a setting: of rewards all that their parts depend on, and not their weights."""
+    """Return the part of a setting that must not change; for rewards, all that their parts depend on."""
     if name == "reward.several":
         return [_scored_by(entry) for entry in config.reward.entries] if config.reward.several else []
     if name == "eval.judge":
@@ -99,19 +101,19 @@ def _kept(config: Config, name: str) -> Any:
 
 
 def _scored_by(entry: RewardEntry) -> dict[str, Any]:
-    """All that the parts of a reward depend on: not where it runs, be it a server at another address."""
+    """Return all that a reward's parts depend on. Where it runs does not matter; a server may change its address."""
     name, args = ("a server", {}) if entry.is_address else (entry.name, entry.args)
     return {"name": name, "args": args, "normalisation": entry.normalisation, "prefix": entry.prefix}
 
 
 def differences(begun: Config, config: Config) -> list[str]:
-    """One line for each setting that is not what it was."""
+    """Return one line for each setting that has changed."""
     pairs = {name: (value_of(begun, name), value_of(config, name)) for name in settings_of(Config)}
     return [f"{name} = {new!r} from here on; it was {old!r}" for name, (old, new) in pairs.items() if old != new]
 
 
 def value_of(config: Config, name: str) -> Any:
-    """That of the setting with a dotted name."""
+    """Return the value of the setting with a dotted name."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -119,20 +121,20 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def _settings_in(overrides: Mapping[str, str]) -> set[str]:
-    """Names of settings among dotted keys, which may be those of the entries of a mapping."""
+    """Return the names of the settings that dotted keys set; a key may name an entry of a mapping."""
     return {name for name in settings_of(Config) for key in overrides if f"{key}.".startswith(f"{name}.")}
 
 
 # -- restarts by torchrun ---------------------------------------------------------------------------------------------
 
 LAUNCHERS = "launchers"
-"""File of a run folder: the torchrun processes that started the ranks that began the run, one a line."""
+"""File in a run folder: the torchrun processes that launched the run's first ranks, one per line."""
 
 
 def launcher() -> str | None:
-    """This rank's torchrun, the same for every restart and never that of another command; None without torchrun.
+    """Return an id of this rank's torchrun process, which is stable over restarts; None without torchrun.
 
-    Its host, process id and time of start: the id of the rendezvous is often that of other commands too.
+    It consists of host, process id and start time. The rendezvous id does not serve: commands often share it.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -142,6 +144,6 @@ def launcher() -> str | None:
 
 
 def began_here(run: Path) -> bool:
-    """Whether the torchrun that started this process began the run in `run`, so that this is a restart of it."""
+    """Whether this process is a restart of the run in `run` by the torchrun that began it."""
     own, file = launcher(), run / LAUNCHERS
     return own is not None and file.is_file() and own in file.read_text(encoding="utf-8").splitlines()

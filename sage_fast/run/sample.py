@@ -1,4 +1,4 @@
-"""`sage-fast sample`: videos of any prompts, by the ODE."""
+"""`sage-fast sample`: sample videos of given prompts with the ODE."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from sage_fast.seeding import sample_seeds
 
 
 def sample(config: Config, prompts: Sequence[Prompt], folder: Path, *, quiet: bool, tell: Say) -> list[Path]:
-    """One video of each prompt, with its own seed if it has one, and a contact sheet, in `folder`; returns the videos.
+    """Write one video per prompt and a contact sheet into `folder`; return the video files.
+
+    A prompt's own seed is used if it has one.
 
     Raises:
         UserError: `folder` is a file, or as `load_setup`.

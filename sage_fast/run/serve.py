@@ -1,4 +1,4 @@
-"""`sage-fast serve-reward`: check the rewards of a configuration, then serve them until a signal comes."""
+"""`sage-fast serve-reward`: check the rewards of a configuration, then serve them over HTTP until a signal."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from sage_fast.rewards.server import RewardServer
 
 
 def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int) -> int:
-    """
+    """Serve the rewards of a configuration until SIGINT or SIGTERM.
+
     Args:
-        path: of a YAML file.
-        overrides: settings in place of the file's, as typed.
-        host, port: to listen at; port 0 is a free one.
+        path: a YAML file.
+        overrides: settings that replace the file's, as typed.
+        host, port: address to listen on; port 0 picks a free one.
 
     Returns:
-        Exit status.
+        The exit status.
 
     Raises:
         UserError: a setting or a reward is wrong.
-        OSError: the address cannot be listened at.
+        OSError: the server cannot listen on the address.
     """
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: expected 0 (a free one) to 65535, such as 8000")
@@ -39,7 +40,7 @@ def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int) 
     try:
         say(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
         if server.server_address[0] not in ("127.0.0.1", "::1"):
-            say("note: whoever reaches this port can have videos scored; there is no password")
+            say("note: anyone who can reach this port can have videos scored; there is no password")
         server.serve_forever()
     except KeyboardInterrupt:
         say("ended")

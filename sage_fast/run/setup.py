@@ -1,4 +1,4 @@
-"""What every command loads before it samples, trains or measures."""
+"""Loading that all commands share: prompts, rewards and the model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from sage_fast.rollout.trajectories import trajectory_bytes
 
 @dataclasses.dataclass(kw_only=True)
 class Setup:
-    """Everything a command needs before it samples or trains; `embeddings` are filled by `encode`.
+    """Everything a command needs before it samples or trains; `encode` fills `embeddings`.
 
     Attributes:
-        negatives: prompt -> its negative prompt, if that is not the empty one.
-        eval_seeds: place among `eval_prompts` -> seed, of those that have their own.
+        negatives: prompt -> negative prompt, where it is not empty.
+        eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
     config: Config
@@ -56,10 +56,10 @@ class Setup:
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
 
     def encode(self, cache: Path | None = None, *, quiet: bool) -> None:
-        """Embed all prompts, each on one rank: see `encode_cached`.
+        """Embed all prompts, each on one rank; see `encode_cached`. Collective.
 
         Args:
-            cache: folder, unless `data.embedding_cache` names one; None keeps nothing on disk.
+            cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on disk.
             quiet: show no progress.
         """
         configured = self.config.data.embedding_cache
@@ -85,13 +85,14 @@ def load_setup(
     *,
     rewards: bool = True,
 ) -> Setup:
-    """Read prompts, then the rewards, which score a made-up video, then the model: what is cheap to find wrong comes
-    first.
+    """Load prompts, rewards and the model, in this order: errors that are cheap to find come first.
+
+    Each reward scores a dummy video before the model is loaded.
 
     Args:
-        prompts: in place of the configured prompt files, for training and evaluation alike.
-        attention: in place of `model.attention`.
-        rewards: False for what only samples; `Setup.reward` is empty then.
+        prompts: replace the configured prompt files, for training and evaluation.
+        attention: replaces `model.attention`.
+        rewards: False for commands that only sample; `Setup.reward` is then empty.
 
     Raises:
         UserError: something that the settings name is missing or does not fit.
@@ -133,7 +134,7 @@ def load_setup(
 
 
 def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Those of `data.prompts` and of `data.eval_prompts`."""
+    """Read `data.prompts` and `data.eval_prompts`."""
     data = config.data
     train_prompts, eval_prompts = (
         read_prompts(source, config.sampling) for source in (data.prompts, data.eval_prompts)
@@ -142,7 +143,7 @@ def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def load_scoring(config: Config, prompts: Sequence[str]) -> Setup:
-    """What scores videos of these prompts that there are already, without a model.
+    """Load only the rewards, to score existing videos of these prompts.
 
     Raises:
         UserError: a reward is missing or does not fit.
@@ -154,7 +155,7 @@ def load_scoring(config: Config, prompts: Sequence[str]) -> Setup:
 def load_rewards(
     config: Config, prompts: Sequence[str], eval_prompts: Sequence[str]
 ) -> tuple[CompositeReward, Judge | None]:
-    """The reward, and `eval.judge` if there is one; each has scored a made-up video or two of these prompts.
+    """Load the reward and `eval.judge`, if set; check each on a dummy video or two of these prompts.
 
     Raises:
         UserError: one is missing or does not fit.
@@ -175,14 +176,15 @@ def load_rewards(
 
 
 MEMORY_SHARE = 0.9
-"""Of the free memory, what `auto` counts on: the rest is for decoding, workspaces and fragments."""
+"""Share of the free memory that `auto` may plan with; the rest is for decoding, workspaces and fragmentation."""
 
 
 def choose_checkpointing(config: Config, model: Model) -> str:
-    """The mode of `model.gradient_checkpointing`; with `auto` the fastest whose activations fit beside what is to come:
-    gradients, the optimizer's state, anchor and EMA, autocast's copies, the stored rollouts and the graphs of their
-    steps. The gradients do not depend on it. All ranks take that of the one with the least memory, for which they would
-    wait.
+    """Return the mode of `model.gradient_checkpointing`, resolving `auto`. Collective.
+
+    `auto` picks the fastest mode whose activations fit next to what training will still allocate: gradients, optimizer
+    state, anchor and EMA, autocast's copies, stored rollouts and CUDA graphs. The gradients do not depend on the mode.
+    All ranks use the mode of the rank with the least memory: they would wait for it anyway.
     """
     asked, device = config.model.gradient_checkpointing, model.policy.device
     if asked != "auto":
@@ -201,20 +203,20 @@ def choose_checkpointing(config: Config, model: Model) -> str:
 
 
 def _samples(config: Config) -> int:
-    """Of an iteration, on this rank."""
+    """Samples this rank generates per iteration."""
     return len(share_of(config.train.prompts_per_iteration * config.train.group_size, data_size(), 0))
 
 
 def _trajectories(config: Config, model: Model) -> int:
-    """Bytes of an iteration's stored rollouts on this rank."""
+    """Bytes of stored rollouts per iteration on this rank."""
     return sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), _samples(config)))
 
 
 def check_trajectories(config: Config, model: Model) -> str:
-    """Size of an iteration's stored rollouts on this rank, in words.
+    """Describe the size of an iteration's stored rollouts on this rank.
 
     Raises:
-        UserError: more than is free in the memory that holds them.
+        UserError: they exceed the free memory.
     """
     samples, size = _samples(config), _trajectories(config, model)
     device = model.policy.device

@@ -1,4 +1,4 @@
-"""What `sage-fast eval` and `compare` are given: settings, runs, checkpoints, and folders of videos.
+"""Sources of `sage-fast eval` and `compare`: settings, runs, checkpoints and folders of videos.
 
 Imports nothing heavy.
 """
@@ -18,21 +18,21 @@ from sage_fast.files import VIDEOS
 from sage_fast.run.weights import fault_of_weights, iteration_of, load_run
 
 BASE = "base"
-"""The source that is the model of the others without trained weights."""
+"""The source that stands for the model of the other sources, without trained weights."""
 
 SAMPLED = ("shift", "guidance_scale", "num_frames", "height", "width")
-"""Of `sampling`, what the videos of the ODE depend on."""
+"""Fields of `sampling` that ODE samples depend on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is evaluated: a model, by the settings that it has, or a folder of videos if it has none.
+    """A source to evaluate: a model if it has settings, else a folder of videos.
 
     Attributes:
-        label: in tables and pages.
+        label: name in tables and pages.
         path: as given.
-        config: settings, with the weights.
-        iteration: that the weights were trained for; 0 for those of settings, and of `base`.
+        config: settings, including the weights.
+        iteration: iterations the weights were trained for; 0 for settings and `base`.
     """
 
     label: str
@@ -42,10 +42,12 @@ class Source:
 
 
 def labelled(arguments: Sequence[str]) -> dict[str, str]:
-    """Label -> source, of `SOURCE` or `LABEL=SOURCE`; the label of a path is the shortest end of it that is unique.
+    """Parse `SOURCE` and `LABEL=SOURCE` arguments into label -> source.
+
+    The default label of a path is its shortest unique suffix.
 
     Raises:
-        UserError: two sources have one label, or one stands there twice.
+        UserError: two sources have the same label, or a source is given twice.
     """
     given: list[tuple[str | None, str]] = []
     for argument in arguments:
@@ -63,7 +65,7 @@ def labelled(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _short(source: str, others: Sequence[str]) -> str:
-    """The shortest end of a path that no other path ends with."""
+    """Return the shortest suffix of a path that no other path ends with."""
     parts = Path(source).parts or (source,)
     ends = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
     ours = [f"/{Path(other)}" for other in others if Path(other) != Path(source)]
@@ -71,9 +73,10 @@ def _short(source: str, others: Sequence[str]) -> str:
 
 
 def read_source(label: str, source: str, overrides: Mapping[str, str], tell: Say = say_nothing) -> Source:
-    """
+    """Read one source: settings, a run, a checkpoint or a folder of videos.
+
     Raises:
-        UserError: it is neither settings nor a run, a checkpoint or a folder of videos.
+        UserError: it is none of these.
     """
     path = Path(source)
     if (path / VIDEOS).is_file():
@@ -93,15 +96,16 @@ def read_source(label: str, source: str, overrides: Mapping[str, str], tell: Say
 
 
 def read_sources(arguments: Sequence[str], overrides: Mapping[str, str], tell: Say = say_nothing) -> list[Source]:
-    """All of them, in the order given.
+    """Read all sources, in the order given.
 
-    All are sampled by the settings of the first that has some; of the others only the section `model` counts.
+    All are sampled with the settings of the first source that has settings. Of the others, only the `model` section is
+    used.
 
     Args:
-        tell: told which checkpoints of a run are damaged.
+        tell: receives a note for each damaged checkpoint.
 
     Raises:
-        UserError: one of them is wrong.
+        UserError: a source is wrong.
     """
     if len(arguments) > 1 and "model.weights" in overrides:
         raise UserError("--model.weights goes with one source; give the runs or checkpoints of the weights as sources")
@@ -123,10 +127,10 @@ def read_sources(arguments: Sequence[str], overrides: Mapping[str, str], tell: S
 
 
 def settings_for(sources: Sequence[Source], overrides: Mapping[str, str]) -> Config:
-    """Those that all are sampled and scored by.
+    """Return the settings that sample and score all sources.
 
     Raises:
-        UserError: there are only videos, and nothing says what scores them.
+        UserError: there are only videos, and no reward is given.
     """
     for source in sources:
         if source.config is not None:
@@ -137,7 +141,7 @@ def settings_for(sources: Sequence[Source], overrides: Mapping[str, str]) -> Con
 
 
 def told(sources: Sequence[Source], config: Config) -> list[str]:
-    """Which weights are evaluated, and which settings of a source do not count."""
+    """Return lines that name the evaluated weights and the settings of a source that are ignored."""
     lines = []
     for source in sources:
         if source.config is None:
@@ -148,6 +152,6 @@ def told(sources: Sequence[Source], config: Config) -> list[str]:
             own, used = getattr(source.config.sampling, name), getattr(config.sampling, name)
             if own != used:
                 lines.append(
-                    f"note: {source.label} has sampling.{name} = {own}, and is sampled with {used} as the first"
+                    f"note: {source.label} has sampling.{name} = {own}, but is sampled with {used}, like the first"
                 )
     return lines

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a run ends between two iterations, with a checkpoint, within a grace time."""
+"""SIGINT and SIGTERM: stop a run between two iterations, with a checkpoint, within a grace period."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from sage_fast.errors import Stopped
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TWICE = 0.5
-"""Seconds within which a signal that comes again is the same one: a terminal and torchrun both hand it on."""
+"""Seconds within which a repeated signal counts as the same one: a terminal and torchrun both deliver it."""
 
 
 class Stop:
-    """Takes the signals inside a `with` block.
+    """Context manager that handles the signals.
 
-    The first one asks the run to end where its state is whole. Until `training` is set there is none to keep, and it
-    raises `Stopped` at once. A second one ends the process at once, and so does the end of the grace time unless a
-    checkpoint is being written: a thread sees to both, because the main thread may wait in a collective or a reward.
+    The first signal asks the run to stop at the next consistent state. Before `training` is set there is no state to
+    keep, and it raises `Stopped` at once. A second signal ends the process at once. So does the end of the grace
+    period, unless a checkpoint is being written. A thread does both, because the main thread may be blocked in a
+    collective or a reward.
 
-    Outside the main thread, where Python lets nobody take signals, it does nothing.
+    A no-op outside the main thread, where Python does not allow signal handlers.
 
     Args:
-        grace_seconds: from the first signal to the end of the process.
-        tell: told that the run is going to end.
+        grace_seconds: time from the first signal to the end of the process.
+        tell: receives the message that the run is stopping.
 
     Attributes:
-        training: a checkpoint can be written.
-        number: the signal that came; 0 without one.
+        training: whether a checkpoint can be written.
+        number: the signal received; 0 if none.
     """
 
     def __init__(self, grace_seconds: float, tell: Say) -> None:
@@ -50,36 +51,36 @@ class Stop:
         self._saving = False
         self._saved = False
 
-    # -- asked by the run ---------------------------------------------------------------------------------------------
+    # -- called by the run --------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Between steps of work that can be thrown away; each rank calls on its own.
+        """Stop between steps of work that can be discarded. Not collective.
 
         Raises:
-            Stopped: half of the grace time is over; the other half is for the checkpoint.
+            Stopped: half of the grace period is over; the other half is for the checkpoint.
         """
         if self._overdue:
             raise Stopped(self.number)
 
     def boundary(self, device: torch.device) -> None:
-        """Between two iterations; all ranks call.
+        """Stop between two iterations. Collective.
 
         Raises:
-            Stopped: a signal came, on any rank.
+            Stopped: any rank has received a signal.
         """
         self._agree(self.number, device)
 
     def before_update(self, device: torch.device) -> None:
-        """Before an optimizer step; all ranks call.
+        """Stop before an optimizer step. Collective.
 
         Raises:
-            Stopped: half of the grace time is over, on any rank.
+            Stopped: half of the grace period is over on any rank.
         """
         self._agree(self.number if self._overdue else 0, device)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the writing of a checkpoint, which the end of the grace time does not cut off."""
+        """Let the block, which writes a checkpoint, finish even after the grace period."""
         self._saving = True
         try:
             yield
@@ -111,7 +112,7 @@ class Stop:
         self._thread.start()
         _active = self
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
                 self._taken[number] = signal.signal(number, self._handle)
         return self
 
@@ -123,7 +124,7 @@ class Stop:
         for number, handler in self._taken.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._before)
-        os.write(self._ends[1], b"\0")  # no signal has this number
+        os.write(self._ends[1], b"\0")  # ends the thread: no signal has this number
         self._thread.join()
         for end in self._ends:
             os.close(end)
@@ -133,7 +134,7 @@ class Stop:
             raise Stopped(number)
 
     def _watch(self) -> None:
-        """In its own thread: Python writes the number of a signal into the pipe as soon as it comes."""
+        """Watch the pipe in a thread: Python writes a signal's number into it as soon as it arrives."""
         while True:
             left = None
             if self.number:
@@ -153,7 +154,8 @@ class Stop:
             self._asked, self.number = time.monotonic(), number
             if self.training:
                 self.tell(
-                    f"{self._name}: ends after this iteration, or in {self.grace_seconds:g} s; a second one ends it now"
+                    f"{self._name}: stopping after this iteration, or in {self.grace_seconds:g} s at most; a second "
+                    "signal stops at once"
                 )
         elif time.monotonic() - self._asked > TWICE:
             self._end(f"at the second {signal.Signals(number).name}")
@@ -163,10 +165,10 @@ class Stop:
         return signal.Signals(self.number).name
 
     def _end(self, why: str) -> None:
-        """End the process from whatever it is in, without its checkpoint."""
+        """End the process at once, whatever it is doing, without a new checkpoint."""
         stopped = Stopped(self.number)
         if not self._saved:
-            print(f"sage-fast: ended {why}; the last whole checkpoint counts", file=sys.stderr, flush=True)
+            print(f"sage-fast: ended {why}; --resume uses the last complete checkpoint", file=sys.stderr, flush=True)
         os._exit(stopped.status if self._saved else 128 + self.number)
 
 
@@ -174,7 +176,7 @@ _active: Stop | None = None
 
 
 def _hold() -> None:
-    """Before a fork: a signal that came to the child before `_forget` would go into the pipe that it shares."""
+    """Block signals before a fork: until `_forget`, the child would write them into the pipe it shares."""
     if _active is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -185,7 +187,7 @@ def _release() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, such as a worker of a reward: its signals are its own, and end it as they would have."""
+    """Restore default signal handling in a forked child, such as a reward worker."""
     global _active
     if _active is not None:
         signal.set_wakeup_fd(-1)

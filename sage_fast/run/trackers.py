@@ -1,4 +1,4 @@
-"""The metrics of a run on disk, and in the trackers that its user chose."""
+"""Write a run's metrics to disk and to the configured trackers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from sage_fast.files import append_line, read_metrics, write_atomic
 from sage_fast.report.scores import mean_and_error
 
 CHANCES = 3
-"""Calls of a tracker that may fail before it is left out."""
+"""Failed calls after which a tracker is dropped."""
 
 WANDB_STEP = "iterations"
-"""What wandb draws its curves over: it drops what has a `step` of its own that is not beyond the last one, as have the
-rows of a run that went back to a checkpoint."""
+"""The x-axis of wandb's curves. wandb's own `step` must increase: it drops the rows that a resumed run repeats."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Look for the packages without starting anything.
+    """Check that the trackers are installed, without starting them.
 
     Raises:
-        UserError: a name that accelerate does not know, or a tracker that is not installed.
+        UserError: accelerate does not know a name, or a tracker is not installed.
     """
     installed = {str(name) for name in get_available_trackers()}
     for name in names:
@@ -49,20 +48,20 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 class MetricsWriter:
-    """`metrics.jsonl`, and the trackers of `tracking.trackers`; made on the first rank only.
+    """Writes `metrics.jsonl` and feeds the trackers of `tracking.trackers`. Create on rank 0 only.
 
-    Trackers count completed iterations, as the report does: the row of iteration 0 is step 1. One that fails once it
-    runs does not end the run.
+    Trackers count completed iterations, as the report does: the row of iteration 0 is step 1. A tracker that fails
+    after its start does not stop the run.
 
     Args:
-        config: resolved settings, shown by the trackers.
-        run: folder; its name is the name of the run.
-        run_id: the same after `--resume`, so that trackers that can go on with the same run do.
-        iteration: the next iteration; rows from there on (of a run that is resumed) are dropped.
-        tell: told of a tracker that fails.
+        config: resolved settings, for the trackers to show.
+        run: the run folder; its name is the name of the run.
+        run_id: stable over `--resume`, so that trackers can continue the same run.
+        iteration: the next iteration; rows from there on are dropped (on a resume).
+        tell: receives a note if a tracker fails.
 
     Raises:
-        RunError: a tracker does not start, such as one that asks for a login.
+        RunError: a tracker does not start, for example for lack of a login.
     """
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0, tell: Say = say_nothing) -> None:
@@ -78,10 +77,10 @@ class MetricsWriter:
         self._unwritten: list[str] = []
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one iteration, whole or not at all; numbers that are not finite are written as null.
+        """Append the row of one iteration atomically; non-finite numbers become null.
 
         Raises:
-            OSError: it cannot be written, and is kept for `sync`.
+            OSError: the row cannot be written; `sync` tries again.
         """
         self._unwritten.append(json.dumps({key: _finite(value) for key, value in row.items()}))
         self._append()
@@ -89,12 +88,12 @@ class MetricsWriter:
         self._each(lambda tracker: _log(tracker, numbers, row["iteration"] + 1))
 
     def write_evaluation(self, scores: Mapping[str, Any], videos: Sequence[Path], sheet: Path) -> None:
-        """Show mean held-out scores, videos and their contact sheet in the trackers.
+        """Send mean held-out scores, videos and their contact sheet to the trackers.
 
         Args:
             scores: as in `eval/*.json`.
-            videos: files of the first prompts.
-            sheet: PNG of all of them.
+            videos: files for the first prompts.
+            sheet: PNG with all videos.
         """
         step = scores["iteration"]
         named = {"reward": scores["reward"], **scores["parts"]}
@@ -108,11 +107,11 @@ class MetricsWriter:
             del self._unwritten[0]
 
     def _each(self, act: Callable[[Any], object]) -> None:
-        """Have each tracker do it; what one raises is told, and ends nothing: the record is `metrics.jsonl`."""
+        """Call `act` on each tracker. Exceptions are reported, not raised: `metrics.jsonl` is the record."""
         for name, tracker in list(self._trackers.items()):
             try:
                 act(tracker)
-            except Exception as error:  # each tracker has exceptions of its own
+            except Exception as error:  # each tracker has its own exceptions
                 self._failures[name] += 1
                 if self._failures[name] == 1:
                     what = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -125,16 +124,19 @@ class MetricsWriter:
                     del self._trackers[name]
 
     def sync(self) -> None:
-        """The rows are on the disk, as those before a checkpoint have to be.
+        """Flush all rows to disk; call before writing a checkpoint.
 
         Raises:
-            OSError: they are not.
+            OSError: they cannot be written.
         """
         self._append()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Raises nothing, which would hide the error that ends a run; rows since the last `sync` count for nothing."""
+        """Close trackers and file. Never raises: that would hide the error that stopped the run.
+
+        Rows after the last `sync` may be lost; a resume would drop them anyway.
+        """
         self._each(lambda tracker: tracker.finish())
         try:
             self._file.close()
@@ -143,27 +145,27 @@ class MetricsWriter:
 
 
 def _start(name: str, config: Config, run: Path, run_id: str, iteration: int) -> Any:
-    """A tracker that runs and has been told the settings."""
+    """Start a tracker and send it the settings."""
     project = config.tracking.project
     tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
-    PartialState()  # the trackers' logger asks for it; it joins the process group of `distributed.initialize`
+    PartialState()  # required by the trackers' logger; it joins the process group of `distributed.initialize`
     if name == "tensorboard":
         tracker = tracker_class("tensorboard", logging_dir=run, purge_step=iteration + 1 if iteration else None)
     elif name == "wandb":
         tracker = tracker_class(project, name=run.name, id=run_id, resume="allow", dir=str(run))
-    elif name == "trackio":  # knows a run by its name
+    elif name == "trackio":  # identifies a run by its name
         tracker = tracker_class(project, name=f"{run.name}-{run_id}", resume="allow")
     else:
         tracker = tracker_class(project, *[run] * tracker_class.requires_logging_directory)
     try:
         tracker.start()
-        if name == "tensorboard":  # its table of hyperparameters would be a second run beside this one
+        if name == "tensorboard":  # its hyperparameter table would appear as a second run
             tracker.log({"config": textwrap.indent(dump(config), "    ")}, step=iteration)
         else:
             tracker.store_init_configuration(dict(_flat(dataclasses.asdict(config))))
         if name == "wandb":
             tracker.tracker.define_metric("*", step_metric=WANDB_STEP)
-    except Exception as error:  # each tracker has exceptions of its own for a missing login or server
+    except Exception as error:  # each tracker has its own exceptions for a missing login or server
         raise RunError(f"tracker {name!r} does not start: {error}") from error
     return tracker
 
@@ -176,13 +178,13 @@ def _log(tracker: Any, values: Mapping[str, Any], step: int) -> None:
 
 
 def _show(tracker: Any, videos: Mapping[Path, str], sheet: Path, step: int) -> None:
-    """The videos (file -> prompt) if the tracker plays them, and their contact sheet if it takes images."""
+    """Send the videos (file -> prompt) if the tracker plays them, and the contact sheet if it takes images."""
     if tracker.name in ("wandb", "trackio"):
         package = importlib.import_module(tracker.name)
         media = {
             f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
             for number, (file, prompt) in enumerate(videos.items())
-            if file.suffix == ".mp4"  # the trackers play no animated pictures
+            if file.suffix == ".mp4"  # the trackers do not play animated images
         }
         _log(tracker, media | {"heldout/videos": package.Image(str(sheet))}, step)
     elif tracker.name == "tensorboard":
@@ -194,7 +196,7 @@ def _show(tracker: Any, videos: Mapping[Path, str], sheet: Path, step: int) -> N
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, bool | int | float | str | None]]:
-    """Dotted keys and the plain values that trackers take."""
+    """Yield dotted keys and the plain values that trackers accept."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""One run from configuration to report: checks, model, evaluation before and after, iterations, checkpoints."""
+"""One run from configuration to report: checks, model, evaluations, iterations and checkpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from sage_fast.trainer import Trainer
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
-    """Train, and leave a run folder with a report; what stops it leaves a checkpoint that `resume` continues.
+    """Train and write a run folder with a report. An interrupted run leaves a checkpoint for `resume`.
 
     Returns:
         The run folder.
@@ -85,14 +85,14 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     trainer.before_update = functools.partial(stop.before_update, trainer.device)
     start_weights = trainer.policy.snapshot() if lacks_before else None
     start = _resume(trainer, run, tell) if resume else 0
-    if resume:  # after all that could refuse the new settings
+    if resume:  # only after every check of the new settings
         if rank() == 0:
             remove_partials(run, tell)
         replace_settings(config, tell)
     facts = describe(trainer, run, start, tell)
     tell(trajectories)
     if resume:
-        tell(f"goes on after {start} iterations" if start else "no checkpoint yet: begins with the first iteration")
+        tell(f"resumed after {start} iterations" if start else "no checkpoint yet: starting at the first iteration")
     writer = MetricsWriter(config, run, facts["run_id"], start, tell) if rank() == 0 else None
     stop.training = True
     try:
@@ -101,7 +101,7 @@ def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) 
     finally:
         if writer is not None:
             writer.close()
-    barrier()  # the first rank has written the report
+    barrier()  # wait for rank 0 to write the report
     shutdown()
 
 
@@ -115,10 +115,10 @@ def _iterate(
     tell: Say,
     stop: Stop,
 ) -> None:
-    """All iterations from `start` on, with evaluations and checkpoints.
+    """Run all iterations from `start` on, with evaluations and checkpoints.
 
-    An evaluation that was interrupted is done first; that before training with `start_weights`, if they are given. What
-    stops the iterations leaves the checkpoint of the last whole one too, if all ranks know of it.
+    An interrupted evaluation is repeated first; the one before training uses `start_weights` if given. An exception
+    that all ranks share still leaves a checkpoint of the last complete iteration.
     """
     config = setup.config
     done = start
@@ -136,7 +136,7 @@ def _iterate(
             stop.boundary(trainer.device)
             whole = _Whole(trainer)
             row = trainer.iteration(index)
-            done, trainer.mid_iteration = index + 1, False  # before anything that can fail: it is whole
+            done, trainer.mid_iteration = index + 1, False  # the iteration is complete, whatever fails below
             if writer is not None:
                 writer.write(row)
             tell(format_row(row, config.train.iterations))
@@ -147,7 +147,7 @@ def _iterate(
                 _save(trainer, run, done, writer, stop)
         stop.boundary(trainer.device)
     except BaseException as reason:
-        # An error may be on only one rank, where waiting for the others would never end.
+        # If only this rank failed, waiting for the others would hang.
         if world_size() == 1 or getattr(reason, "on_all_ranks", False):
             if trainer.mid_iteration and not (whole is not None and whole.restore(trainer)):
                 kept = checkpoints(run)
@@ -161,23 +161,26 @@ def _iterate(
                 tell(f"stopped after {done} iterations; continue with --resume")
             except (OSError, RankError) as error:
                 tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
-                if isinstance(reason, Stopped):  # whose status would say that nothing is lost
+                if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost
                     raise
         raise
 
 
 class _Whole:
-    """The state at the end of an iteration, to go back to from within the next one.
+    """The state at the end of an iteration, for rolling back an unfinished next one.
 
-    With one update an iteration hardly anything can fail after it, and the weights are not held twice.
+    With one update per iteration the weights are not copied: hardly anything can fail after the update.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.counters, self.anchor = trainer.state_dict(), trainer.anchor  # an anchor is replaced, never changed
+        self.counters, self.anchor = (
+            trainer.state_dict(),
+            trainer.anchor,
+        )  # an anchor is replaced, never changed in place
         self.held = trainer.config.train.optimizer_steps > 1 and trainer.engine.remember()
 
     def restore(self, trainer: Trainer) -> bool:
-        """False if the weights were not held."""
+        """Roll back; return False if the weights were not held."""
         if self.held:
             trainer.engine.rewind()
             trainer.load_state_dict(self.counters, self.anchor)
@@ -186,7 +189,7 @@ class _Whole:
 
 
 def _attention_of(config: Config, resume: bool) -> AttentionBackend:
-    """A run keeps the attention it began with: another measurement could change its bits."""
+    """Return the attention backend. A resumed run keeps its own: a new measurement could change the bits."""
     file = Path(config.output) / "run.json"
     if config.model.attention != "auto" or not resume or not file.is_file():
         return config.model.attention
@@ -204,7 +207,7 @@ def _save(trainer: Trainer, run: Path, iteration: int, writer: MetricsWriter | N
 
 
 def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
-    """Restore the newest sound checkpoint; returns the iteration to continue with."""
+    """Restore the newest intact checkpoint; return the iteration to continue with."""
     found = load_checkpoint(run, trainer.engine, tell)
     if found is None:
         return 0
@@ -214,7 +217,7 @@ def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
 
 
 def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | None, tell: Say) -> None:
-    """Save the weights, evaluate them, and write the comparison and the report."""
+    """Save and evaluate the weights, then write the comparison and the report."""
     folder = run / "weights"
     with trainer.engine.averaged_weights(), aside(folder) if rank() == 0 else contextlib.nullcontext(folder) as written:
         trainer.engine.save_weights(written)
@@ -237,14 +240,16 @@ def _evaluate(
     tell: Say,
     weights: State | None = None,
 ) -> None:
-    """Evaluate `weights`, else the averaged ones if there are any, else those that are trained; scores and videos go
-    into the run folder and the trackers."""
+    """Evaluate `weights`, by default the averaged ones if any, else the trained ones.
+
+    Scores and videos go into the run folder and the trackers.
+    """
     tell(f"evaluate ({name})")
     folder, shown = run / "videos" / name, setup.config.eval.num_videos
-    # The choice of what is shown needs the last scores: until then, all of what `comparison.png` may show is kept.
+    # The videos of `comparison.png` are chosen by the final scores, so all candidates are kept until then.
     keep_all = name in ("before", "after") or iteration == setup.config.eval.interval
     if writer is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that is repeated after `--resume`
+        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
     barrier()
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -267,19 +272,19 @@ def _evaluate(
 
 
 def _evaluations(run: Path, iteration: int) -> dict[str, dict[str, Any]]:
-    """Those of the run up to an iteration, without any that is damaged."""
+    """Return name -> scores of the run's evaluations up to an iteration; damaged files are skipped."""
     found = {}
     for file in sorted((run / "eval").glob("*.json")):
-        with contextlib.suppress(UserError):  # cut off by a kill: the page says so
+        with contextlib.suppress(UserError):  # cut off by a kill; the report names it
             found[file.stem] = read_scores(file)
     return {name: scores for name, scores in found.items() if scores["iteration"] <= iteration}
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str, Any]:
-    """Print and record what this run, which starts or goes on at `iteration`, is made of; returns `run.json`."""
+    """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content."""
     parameters = sum(numel(p) for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(map(numel, trainer.engine.parameters))
     facts = environment(trainer.device) | {
@@ -318,8 +323,10 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
 
 
 def format_row(row: dict[str, Any], iterations: int) -> str:
-    """Two lines of numbers for an iteration, within 80 columns for up to four parts of the reward; a third one says
-    which rank the others waited for."""
+    """Format an iteration's metrics as two lines; a third names a straggling rank.
+
+    They fit into 80 columns for up to four reward parts.
+    """
     parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
     label = f"{row['iteration'] + 1:>5}/{iterations}"
     first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "

@@ -1,4 +1,4 @@
-"""A run folder as the source of a command: its settings, and which of its weights stand for it.
+"""Read the settings and the newest weights of a run folder.
 
 Imports nothing heavy.
 """
@@ -18,23 +18,23 @@ from sage_fast.errors import UserError
 from sage_fast.files import read_json
 
 MANIFEST = "manifest.json"
-"""File of a checkpoint: size and SHA-256 of each of the others."""
+"""File in a checkpoint that holds the size and SHA-256 of every other file."""
 
 FOR_TRAINING = ("state.json", "trainable.safetensors", "ema.safetensors", "anchor.safetensors", "optimizer.pt")
-"""Files of a checkpoint that only a resume reads."""
+"""Checkpoint files that only a resume reads."""
 
 
 def load_run(source: str, overrides: Mapping[str, str], tell: Say = say_nothing) -> tuple[Config, int | None]:
-    """The settings of a run folder, with its newest weights unless `overrides` name others; or those of a YAML file.
+    """Load settings from a run folder or a YAML file. A run gets its newest weights unless `overrides` name others.
 
     Args:
-        tell: told which checkpoints are damaged.
+        tell: receives a note for each damaged checkpoint.
 
     Returns:
-        The settings, and the iteration of the weights of a run.
+        The settings, and the iteration of the run's weights; None for a YAML file or overridden weights.
 
     Raises:
-        UserError: as `load`; or the folder is no run, or a run without weights.
+        UserError: as `load`; or the folder is no run, or the run has no weights.
     """
     run = Path(source)
     if not run.is_dir():
@@ -48,16 +48,16 @@ def load_run(source: str, overrides: Mapping[str, str], tell: Say = say_nothing)
 
 
 def newest_weights(run: Path, tell: Say = say_nothing) -> tuple[Path, int]:
-    """The folder of the weights that were trained longest, and their iteration.
+    """Return the folder of the newest weights and their iteration.
 
-    `weights/` unless a checkpoint is newer, as in a run that was resumed and stopped again. Both hold the averaged
-    weights if there is an average. A checkpoint whose weights are not what was written is skipped.
+    This is `weights/`, unless a checkpoint is newer because the run was resumed and stopped again. Both hold the
+    averaged weights if the run averages. A checkpoint with damaged weights is skipped.
 
     Args:
-        tell: told which are skipped, and why.
+        tell: receives a note for each checkpoint that is skipped.
 
     Raises:
-        UserError: the run has left none yet, or none that is sound.
+        UserError: the run has no weights yet, or all are damaged.
     """
     found = {iteration_of(folder): folder for folder in checkpoints(run)}
     final, scores = run / "weights", run / "eval" / "after.json"
@@ -79,29 +79,29 @@ def newest_weights(run: Path, tell: Say = say_nothing) -> tuple[Path, int]:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Folders of the whole checkpoints, the newest last."""
+    """Return the folders of complete checkpoints, oldest first."""
     found = [path for path in (run / "checkpoints").glob("iteration-*") if re.fullmatch(r"iteration-\d+", path.name)]
     return sorted(found, key=iteration_of)
 
 
 def iteration_of(folder: Path) -> int:
-    """The iteration that a checkpoint continues with."""
+    """Return the iteration that a checkpoint continues with."""
     return int(folder.name.removeprefix("iteration-"))
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """Size and SHA-256, as the manifest has them."""
+    """Return a file's manifest entry: size and SHA-256."""
     with file.open("rb") as opened:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
 def fault_of_weights(checkpoint: Path) -> str | None:
-    """`fault_of` those files that are read to sample and evaluate."""
+    """Return `fault_of` for the files that sampling and evaluation read."""
     return fault_of(checkpoint, lambda names: [name for name in names if name not in FOR_TRAINING])
 
 
 def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]]) -> str | None:
-    """Why a checkpoint cannot be used; None if the files that are `chosen` of its manifest's are what was written."""
+    """Return why a checkpoint cannot be used; None if the manifest's `chosen` files match their checksums."""
     if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:

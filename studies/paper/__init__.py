@@ -1,4 +1,4 @@
-"""A finished study: claims of the SAGE-GRPO paper, and questions beyond it, decided on the testbed.
+"""A finished study on the testbed: claims of the SAGE-GRPO paper, and questions beyond it.
 
-`make reproduce` or `python -m studies.paper all` runs it; docs/results.md holds what was found.
+`make reproduce` or `python -m studies.paper all` runs it; docs/results.md has the results.
 """

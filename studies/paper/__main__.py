@@ -1,4 +1,4 @@
-"""`python -m studies.paper`: decide claims of the paper on the testbed, and write what was found."""
+"""`python -m studies.paper`: decide claims of the paper on the testbed and write the results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROGRAM = "python -m studies.paper"
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition(": ")[2], allow_abbrev=False)
     parser.add_argument("claims", nargs="+", metavar="CLAIM", help="names of claims, `all`, or `list` to print them")
-    parser.add_argument("--quick", action="store_true", help="two seeds and three iterations: shows that it works")
+    parser.add_argument("--quick", action="store_true", help="two seeds and three iterations, to check that it works")
     parser.add_argument("--output", metavar="FOLDER", help="default: runs/reproduce, or runs/reproduce-quick")
-    parser.add_argument("--workers", type=int, metavar="N", help="runs at once (default: the number of cores)")
+    parser.add_argument("--workers", type=int, metavar="N", help="parallel runs (default: number of cores)")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return parser.parse_args(arguments)
 
@@ -46,10 +46,10 @@ def _study(options: argparse.Namespace) -> int:
     say = speaker(options.quiet)
     chosen = [claim for name, claim in known.items() if name in options.claims or "all" in options.claims]
     folder = Path(options.output or ("runs/reproduce-quick" if options.quick else "runs/reproduce"))
-    (folder / "results").mkdir(parents=True, exist_ok=True)  # before hours of work
+    (folder / "results").mkdir(parents=True, exist_ok=True)  # fail now rather than after hours of work
     variants = dict.fromkeys(variant for claim in chosen for variant in claim.variants)
-    runs_of = folder / ("runs-quick" if options.quick else "runs")  # neither replaces the other's
-    runs = training.train_runs(variants, runs_of, quick=options.quick, workers=workers, quiet=options.quiet)
+    archive = folder / ("runs-quick" if options.quick else "runs")  # quick runs are kept apart
+    runs = training.train_runs(variants, archive, quick=options.quick, workers=workers, quiet=options.quiet)
     material = Material(quick=options.quick, runs=runs)
     findings = {}
     for claim in chosen:
@@ -64,7 +64,7 @@ def _study(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study; returns the exit status, as `sage-fast` does."""
+    """Run the study; return the exit status as `sage-fast` does."""
     options = _options(arguments)
     return guarded("studies.paper", lambda: _study(options))
 

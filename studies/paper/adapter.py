@@ -1,8 +1,9 @@
-"""How much of a small adapter a bfloat16 model answers to: one accumulation against peft's own forward.
+"""How strongly a bfloat16 model responds to a small adapter: one accumulation against peft's own forward.
 
-Eight layers, width 128, rank 16. The up-projections of all adapters are drawn with standard deviation `size`; the
-change of the velocity is compared with that of a float32 model of the same weights: the share is <d, d32> / |d32|^2.
-1 is faithful, 0 deaf. `ours` is one accumulation, `peft` the adapters' own forward.
+The model has eight layers of width 128; the rank is 16. The up-projections of all adapters are drawn with standard
+deviation `size`. The change of the velocity, d, is compared with that of a float32 model with the same weights, d32:
+the share is <d, d32> / |d32|^2. A share of 1 is faithful, 0 is no response. `ours` is one accumulation, `peft` is the
+adapters' own forward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 SIZES, QUICK_SIZES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2), (1e-4, 1e-3)
 JUDGED = 1e-4
-"""Size of B's elements after the first updates of an adapter whose learning rate is 1e-4."""
+"""Size that the verdict uses: that of B's elements after the first updates at a learning rate of 1e-4."""
 
 Shares = Mapping[tuple[float, str], tuple[float, float]]
 """(size, path) -> mean share and its standard error."""
@@ -31,7 +32,7 @@ Shares = Mapping[tuple[float, str], tuple[float, float]]
 
 @functools.cache
 def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
-    """The same weights in bfloat16 and in float32."""
+    """Return policies with the same weights in bfloat16 and in float32."""
     from sage_fast.config.schema import ModelConfig
     from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
     from sage_fast.models.testbed.model import TestbedTransformer
@@ -49,7 +50,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
 
 @torch.no_grad()
 def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: bool) -> Tensor:
-    """With up-projections of this size; float64."""
+    """Return the velocity, float64, with up-projections of this size."""
     from sage_fast.models.hunyuan15.text import TextEmbedding, collate
     from sage_fast.models.testbed.text import TEXT_EMBED_DIM
 
@@ -69,7 +70,7 @@ def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: 
 
 
 def responses(sizes: Sequence[float], path: str, seeds: int) -> dict[float, tuple[float, float]]:
-    """Size -> mean share over the seeds and its standard error."""
+    """Return size -> mean share over the seeds and its standard error."""
     shares: dict[float, list[float]] = {size: [] for size in sizes}
     for seed in range(seeds):
         without = [velocity(policy, 0, seed, path == "peft") for policy in instances()]
@@ -78,13 +79,12 @@ def responses(sizes: Sequence[float], path: str, seeds: int) -> dict[float, tupl
                 velocity(policy, size, seed, path == "peft") - base for policy, base in zip(instances(), without)
             )
             shares[size].append(float((change * exact).sum() / exact.square().sum()))
-    values = {size: torch.tensor(of) for size, of in shares.items()}
-    return {size: (float(of.mean()), float(of.std()) / seeds**0.5) for size, of in values.items()}
+    values = {size: torch.tensor(drawn) for size, drawn in shares.items()}
+    return {size: (float(drawn.mean()), float(drawn.std()) / seeds**0.5) for size, drawn in values.items()}
 
 
 def judge_responses(shares: Shares) -> Verdict:
-    """Whether one accumulation lets more of an adapter of size JUDGED through than peft does, by three standard
-    errors."""
+    """Decide whether, at size JUDGED, one accumulation responds more than peft by three standard errors."""
     (ours, ours_error), (peft, peft_error) = shares[JUDGED, "ours"], shares[JUDGED, "peft"]
     sure = 3 * (ours_error**2 + peft_error**2) ** 0.5
     if ours - peft > sure:
@@ -93,7 +93,7 @@ def judge_responses(shares: Shares) -> Verdict:
 
 
 def find_lora_response(material: Material) -> Finding:
-    """Random weights, no training."""
+    """Measure the responses of random weights, without training."""
     sizes, seeds = (QUICK_SIZES, 6) if material.quick else (SIZES, 24)
     paths = {path: responses(sizes, path, seeds) for path in ("ours", "peft")}
     shares = {(size, path): paths[path][size] for size in sizes for path in paths}

@@ -1,4 +1,4 @@
-"""Claims that are decided by training runs: which variant ends with the higher held-out score."""
+"""Claims decided by training runs: which variant ends with the higher held-out score."""
 
 from __future__ import annotations
 
@@ -21,63 +21,66 @@ JUDGE = ("judge/alignment", "judge/naturalness")
 
 @dataclasses.dataclass(frozen=True)
 class Versus:
-    """A comparison: is `first` better than `second` in `part`?"""
+    """A comparison: whether `first` is better than `second` in `part`."""
 
     first: str
     second: str
     part: str = "reward"
 
     def __str__(self) -> str:
-        of = f", {self.part}" if self.part != "reward" else ""
-        return f"{self.first} over {self.second}{of}"
+        suffix = f", {self.part}" if self.part != "reward" else ""
+        return f"{self.first} over {self.second}{suffix}"
 
 
 def judge_better(differences: Mapping[str, Difference], smallest: float = SMALLEST) -> Verdict:
-    """On "each first is better than its second".
+    """Decide "each first is better than its second".
 
-    `held` if each difference is positive after the correction; `not held` if one is negative after it, or if one gain
-    that matters is excluded: its interval, which is not corrected, ends below `smallest`.
+    `held` if every difference is significantly positive after the correction. `not held` if one is significantly
+    negative, or if one excludes a gain that matters: its uncorrected interval ends below `smallest`.
     """
-    if all(of.value > 0 and of.corrected < LEVEL for of in differences.values()):
+    if all(d.value > 0 and d.corrected < LEVEL for d in differences.values()):
         return "held"
-    if any(of.high < smallest or (of.value < 0 and of.corrected < LEVEL) for of in differences.values()):
+    if any(d.high < smallest or (d.value < 0 and d.corrected < LEVEL) for d in differences.values()):
         return "not held"
     return "not decidable"
 
 
 def judge_equal(differences: Mapping[str, Difference]) -> Verdict:
-    """On "it makes no difference": `held` if every interval lies within `SMALLEST` of 0, even if a smaller difference
-    stands; else `not held` if one stands after the correction."""
-    if all(of.low > -SMALLEST and of.high < SMALLEST for of in differences.values()):
+    """Decide "it makes no difference".
+
+    `held` if every interval lies within `SMALLEST` of 0, even if a smaller difference is significant. Otherwise
+    `not held` if a difference is significant after the correction.
+    """
+    if all(d.low > -SMALLEST and d.high < SMALLEST for d in differences.values()):
         return "held"
-    if any(of.corrected < LEVEL for of in differences.values()):
+    if any(d.corrected < LEVEL for d in differences.values()):
         return "not held"
     return "not decidable"
 
 
 def compare(versus: Sequence[Versus], runs: Runs, part: str | None = None) -> dict[str, Difference]:
-    """Corrected for their number."""
+    """Return the differences, corrected for their number."""
     return holm({str(v): difference(runs[v.first], runs[v.second], part or v.part) for v in versus})
 
 
 def told(differences: Mapping[str, Difference], runs: Runs) -> str:
-    """Two sentences: the scores, and the differences with what stands of them."""
+    """Describe the runs in two sentences: the scores, then the differences with their corrected p-values."""
     scores = ", ".join(f"{name} {mean:.3f} ± {half:.3f}" for name, (mean, half) in _scores(runs).items())
-    found = "; ".join(f"{name} {of}, p {of.corrected:.2g}" for name, of in differences.items())
+    found = "; ".join(f"{name} {d}, p {d.corrected:.2g}" for name, d in differences.items())
     return (
         f"Held-out composite with 95 % interval over the seeds: {scores}. Differences, over seeds and prompts: {found}."
     )
 
 
 def _scores(runs: Runs) -> dict[str, tuple[float, float]]:
-    return {name: mean_interval(of) for name, of in runs.items()}
+    return {name: mean_interval(seeds) for name, seeds in runs.items()}
 
 
 def rows_of(runs: Runs) -> list[dict[str, object]]:
-    """One for each run: its held-out scores by part, at its end (mean of the last third) and before training."""
+    """Return one row per run: held-out scores by part, at the end (mean of the last third) and before training."""
     rows = []
-    for variant, of in runs.items():
-        for run in of:
+    for variant, seeds in runs.items():
+        for run in seeds:
             row: dict[str, object] = {"variant": variant, "seed": run.seed, "before": run.course()[0]}
             parts = ("reward", *run.evaluations[0]["parts"])
             row |= {part: run.mean(part) for part in parts}
@@ -103,8 +106,8 @@ def better(
     *,
     judge: Callable[[Mapping[str, Difference]], Verdict] = judge_better,
 ) -> Claim:
-    """A claim on the held-out score at the end of the runs: courses at the left, differences at the right."""
-    variants = tuple(dict.fromkeys(v for of in versus for v in (of.first, of.second)))
+    """Make a claim about held-out scores at the end of the runs; its figure shows courses and differences."""
+    variants = tuple(dict.fromkeys(variant for v in versus for variant in (v.first, v.second)))
 
     def find(material: Material) -> Finding:
         runs = {variant: material.runs[variant] for variant in variants}
@@ -128,9 +131,9 @@ ALL_SAMPLERS = (*SAMPLERS, "exact")
 
 def _find_equalizer(material: Material) -> Finding:
     versus = [Versus(f"{sampler}-equalized", sampler) for sampler in ALL_SAMPLERS]
-    runs = {name: material.runs[name] for of in versus for name in (of.second, of.first)}
+    runs = {name: material.runs[name] for v in versus for name in (v.second, v.first)}
     every = compare(versus, runs)
-    of_paper = {name: of for name, of in every.items() if "exact" not in name}
+    judged = {name: d for name, d in every.items() if "exact" not in name}
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots(1, len(ALL_SAMPLERS) + 1, sharey=False, width_ratios=[1] * len(ALL_SAMPLERS) + [1.6])
@@ -140,10 +143,10 @@ def _find_equalizer(material: Material) -> Finding:
             panel.sharey(axes[0])
         axes[0].set_ylabel("held-out composite")
         axes[0].legend()
-        short = {name.split("-")[0]: of for name, of in every.items()}
+        short = {name.split("-")[0]: d for name, d in every.items()}
         draw_differences(axes[-1], short, "equalized minus without")
 
-    return Finding(verdict=judge_better(of_paper), text=told(every, runs), draw=draw, rows=rows_of(runs))
+    return Finding(verdict=judge_better(judged), text=told(every, runs), draw=draw, rows=rows_of(runs))
 
 
 KL = ("fixed", "stepwise", "moving")
@@ -158,8 +161,8 @@ def _find_strategies(material: Material) -> Finding:
         left, middle, right = figure.subplots(1, 3)
         draw_courses(left, runs)
         left.legend()
-        for color, of in zip(COLORS, runs.values()):
-            spread = np.mean([[float(row["reward/std"]) for row in run.rows] for run in of], axis=0)
+        for color, seeds in zip(COLORS, runs.values()):
+            spread = np.mean([[float(row["reward/std"]) for row in run.rows] for run in seeds], axis=0)
             middle.plot(np.arange(1, len(spread) + 1), spread, color=color)
         middle.set_xlabel("iteration")
         middle.set_ylabel("std of the rewards within a group")
@@ -198,24 +201,26 @@ GRID = {
 
 
 def _find_grid(material: Material) -> Finding:
-    runs = {f"{setting}: {row}": material.runs[variant] for setting, of in GRID.items() for row, variant in of.items()}
+    runs = {
+        f"{setting}: {row}": material.runs[variant] for setting, rows in GRID.items() for row, variant in rows.items()
+    }
     versus = [
         Versus(f"{setting}: sage, dual", f"{setting}: {row}")
-        for setting, of in GRID.items()
-        for row in of
+        for setting, rows in GRID.items()
+        for row in rows
         if not row.startswith("sage")
     ]
     differences = compare(versus, runs)
     judged: dict[str, Difference] = {}
     for part in JUDGE:
-        judged |= {f"{name}, {part}": of for name, of in compare(versus, runs, part).items()}
-    fell = [name for name, of in holm(judged).items() if of.value < 0 and of.corrected < LEVEL]
+        judged |= {f"{name}, {part}": d for name, d in compare(versus, runs, part).items()}
+    fell = [name for name, d in holm(judged).items() if d.value < 0 and d.corrected < LEVEL]
     best = max(runs, key=lambda name: mean_interval(runs[name])[0])
-    ahead = [of for of in differences.values() if of.value > 0]
+    ahead = [d for d in differences.values() if d.value > 0]
     text = (
         f"Of the {len(runs)} rows {best!r} has the highest held-out composite, {mean_interval(runs[best])[0]:.3f}; "
         f"sage with the dual KL is ahead of a baseline in {len(ahead)} of {len(differences)} comparisons, and "
-        f"{sum(of.corrected < LEVEL for of in ahead)} of them stand after the correction. By the judge, which no run "
+        f"{sum(d.corrected < LEVEL for d in ahead)} of them stand after the correction. By the judge, which no run "
         f"is trained on, it is behind a baseline in {len(fell)} of {len(judged)} comparisons that stand"
         f"{': ' * bool(fell)}{'; '.join(fell)}."
     )
@@ -233,7 +238,7 @@ ETAS = {
     for sampler, etas in SEARCHED.items()
 }
 """Sampler -> eta -> variant."""
-EXACT = (*(variant for of in ETAS.values() for variant in of.values()), "sage-equal-noise", "exact-dual", "dual")
+EXACT = (*(variant for etas in ETAS.values() for variant in etas.values()), "sage-equal-noise", "exact-dual", "dual")
 
 
 def _find_exact(material: Material) -> Finding:
@@ -251,9 +256,9 @@ def _find_exact(material: Material) -> Finding:
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
-        for sampler, of in ETAS.items():
-            means, halves = zip(*(mean_interval(runs[variant]) for variant in of.values()))
-            left.errorbar(list(of), means, yerr=halves, marker="o", markersize=4, capsize=3, label=sampler)
+        for sampler, etas in ETAS.items():
+            means, halves = zip(*(mean_interval(runs[variant]) for variant in etas.values()))
+            left.errorbar(list(etas), means, yerr=halves, marker="o", markersize=4, capsize=3, label=sampler)
         left.set_xlabel("eta")
         left.set_ylabel("held-out composite, 95 % interval")
         left.legend()
@@ -294,7 +299,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="methods", title="Methods, KL and rewards", source="paper, Table 2",
         says="SAGE-GRPO with the dual KL is better than each baseline, with and without KL, for both rewards.",
         find=_find_grid, size=(13.0, 5.2),
-        variants=tuple(dict.fromkeys(v for of in GRID.values() for v in of.values())),
+        variants=tuple(dict.fromkeys(variant for rows in GRID.values() for variant in rows.values())),
     ),
     Claim(
         name="exact", title="The closed-form sampler", source="beyond the paper",

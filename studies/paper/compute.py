@@ -1,4 +1,4 @@
-"""Reward for compute: what a variant's run would cost on the 8.3 B model, and what it gains here."""
+"""Reward for compute: the cost of a variant's run on the 8.3 B model against its gain on the testbed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from studies.paper.finding import LEVEL, SMALLEST, Claim, Finding, Material, Ver
 from studies.paper.training import config_of, difference, full_size, mean_interval, protocol
 
 DEFAULT = "dual"
-"""The variant that has the settings of configs/demo.yaml."""
+"""The variant with the settings of configs/demo.yaml."""
 
 
 def exaflops(variant: str) -> float:
-    """FLOPs of one iteration of the variant with the 8.3 B transformer, a LoRA, at 480 x 832 and 81 frames; 1e18."""
+    """Return exaFLOPs (1e18) per iteration of the variant on the 8.3 B model with a LoRA, at 480 x 832, 81 frames."""
     config = full_size(config_of(variant, 0))
     return sum(flops for part, flops in plan(config).flops.items() if part != "forward") / 1e18
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Names of the (cost, gain) that no other has for at most the cost with more gain, by rising cost."""
+    """Return the names on the Pareto front of (cost, gain), by rising cost."""
     found: list[str] = []
     for name, (_, gain) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
         if not found or gain > points[found[-1]][1]:
@@ -34,13 +34,14 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def _find(material: Material) -> Finding:
     cost = {name: exaflops(name) for name in material.runs}
-    # Every evaluation is a point.
+    # Each evaluation is a point.
     curves: dict[str, dict[int, tuple[float, float]]] = {}
-    for name, of in material.runs.items():
-        start, *later = zip(*(run.course().items() for run in of))
+    for name, seeds in material.runs.items():
+        start, *later = zip(*(run.course().items() for run in seeds))
         base = np.mean([score for _, score in start])
         curves[name] = {
-            at[0][0]: (at[0][0] * cost[name], float(np.mean([score for _, score in at]) - base)) for at in later
+            point[0][0]: (point[0][0] * cost[name], float(np.mean([score for _, score in point]) - base))
+            for point in later
         }
     last = max(i for curve in curves.values() for i in curve)
     points = {f"{name}, {i} iterations": point for name, curve in curves.items() for i, point in curve.items()}
@@ -50,10 +51,10 @@ def _find(material: Material) -> Finding:
         for i, (flops, gain) in curve.items()
     ]
     on_front = front(points)
-    ends = {name: mean_interval(of) for name, of in material.runs.items()}
+    ends = {name: mean_interval(seeds) for name, seeds in material.runs.items()}
     cheaper = [name for name in material.runs if cost[name] <= cost[DEFAULT] and name != DEFAULT]
     ahead = holm({name: difference(material.runs[name], material.runs[DEFAULT]) for name in cheaper})
-    better = [name for name, of in ahead.items() if of.value > 0 and of.corrected < LEVEL]
+    better = [name for name, d in ahead.items() if d.value > 0 and d.corrected < LEVEL]
     best = max(cheaper, key=lambda name: ends[name][0])
     listed = "; ".join(f"{name} ({points[name][0]:.1f} exaFLOPs, {points[name][1]:+.3f})" for name in on_front)
     text = (
@@ -79,7 +80,7 @@ def _find(material: Material) -> Finding:
         axes.set_xlabel("exaFLOPs of the run with the 8.3 B model (sage-fast train --dry-run)")
         axes.set_ylabel("gain of the held-out composite, mean of the seeds")
 
-    excluded = all(of.high < SMALLEST for of in ahead.values())
+    excluded = all(d.high < SMALLEST for d in ahead.values())
     verdict: Verdict = "not held" if better else "held" if excluded else "not decidable"
     return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
 

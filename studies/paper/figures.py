@@ -1,4 +1,4 @@
-"""The kinds of figures that most claims share."""
+"""Figures that several claims share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from studies.paper.training import TrainedRun, mean_interval
 
 
 def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str = "reward", ylabel: str = "") -> None:
-    """Held-out score by iteration, label -> runs: mean over the seeds and, if there are several, its standard error."""
-    for color, (label, of) in zip(COLORS * 3, runs.items()):
-        courses = [run.course(part) for run in of]
+    """Draw the held-out score by iteration, one line per label: mean over the seeds, and a band of its standard error.
+
+    Args:
+        runs: label -> runs of all seeds.
+    """
+    for color, (label, seeds) in zip(COLORS * 3, runs.items()):
+        courses = [run.course(part) for run in seeds]
         x = list(courses[0])
         values = np.array([list(course.values()) for course in courses])
         mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
@@ -27,11 +31,11 @@ def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str
 
 
 def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: str) -> None:
-    """One row each: difference and 95 % interval; filled if it stands after the correction."""
-    for row, of in enumerate(differences.values()):
-        sure = of.corrected < LEVEL
-        axes.plot([of.low, of.high], [row, row], color=COLORS[0] if sure else GREY, linewidth=2)
-        axes.plot(of.value, row, "o", color=COLORS[0] if sure else GREY, markersize=5)
+    """Draw one row per difference with its 95 % interval; coloured if significant after the correction."""
+    for row, d in enumerate(differences.values()):
+        sure = d.corrected < LEVEL
+        axes.plot([d.low, d.high], [row, row], color=COLORS[0] if sure else GREY, linewidth=2)
+        axes.plot(d.value, row, "o", color=COLORS[0] if sure else GREY, markersize=5)
     axes.set_yticks(range(len(differences)), list(differences))
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set_ylim(len(differences) - 0.4, -0.6)
@@ -40,11 +44,11 @@ def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: 
 
 
 def draw_scores(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str, xlabel: str) -> None:
-    """One row each: mean over the seeds with its 95 % interval, and the seeds."""
-    for row, of in enumerate(runs.values()):
-        mean, half = mean_interval(of, part)
+    """Draw one row per label: mean over the seeds, its 95 % interval, and the single seeds."""
+    for row, seeds in enumerate(runs.values()):
+        mean, half = mean_interval(seeds, part)
         axes.plot([mean - half, mean + half], [row, row], color=COLORS[0], linewidth=2)
-        axes.plot([run.mean(part) for run in of], [row] * len(of), "|", color=GREY)
+        axes.plot([run.mean(part) for run in seeds], [row] * len(seeds), "|", color=GREY)
         axes.plot(mean, row, "o", color=COLORS[0], markersize=5)
     axes.set_yticks(range(len(runs)), list(runs))
     axes.set_ylim(len(runs) - 0.4, -0.6)

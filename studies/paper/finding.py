@@ -1,4 +1,4 @@
-"""What a claim is, and what is found about it."""
+"""Claims and findings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from matplotlib.figure import Figure
 from studies.paper.training import TrainedRun
 
 SMALLEST = 0.05
-"""The smallest difference of the composite that matters here: about a tenth of what the whole demo gains."""
+"""Smallest difference of the composite that matters here: about a tenth of the demo's whole gain."""
 LEVEL = 0.05
-"""A difference stands if its corrected p-value is below this."""
+"""Significance level of corrected p-values."""
 
 Verdict = Literal["held", "not held", "not decidable"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """
+    """The result for a claim.
+
     Attributes:
-        verdict: on the claim, at this size.
-        text: two sentences of what was found, with its numbers.
-        draw: draws into an empty figure, whose colours and fonts are set.
-        rows: the data of the figure and of the text, column -> value.
+        verdict: verdict on the claim at this size.
+        text: two sentences with the numbers.
+        draw: draws into an empty figure whose colours and fonts are set.
+        rows: data of figure and text, column -> value.
     """
 
     verdict: Verdict
@@ -36,11 +37,11 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Material:
-    """What a claim is decided from.
+    """The input for deciding a claim.
 
     Attributes:
-        quick: a short computation is asked for.
-        runs: variant -> its runs, in the order of their seeds.
+        quick: whether to keep the computation short.
+        runs: variant -> its runs, by seed.
     """
 
     quick: bool
@@ -49,15 +50,16 @@ class Material:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """
+    """A claim to decide.
+
     Attributes:
-        name: on the command line, and of its files.
+        name: name on the command line and of its files.
         title: heading.
         source: figure, table or equation of the paper, or "beyond the paper".
-        says: the claim, one sentence.
-        find: decides it.
-        variants: of the protocol, whose runs it needs.
-        size: of the figure, inches.
+        says: the claim in one sentence.
+        find: decides the claim.
+        variants: variants of the protocol whose runs it needs.
+        size: size of the figure in inches.
     """
 
     name: str

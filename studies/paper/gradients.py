@@ -1,4 +1,4 @@
-"""The size of the gradient by noise level, with and without the equalizer."""
+"""Gradient norms by noise level, with and without the equalizer."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ SETTINGS: Mapping[str, object] = {
     "train.optimizer_steps": 1,
     "train.parity_gate": False,
 }
-"""Over configs/demo.yaml: the paper's schedule, and one update that holds every step of every sample."""
+"""Overrides of configs/demo.yaml: the paper's schedule, and one update over every step of every sample."""
 ORDER, SMALL = 10.0, 3.0
-"""Largest norm over smallest: the paper's "more than one order of magnitude", and what passes for "a small constant
+"""Limits on largest norm / smallest norm: the paper's "more than one order of magnitude" and "a small constant
 factor"."""
 MATCHES = 2.0
-"""Within what factor a prediction has to match the measured norms, both levelled at their geometric mean."""
+"""Factor within which a prediction must match the measured norms, after dividing both by their geometric mean."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norms:
-    """By step, float64 `[T]`: means over the samples where they are of one sample.
+    """Gradient norms by step, float64 `[T]`; per-sample norms are averaged over the samples.
 
     Attributes:
-        sigma: at which the network is asked.
-        by_std: 1 / sqrt(Sigma_t), Eq. 37.
-        by_row: N_t = |b| / c, Eq. 38.
+        sigma: noise level of the step.
+        by_std: prediction 1 / sqrt(Sigma_t), Eq. 37.
+        by_row: prediction N_t = |b| / c, Eq. 38.
         weight: S_t of the equalizer.
-        velocity: of the log-prob's gradient on the velocity, measured.
-        log_prob: of the log-prob's gradient on the trained weights, measured.
-        policy: of the policy gradient of all samples together on the trained weights, measured.
+        velocity: measured gradient of the log-prob w.r.t. the velocity.
+        log_prob: measured gradient of the log-prob w.r.t. the trained weights.
+        policy: measured policy gradient of all samples together w.r.t. the trained weights.
     """
 
     sigma: np.ndarray
@@ -61,36 +61,39 @@ class Norms:
 
 
 def spread(norms: np.ndarray) -> float:
-    """Largest over smallest."""
+    """Return largest / smallest."""
     return float(norms.max() / norms.min())
 
 
 def mismatch(norms: np.ndarray, predicted: np.ndarray) -> float:
-    """The factor by which a prediction is wrong at the worst step, after both were levelled."""
+    """Return the factor by which a prediction is off at the worst step, up to an overall scale."""
     ratio = np.log(norms) - np.log(predicted)
     return float(np.exp(np.abs(ratio - ratio.mean()).max()))
 
 
 def judge_law(norms: Norms) -> Verdict:
-    """Held if the policy gradient on the weights follows 1/sqrt(Sigma) and spreads over an order of magnitude."""
+    """Decide whether the policy gradient on the weights follows 1/sqrt(Sigma) and spans an order of magnitude."""
     follows = mismatch(norms.policy, norms.by_std) < MATCHES
     return "held" if follows and spread(norms.policy) > ORDER else "not held"
 
 
 def judge_equalizer(norms: Norms) -> Verdict:
-    """Held if it takes that spread from above an order of magnitude to a small factor."""
+    """Decide whether the equalizer reduces that spread from above an order of magnitude to a small factor."""
     levels = spread(norms.policy) > ORDER and spread(norms.weight * norms.policy) < SMALL
     return "held" if levels else "not held"
 
 
 def room_for_importance(norms: np.ndarray) -> float:
-    """What drawing steps in proportion to their norms, which is best, saves over drawing them evenly: the share of the
-    second moment of the gradient that is estimated, 1 - mean(norms)^2 / mean(norms^2)."""
+    """Return the saving of importance sampling over uniform sampling of steps: 1 - mean(norms)^2 / mean(norms^2).
+
+    It is the share of the gradient estimate's second moment that sampling steps in proportion to their norms, the best
+    choice, would save.
+    """
     return float(1 - norms.mean() ** 2 / (norms**2).mean())
 
 
 def find_law(material: Material) -> Finding:
-    """Figure 4 and Appendix A.5, on the testbed's base model with a new adapter."""
+    """Check Figure 4 and Appendix A.5 on the testbed's base model with a new adapter."""
     norms = measure_gradients(eta=0.5, groups=1 if material.quick else 4)
     text = (
         f"From sigma {norms.sigma[0]:.2f} down to {norms.sigma[-1]:.2f} the norm of the log-prob's gradient on the "
@@ -103,7 +106,7 @@ def find_law(material: Material) -> Finding:
 
 
 def find_equalizer(material: Material) -> Finding:
-    """Caption of Figure 3, by the same measurement."""
+    """Check the caption of Figure 3 with the same measurement."""
     norms = measure_gradients(eta=0.5, groups=1 if material.quick else 4)
     equalized = norms.weight * norms.log_prob
     text = (
@@ -129,12 +132,12 @@ def _rows(norms: Norms) -> list[dict[str, float]]:
 
 @functools.cache
 def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
-    """One iteration of the trainer up to its update, on the testbed's base model.
+    """Measure gradient norms in one iteration of the trainer, up to its update, on the testbed's base model.
 
     Args:
-        eta: of the sampler, `sage`.
-        groups: of 8 samples each.
-        steps: of the schedule; the paper's 20.
+        eta: eta of the sampler `sage`.
+        groups: number of groups of 8 samples.
+        steps: steps of the schedule; the paper has 20.
     """
     from sage_fast.run.setup import load_setup
     from sage_fast.trainer import Trainer
@@ -142,7 +145,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
     found: list[Tensor] = []
 
     class Measuring(Trainer):
-        """Measures the gradients of an update in place of making it."""
+        """A trainer that measures the gradients of an update instead of applying it."""
 
         def _update(
             self,
@@ -180,8 +183,10 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
 
 
 def _gradients(trainer: Trainer, batch: Batch, t: int) -> Tensor:
-    """Norms of `Norms` at step t, float64 `[3]`. At the weights of the rollout every ratio is 1, so the policy gradient
-    is the mean of A_i times the log-prob's."""
+    """Return `velocity`, `log_prob` and `policy` of `Norms` at step t, float64 `[3]`.
+
+    At the rollout's weights every ratio is 1, so the policy gradient is the mean of A_i times the log-prob's gradient.
+    """
     from sage_fast.ops import transition_score
 
     rows, weights = batch.trajectories, trainer.engine.parameters
@@ -191,11 +196,11 @@ def _gradients(trainer: Trainer, batch: Batch, t: int) -> Tensor:
         x = rows.gather(rows.states, micro)
         v = trainer.replay.velocity(batch, micro, x)
         log_prob, _, _ = transition_score(x, rows.next_states(micro), v, batch.coefs, torch.tensor([t]))
-        of_v, *of_weights = torch.autograd.grad(log_prob.sum(), [v, *weights], allow_unused=True)
+        grad_v, *grads = torch.autograd.grad(log_prob.sum(), [v, *weights], allow_unused=True)
         whole = torch.cat(
-            [(torch.zeros_like(w) if g is None else g).flatten() for w, g in zip(weights, of_weights)]
+            [(torch.zeros_like(w) if g is None else g).flatten() for w, g in zip(weights, grads)]
         ).double()
-        sizes.append(torch.stack([of_v.double().norm(), whole.norm()]))
+        sizes.append(torch.stack([grad_v.double().norm(), whole.norm()]))
         policy += advantage * whole / len(batch.advantages)
     return torch.cat([torch.stack(sizes).mean(0), policy.norm()[None]])
 

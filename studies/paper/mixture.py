@@ -1,4 +1,4 @@
-"""Data whose velocity field is known: four narrow Gaussian modes in 16 dimensions."""
+"""Data with a known velocity field: four narrow Gaussian modes in 16 dimensions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from sage_fast.transitions import TransitionTable
 
 
 class Mixture:
-    """
+    """The Gaussian mixture.
+
     Attributes:
-        std: of each mode, in each dimension.
-        modes: float64 `[4, 16]`, of equal weight.
+        std: standard deviation of each mode in each dimension.
+        modes: centres, float64 `[4, 16]`, with equal weights.
     """
 
     std = 0.015
@@ -25,7 +26,7 @@ class Mixture:
         self.modes = torch.randn(4, 16, generator=generator, dtype=torch.float64)
 
     def velocity(self, x: Tensor, s: float) -> Tensor:
-        """Exact, of `x` `[N, 16]` at sigma `s`."""
+        """Return the exact velocity at `x` `[N, 16]` and sigma `s`."""
         variance = (1 - s) ** 2 * self.std**2 + s**2
         offset = x[:, None] - (1 - s) * self.modes
         weight = torch.softmax(-offset.square().sum(-1) / (2 * variance), dim=1)
@@ -33,15 +34,15 @@ class Mixture:
         return (x - x0_hat) / s
 
     def distance(self, x: Tensor) -> Tensor:
-        """Of each sample to its nearest mode, `[N]`."""
+        """Return the distance of each sample to its nearest mode, `[N]`."""
         return torch.cdist(x, self.modes).amin(1)
 
     def spread(self) -> float:
-        """Mean distance of samples of the mixture itself to their modes."""
+        """Return the mean distance of exact samples of the mixture to their modes."""
         return self.std * float(stats.chi(self.modes.shape[1]).mean())
 
     def shares(self, x: Tensor) -> Tensor:
-        """Of the samples that are nearest to each mode, `[4]`; 1/4 is right."""
+        """Return the share of samples nearest to each mode, `[4]`; the exact value is 1/4."""
         return torch.cdist(x, self.modes).argmin(1).bincount(minlength=len(self.modes)) / len(x)
 
 
@@ -50,19 +51,19 @@ Step = Callable[[Mixture, TransitionTable, int, Tensor], Tensor]
 
 
 def follow_table(mixture: Mixture, table: TransitionTable, t: int, x: Tensor) -> Tensor:
-    """a x + b v."""
+    """Return a x + b v."""
     return table.a[t] * x + table.b[t] * mixture.velocity(x, float(table.sigmas[t]))
 
 
 def follow_printed_score(mixture: Mixture, table: TransitionTable, t: int, x: Tensor) -> Tensor:
-    """Eq. 7 with the score as printed, -(x - x0_hat)/s^2 = -v/s, for the rows of the SDE family."""
+    """Step by Eq. 7 with the score as printed, -(x - x0_hat)/s^2 = -v/s, for samplers of the SDE family."""
     s, n = float(table.sigmas[t]), float(table.sigmas[t + 1])
     v = mixture.velocity(x, s)
     return x - (s - n) * v - table.c[t] ** 2 / 2 * v / s
 
 
 def sample(mixture: Mixture, table: TransitionTable, count: int, seed: int, step: Step = follow_table) -> Tensor:
-    """float64 `[count, 16]`, samples at the end of the table; the same seed draws the same noise for every table."""
+    """Return samples at the end of the table, float64 `[count, 16]`. A seed gives the same noise for every table."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, mixture.modes.shape[1], generator=generator, dtype=torch.float64)
     for t in range(len(table)):

@@ -1,4 +1,4 @@
-"""What was found, as files: figures, data, one self-contained page, and the page of the documentation."""
+"""Write findings: figures, data, a self-contained HTML page and the documentation page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_finding(claim: Claim, finding: Finding, folder: Path) -> None:
 
 
 def data(finding: Finding) -> str:
-    """As CSV."""
+    """Return the data of a finding as CSV."""
     columns = list(dict.fromkeys(column for row in finding.rows for column in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -44,14 +44,14 @@ def data(finding: Finding) -> str:
 def write_pages(
     findings: Mapping[Claim, Finding], folder: Path, facts: Mapping[str, str], protocol: Sequence[str], *, quick: bool
 ) -> Path:
-    """The page of all findings, whose path is returned, and the same as Markdown.
+    """Write the page of all findings and the same as Markdown; return the path of the page.
 
     Args:
         findings: in the order of the page.
-        folder: of the pages, and of `results/` with what `write_finding` leaves.
-        facts: what made it: command, seeds, commits, versions, device.
+        folder: where to write the pages; has a `results/` with the files of `write_finding`.
+        facts: provenance: command, seeds, commits, versions, device.
         protocol: paragraphs.
-        quick: say on top of both that nothing is decided.
+        quick: state at the top that nothing is decided.
     """
     about = quick * ABOUT_QUICK + ABOUT
     drawn = [
@@ -69,7 +69,7 @@ def write_pages(
 
 
 def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str], about: str) -> str:
-    """As docs/results.md has it; figures and data are in `results/` beside it."""
+    """Return the Markdown of docs/results.md; it links figures and data in `results/`."""
     lines = ["# Results", "", about, ""]
     lines += ["| " + " | ".join(("claim", "source", "verdict")) + " |", "|---|---|---|"]
     lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source} | {f.verdict} |" for c, f in findings.items()]

@@ -1,4 +1,4 @@
-"""Two formulas as the paper prints them, beside ours: the score below Eq. 7, and the feedback of Eq. 42."""
+"""Two formulas as printed in the paper against ours: the score below Eq. 7 and the feedback of Eq. 42."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from studies.paper.mixture import Mixture, follow_printed_score, follow_table, s
 
 STEPS, SHIFT, ETA = 40, 5.0, 1.0
 DRIFT = 0.15
-"""Sum of |share - 1/4| over the modes from which on they count as moved."""
+"""Sum of |share - 1/4| over the modes above which their weights count as moved."""
 TARGET, BALANCE, UPDATES = 1e-4, 0.1, 80
-"""KL that is aimed at, the lambda at which the loop below has it, and updates."""
+"""Target KL, the lambda at which the loop below reaches it, and the number of updates."""
 STARTS = (0.01, 0.05, 1.0)
-"""Lambda at the start, all outside the band below; the bounds are a thousandth of BALANCE and a thousand times it."""
+"""Initial values of lambda, all outside the band below; lambda is bounded to BALANCE / 1000 and BALANCE * 1000."""
 BAND = (0.5, 1.5)
 """Share of the target within which Eq. 42 leaves lambda alone."""
 
 
 def mode_drift(count: int) -> dict[str, float]:
-    """Score -> sum over the modes of |share of the samples - 1/4|: sampler `flow`, the first mode twice as far out."""
+    """Return score -> sum over modes of |share of samples - 1/4|; sampler `flow`, with mode 0 twice as far out."""
     mixture = Mixture()
     mixture.modes[0] *= 2
     table = transition_table(sigma_schedule(STEPS, SHIFT), "flow", ETA)
     steps = {"ours": follow_table, "printed": follow_printed_score}
     shares = {name: mixture.shares(sample(mixture, table, count, seed=1, step=step)) for name, step in steps.items()}
-    return {name: float((of - 0.25).abs().sum()) for name, of in shares.items()}
+    return {name: float((share - 0.25).abs().sum()) for name, share in shares.items()}
 
 
 def closed_loop(feedback: Feedback, start: float) -> list[tuple[float, float]]:
-    """Lambda and KL of each update, from the controller of the trainer, where a larger lambda means a smaller KL:
-    KL = TARGET x BALANCE / lambda."""
+    """Run the trainer's controller in a loop where KL = TARGET x BALANCE / lambda; return (lambda, KL) per update."""
     controller = KLController(
         KLConfig(
             feedback=feedback,
@@ -57,13 +56,15 @@ def closed_loop(feedback: Feedback, start: float) -> list[tuple[float, float]]:
 
 
 def arrives(course: list[tuple[float, float]]) -> bool:
-    """Whether the KL ends within the band around its target."""
+    """Whether the final KL lies in the band around its target."""
     return BAND[0] <= course[-1][1] / TARGET <= BAND[1]
 
 
 def judge_print(drift: Mapping[str, float], loops: Mapping[tuple[str, float], list[tuple[float, float]]]) -> Verdict:
-    """Held if the printed score keeps the modes and the printed feedback arrives from every start. Not decidable if
-    ours does not either."""
+    """Decide whether the printed score keeps the modes and the printed feedback arrives from every start.
+
+    `not decidable` if ours fails as well.
+    """
 
     def good(score: str, feedback: str) -> bool:
         return drift[score] < DRIFT and all(arrives(course) for (name, _), course in loops.items() if name == feedback)
@@ -74,7 +75,7 @@ def judge_print(drift: Mapping[str, float], loops: Mapping[tuple[str, float], li
 
 
 def find_print(material: Material) -> Finding:
-    """Compare both, on data and in a loop where what is right is known."""
+    """Compare both formulas on data and in a loop where the right answer is known."""
     drift = mode_drift(1000 if material.quick else 10000)
     names: tuple[Feedback, ...] = ("paper", "ppo")
     loops: dict[tuple[str, float], list[tuple[float, float]]] = {

@@ -1,4 +1,4 @@
-"""Noise of the samplers: how much a step adds, and how far from the data it leaves the samples."""
+"""Noise of the samplers: how much each step adds, and how far from the data the samples end."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ GRID = tuple(product((20, 40), (1.0, 5.0, 9.0)))
 """(steps, shift)."""
 STEP_ETA = 0.5
 NEAR_ZERO, RATIO = 0.05, 1.5
-"""Of step 0: a standard deviation in units of eta, and flow's over sage's."""
+"""Limits for step 0: sage's standard deviation in units of eta, and the ratio of flow's to sage's."""
 
 Noise = Mapping[str, Tensor]
 """Sampler -> standard deviation of each step."""
 
 
 def step_noise(steps: int, shift: float, regime: str) -> dict[str, Tensor]:
-    """Sampler -> standard deviation of each step, float64 `[steps]`, in a regime of Figure 9; only `sage` and `flow`
-    have several."""
+    """Return sampler -> standard deviation of each step, float64 `[steps]`, in a regime of Figure 9.
+
+    The regimes only differ for `sage` and `flow`.
+    """
     sigmas = sigma_schedule(steps, shift)
     std = {name: transition_table(sigmas, name, STEP_ETA).c for name in NOISY}
     s, n = sigmas[:-1], sigmas[1:]
-    if regime == "a":  # sigma_0 is set to sigma_max = sigma_1
+    if regime == "a":  # sigma_0 = sigma_max = sigma_1
         s = torch.where(s == 1, n, s)
         std["sage"] = STEP_ETA * (n - s + torch.log((1 - n) / (1 - s))).sqrt()
     if regime == "b":
@@ -57,27 +59,31 @@ def step_noise(steps: int, shift: float, regime: str) -> dict[str, Tensor]:
 
 
 def judge_step_noise(noise: Mapping[tuple[str, int, float], Noise]) -> tuple[Verdict, dict[str, bool]]:
-    """By the paper's three statements on (regime, steps, shift) -> noise; held if each is true on every schedule."""
-    of = {regime: [value for key, value in noise.items() if key[0] == regime] for regime in REGIMES}
+    """Decide whether each of the paper's three statements is true on every schedule; also return them.
+
+    Args:
+        noise: (regime, steps, shift) -> noise.
+    """
+    by_regime = {regime: [value for key, value in noise.items() if key[0] == regime] for regime in REGIMES}
     statements = {
-        "a": all(float(std["sage"][0]) < NEAR_ZERO * STEP_ETA for std in of["a"]),
-        "b": all(float(std["flow"][0]) > RATIO * float(std["sage"][0]) for std in of["b"]),
-        "c": all(_below(std) > len(std["sage"]) / 2 for std in of["c"]),
+        "a": all(float(std["sage"][0]) < NEAR_ZERO * STEP_ETA for std in by_regime["a"]),
+        "b": all(float(std["flow"][0]) > RATIO * float(std["sage"][0]) for std in by_regime["b"]),
+        "c": all(_below(std) > len(std["sage"]) / 2 for std in by_regime["c"]),
     }
     return "held" if all(statements.values()) else "not held", statements
 
 
 def _below(std: Noise) -> int:
-    """Steps at which sage adds less than flow."""
+    """Return the number of steps at which sage adds less noise than flow."""
     return int((std["sage"] < std["flow"]).sum())
 
 
 def find_step_noise(material: Material) -> Finding:
-    """Table 1 and Figure 9; exact, so `material.quick` changes nothing."""
-    noise = {(regime, *at): step_noise(*at, regime) for regime in REGIMES for at in GRID}
+    """Check Table 1 and Figure 9; the computation is exact, so `material.quick` changes nothing."""
+    noise = {(regime, *cell): step_noise(*cell, regime) for regime in REGIMES for cell in GRID}
     verdict, statements = judge_step_noise(noise)
     a, b, c = (noise[regime, 20, 5.0] for regime in REGIMES)
-    fewest = min(_below(noise["c", *at]) / at[0] for at in GRID)
+    fewest = min(_below(noise["c", *cell]) / cell[0] for cell in GRID)
     said = ", ".join(f"({name}) {'true' if true else 'false'}" for name, true in statements.items())
     text = (
         f"The paper's three statements, each asked on {len(GRID)} schedules, are {said}: at 20 steps, shift 5 and eta "
@@ -117,7 +123,7 @@ def _draw_step_noise(figure: Figure, noise: Mapping[tuple[str, int, float], Nois
             axes.set_xlabel("step / steps")
         if column == 0:
             axes.set_ylabel(f"std, shift {shift:g}")
-        axes.set_yscale("function", functions=(np.sqrt, np.square))  # room for what is small
+        axes.set_yscale("function", functions=(np.sqrt, np.square))  # magnifies small values
         axes.set_yticks([0, 0.05, 0.2, 0.5, 1, 2])
         axes.set_ylim(0, 2.2)
     handles, labels = grid[0, 0].get_legend_handles_labels()
@@ -129,17 +135,16 @@ def _draw_step_noise(figure: Figure, noise: Mapping[tuple[str, int, float], Nois
 STEPS, SHIFT = 20, 5.0
 ETAS, QUICK_ETAS = (0.25, 0.5, 0.75, 1.0), (0.5, 1.0)
 LINEAR = ("flow", "dance")
-"""The samplers of first order that the paper compares with."""
+"""The first-order samplers that the paper compares with."""
 SURE = 3.0
-"""Standard errors from which on a difference counts; there are sixteen."""
+"""Standard errors a difference must exceed to count; there are sixteen differences."""
 
 Distances = Mapping[tuple[str, float], np.ndarray]
-"""(sampler, eta) -> distance of each sample, paired: entry i has the same prompt and noise everywhere."""
+"""(sampler, eta) -> distance per sample, paired: entry i always has the same prompt and noise."""
 
 
 def judge_excess_noise(worlds: Sequence[Distances]) -> Verdict:
-    """Whether the samples of sage lie nearer to the data than those of `flow` and `dance`, at every eta in every
-    world."""
+    """Decide whether sage's samples are nearer to the data than those of `flow` and `dance`, at every eta and world."""
     z = [
         _z(distances["sage", eta] - distances[other, eta])
         for distances in worlds
@@ -160,7 +165,7 @@ def _etas(distances: Distances) -> list[float]:
 
 
 def find_excess_noise(material: Material) -> Finding:
-    """Figures 1 and 2."""
+    """Check Figures 1 and 2."""
     etas = QUICK_ETAS if material.quick else ETAS
     sigmas = sigma_schedule(STEPS, SHIFT)
     tables = {(name, eta): transition_table(sigmas, name, eta) for name in NOISY for eta in etas}
@@ -185,12 +190,12 @@ def find_excess_noise(material: Material) -> Finding:
     )
     rows = [
         {
-            "world": world, "sampler": name, "eta": eta, "distance": of.mean(),
-            "standard_error": of.std(ddof=1) / len(of) ** 0.5, "samples": len(of),
+            "world": world, "sampler": name, "eta": eta, "distance": values.mean(),
+            "standard_error": values.std(ddof=1) / len(values) ** 0.5, "samples": len(values),
             "predicted_excess": float(tables[name, eta].excess_noise()[-1]),
         }
         for world, distances in worlds.items()
-        for (name, eta), of in distances.items()
+        for (name, eta), values in distances.items()
     ]  # fmt: skip
     rows.append({"world": "testbed", "sampler": "autoencoder alone", "distance": floor.mean(), "samples": len(floor)})
 
@@ -198,9 +203,9 @@ def find_excess_noise(material: Material) -> Finding:
         left, right = figure.subplots(1, 2)
         _draw_distances(left, mixture, "Gaussian mixture: distance to the nearest mode")
         _draw_distances(right, videos, "testbed: distance to the nearest true clip")
-        for axes, at, of in ((left, spread, "the mixture itself"), (right, floor.mean(), "true clips, autoencoded")):
-            axes.axhline(at, color=GREY, linestyle=":", linewidth=1)
-            axes.text(etas[0], at, of, fontsize=7.5, va="bottom")
+        for axes, y, label in ((left, spread, "the mixture itself"), (right, floor.mean(), "true clips, autoencoded")):
+            axes.axhline(y, color=GREY, linestyle=":", linewidth=1)
+            axes.text(etas[0], y, label, fontsize=7.5, va="bottom")
         predicted = {key: np.hypot(mixture["ode", 0.0].mean(), _norm_of_noise(tables[key])) for key in tables}
         for name in ("sage", "flow", "dance"):
             left.plot(etas, [predicted[name, eta] for eta in etas], ":", color=COLOR[name], linewidth=1)
@@ -210,15 +215,15 @@ def find_excess_noise(material: Material) -> Finding:
 
 
 def _gaps(distances: Distances) -> tuple[float, float]:
-    of = [
+    gaps = [
         distances["sage", eta].mean() - min(distances[other, eta].mean() for other in LINEAR)
         for eta in _etas(distances)
     ]
-    return min(of), max(of)
+    return min(gaps), max(gaps)
 
 
 def _norm_of_noise(table: TransitionTable) -> float:
-    """Root mean square norm of the predicted noise on the last sample of the mixture."""
+    """Return the RMS norm of the excess noise that the table predicts for final samples of the mixture."""
     return float(table.excess_noise()[-1]) * Mixture().modes.shape[1] ** 0.5
 
 
@@ -231,7 +236,7 @@ def _on_mixture(tables: Mapping[tuple[str, float], TransitionTable], count: int)
 def _on_testbed(
     tables: Mapping[tuple[str, float], TransitionTable], quick: bool
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
-    """Of the base model's videos for held-out prompts, and of true clips that were encoded and decoded."""
+    """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
     from sage_fast.models.testbed.model import allow_batches
     from sage_fast.run.setup import load_setup
     from scripts.pretrain_testbed import encode_prompts
@@ -246,11 +251,11 @@ def _on_testbed(
     vae = setup.model.decoder.vae
     latents = encode_prompts(allow_batches(vae), setup.eval_prompts, 1, torch.Generator().manual_seed(0))
     floor = manifold_distances(setup.model.decoder.submit(vae.config.scaling_factor * latents.flatten(0, 1)).result())
-    return {key: manifold_distances(of).numpy() for key, of in videos.items()}, floor.numpy()
+    return {key: manifold_distances(clips).numpy() for key, clips in videos.items()}, floor.numpy()
 
 
 def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat: int) -> Tensor:
-    """float32 `[prompts, F, 3, H, W]`; the same noise for every table."""
+    """Sample videos, float32 `[prompts, F, 3, H, W]`, with the same noise for every table."""
     from sage_fast.rollout.loop import initial_latents, rollout
 
     model = setup.model
@@ -263,11 +268,11 @@ def _videos(setup: Setup, table: TransitionTable, prompts: Sequence[str], repeat
 
 def _draw_distances(axes: Axes, distances: Distances, title: str) -> None:
     for name in NOISY:
-        etas = [eta for of, eta in distances if of == name]
-        values = [distances[name, eta] for eta in etas]
-        error = [of.std(ddof=1) / len(of) ** 0.5 for of in values]
+        etas = [eta for sampler, eta in distances if sampler == name]
+        samples = [distances[name, eta] for eta in etas]
+        error = [values.std(ddof=1) / len(values) ** 0.5 for values in samples]
         axes.errorbar(
-            etas, [of.mean() for of in values], error, color=COLOR[name], label=name, marker="o", markersize=3
+            etas, [values.mean() for values in samples], error, color=COLOR[name], label=name, marker="o", markersize=3
         )
     axes.axhline(distances["ode", 0.0].mean(), color=GREY, linestyle="--", linewidth=1, label="ode")
     axes.set_xlabel("eta")

@@ -1,4 +1,4 @@
-"""The training runs of the protocol: what they are, and making those that are not there yet, side by side."""
+"""The training runs of the protocol: their settings, and training the missing ones in parallel."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ QUICK: Mapping[str, object] = {
     "eval.interval": 3,
     "eval.seeds_per_prompt": 1,
 }
-"""Of `--quick`, over the protocol: enough to see that everything works, and too little to decide anything."""
+"""Overrides of `--quick`: enough to check that everything works, too little to decide anything."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """What a run leaves.
+    """The result of a run.
 
     Attributes:
-        seed: of the run.
-        evaluations: on held-out prompts, in the order of their iterations; the first is of the base model.
+        seed: seed of the run.
+        evaluations: evaluations on held-out prompts by iteration; the first is of the base model.
         rows: metrics of the iterations.
-        environment: commit, date, device and versions that made it.
+        environment: commit, date, device and versions of the run.
     """
 
     seed: int
@@ -51,9 +51,9 @@ class TrainedRun:
     environment: Mapping[str, Any]
 
     def score(self, part: str = "reward") -> dict[str, float]:
-        """Prompt -> mean score over its videos and over the evaluations of the last third of the run.
+        """Return prompt -> mean score over its videos and the evaluations of the last third of the run.
 
-        Averaged, because a single evaluation of a policy that still moves says as much about its luck.
+        While the policy still moves, a single evaluation is largely luck.
 
         Args:
             part: `reward` (with weights 1, 1, 1, whatever the run was trained on), `vq`, `judge/alignment`, ...
@@ -64,29 +64,29 @@ class TrainedRun:
         return means_by_prompt(prompts, [value for evaluation in late for value in scores_of(evaluation, part)])
 
     def mean(self, part: str = "reward") -> float:
-        """Mean of `score` over the prompts."""
+        """Return the mean of `score` over the prompts."""
         return statistics.fmean(self.score(part).values())
 
     def course(self, part: str = "reward") -> dict[int, float]:
-        """Iteration -> mean held-out score."""
-        return {of["iteration"]: statistics.fmean(scores_of(of, part)) for of in self.evaluations}
+        """Return iteration -> mean held-out score."""
+        return {e["iteration"]: statistics.fmean(scores_of(e, part)) for e in self.evaluations}
 
 
 def difference(first: Sequence[TrainedRun], second: Sequence[TrainedRun], part: str = "reward") -> Difference:
-    """Paired over seeds and held-out prompts, which both have in common."""
+    """Return the difference paired over seeds and held-out prompts, which both must share."""
     return difference_of_runs([run.score(part) for run in first], [run.score(part) for run in second])
 
 
 def mean_interval(runs: Sequence[TrainedRun], part: str = "reward") -> tuple[float, float]:
-    """Mean over the seeds of the held-out score, and half the width of its 95 % interval over the seeds."""
+    """Return the mean held-out score over the seeds, and the half-width of its 95 % interval over the seeds."""
     return mean_and_half([run.mean(part) for run in runs])
 
 
 def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
-    """Of each video; the composite has weights 1, 1, 1, so that runs with other weights can be compared.
+    """Return the score of each video. The composite has weights 1, 1, 1 to make runs with other weights comparable.
 
     Raises:
-        RunError: a video has none, since its reward failed.
+        RunError: a video has no score because its reward failed.
     """
     columns = [evaluation["parts"][name] for name in (("vq", "mq", "ta") if part == "reward" else (part,))]
     if any(None in column for column in columns):
@@ -100,50 +100,50 @@ def _protocol() -> dict[str, Any]:
 
 
 def protocol() -> dict[str, dict[str, Any]]:
-    """Variant -> its settings over configs/demo.yaml."""
+    """Return variant -> its overrides of configs/demo.yaml."""
     tree = _protocol()
     return {name: tree["base"] | settings for name, settings in tree["variants"].items()}
 
 
 def protocol_text() -> list[str]:
-    """Paragraphs: what was laid down before the runs."""
+    """Return the protocol's paragraphs, which were written before the runs."""
     return list(_protocol()["text"])
 
 
 def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, str]:
-    """What made the findings: this process, and the runs."""
+    """Return the provenance of the findings: this process and the runs."""
     import torch
 
     from sage_fast.environment import PACKAGES, environment
 
     here = environment(torch.device("cpu"))
-    every = [run for of in runs.values() for run in of]
-    all_of = [run.environment for run in every] or [here]
+    every = [run for seeds in runs.values() for run in seeds]
+    environments = [run.environment for run in every] or [here]
     found = {"Command": command, "Findings": f"by commit {here['commit']}, {here['date']}"}
     if every:
         iterations = every[0].evaluations[-1]["iteration"]
         seeds = ", ".join(map(str, sorted({run.seed for run in every})))
-        commits = ", ".join(sorted({str(of["commit"]) for of in all_of}))
-        dates = sorted(of["date"] for of in all_of)
+        commits = ", ".join(sorted({str(e["commit"]) for e in environments}))
+        dates = sorted(e["date"] for e in environments)
         found["Runs"] = f"{len(runs)} variants, seeds {seeds}, {iterations} iterations each"
         found["Runs made"] = f"by commit {commits}, {dates[0]} to {dates[-1]}"
-    found["Devices"] = ", ".join(sorted({of["device"] for of in all_of}))
-    found["Versions"] = ", ".join(sorted({f"{name} {of[name]}" for of in all_of for name in PACKAGES if name in of}))
+    found["Devices"] = ", ".join(sorted({e["device"] for e in environments}))
+    found["Versions"] = ", ".join(sorted({f"{name} {e[name]}" for e in environments for name in PACKAGES if name in e}))
     return found
 
 
 def shipped(name: str, *overlays: Mapping[str, Any]) -> Config:
-    """A configuration of configs/ with settings over it."""
+    """Load a shipped configuration with overlays."""
     return load(str(files("sage_fast.configs") / f"{name}.yaml"), overlays=overlays)
 
 
 def config_of(variant: str, seed: int, quick: bool = False) -> Config:
-    """The settings of a run."""
+    """Return the settings of a run."""
     return shipped("demo", protocol()[variant], QUICK if quick else {}, {"seed": seed})
 
 
 def full_size(config: Config) -> Config:
-    """The same algorithm, with a LoRA of the 8.3 B model on videos of 480 x 832 and 81 frames."""
+    """Return the same algorithm with a LoRA on the 8.3 B model, for videos of 480 x 832 and 81 frames."""
     large = shipped("hunyuanvideo15-480p")
     size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
     return dataclasses.replace(
@@ -157,13 +157,13 @@ def full_size(config: Config) -> Config:
 def train_runs(
     variants: Iterable[str], folder: Path, *, quick: bool, workers: int, quiet: bool
 ) -> dict[str, list[TrainedRun]]:
-    """Read the runs of these variants, after making those that `folder` lacks.
+    """Train the runs of these variants that `folder` lacks, then read all.
 
-    Each is a file that appears when it is whole: an interruption costs the runs at hand, and the same call goes on. A
-    file of other settings, as after a change of the protocol, or one that holds no run, is made again, and told.
+    Each run is a file, written atomically. An interruption loses only the runs in progress; the same call continues. A
+    file with other settings (after a change of the protocol) or without a run is replaced, with a message.
 
     Raises:
-        RunError: a process of the runs failed or was killed.
+        RunError: a worker process failed or was killed.
         Stopped: a signal came.
     """
     runs, tell = _runs(dict.fromkeys(variants), quick), speaker(quiet)
@@ -172,7 +172,7 @@ def train_runs(
         folder.mkdir(parents=True, exist_ok=True)
         workers = min(workers, len(missing))
         tell(f"{len(runs)} runs, {len(missing)} of them to be made, {workers} at once")
-        # `env`, since the number of threads is fixed when torch is imported.
+        # Set by `env`: the number of threads is fixed when torch is imported.
         command = ["env", f"OMP_NUM_THREADS={max((os.cpu_count() or 1) // workers, 1)}", *WORKER, str(folder)]
         command += ["--quick"] * quick + ["--quiet"] * quiet
         jobs = [(f"process {i + 1}", [*command, *missing[i::workers]]) for i in range(workers)]
@@ -187,7 +187,7 @@ WORKER = [sys.executable, "-m", "studies.paper.training"]
 
 
 def _runs(variants: Iterable[str], quick: bool) -> dict[str, tuple[str, int]]:
-    """Name of a run -> its variant and seed."""
+    """Return run name -> variant and seed."""
     seeds = range(QUICK_SEEDS if quick else SEEDS)
     return {f"{variant.replace('/', '-')}-seed{seed}": (variant, seed) for variant in variants for seed in seeds}
 
@@ -205,7 +205,7 @@ def _ended(name: str, status: int) -> None:
 
 
 def _make(options: argparse.Namespace) -> int:
-    """Train runs one after the other in this process, as long as the one that began it lives."""
+    """Train runs in sequence in this process, for as long as the parent process lives."""
     runs, parent, begun = _runs(protocol(), options.quick), os.getppid(), time.monotonic()
     count, tell = len(options.runs), speaker(options.quiet)
     for done, name in enumerate(options.runs, start=1):
@@ -218,7 +218,7 @@ def _make(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A worker of `train_runs`; returns the exit status."""
+    """Run a worker of `train_runs`; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m studies.paper.training")
     parser.add_argument("folder", type=Path)
     parser.add_argument("runs", nargs="+")
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def train_one(config: Config, file: Path) -> float:
-    """Train and evaluate as `sage-fast train` does, without its folder; returns the last held-out score."""
+    """Train and evaluate as `sage-fast train` does, but without a run folder; return the last held-out score."""
     import torch
 
     from sage_fast.environment import environment
@@ -247,14 +247,14 @@ def train_one(config: Config, file: Path) -> float:
         if (index + 1) % config.eval.interval == 0 or index + 1 == config.train.iterations:
             with trainer.engine.averaged_weights():
                 evaluations.append(evaluate(setup, iteration=index + 1).to_json())
-    scores = [statistics.fmean(scores_of(of, "reward")) for of in evaluations]
+    scores = [statistics.fmean(scores_of(evaluation, "reward")) for evaluation in evaluations]
     facts = environment(torch.device("cpu"))
     write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
     return scores[-1]
 
 
 def _is_of(file: Path, config: Config, tell: Say) -> bool:
-    """Whether it holds a run with these settings; one that is newer than the run has its default in it."""
+    """Whether the file holds a run with these settings; settings newer than the run count as their defaults."""
     if not file.is_file():
         return False
     try:
