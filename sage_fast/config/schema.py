@@ -328,7 +328,7 @@ class ObjectiveConfig(Section):
     """Standard deviation that divides the advantages. `group`: that of the sample's own group (Eq. 10). `batch`: that
     of all samples of the iteration about their group means, which gives a nearly equal group little weight."""
     advantage_clamp: float = within(5.0, above=0)
-    """Largest |advantage|, in units of that standard deviation."""
+    """Largest |advantage|, in units of the standard deviation that `advantage_std` names."""
     drop_equal_groups: bool = True
     """Leave groups whose rewards are all equal out of the update."""
 
@@ -346,8 +346,9 @@ class KLConfig(Section):
     beta_pos: float = within(1.0, least=0)
     """Weight of the KL to the anchor."""
     position_fraction: float = within(1.0, above=0, most=1)
-    """Fraction of the trained steps, redrawn each iteration, that get the KL to the anchor. The term is weighted by the
-    inverse fraction, so that its mean is that over all steps. The anchor's forward runs for these steps only."""
+    """Fraction of the trained steps, redrawn each iteration, on which the KL to the anchor is computed. The term is
+    weighted by the inverse fraction, so that its mean is that over all steps. The anchor's forward runs for these steps
+    only."""
     beta_vel: float = within(0.1, least=0)
     """Weight of the KL to the rollout policy."""
     anchor_interval: int = within(10, least=1)
