@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.conftest import DEVICE, time
-from sage_fast.measure.normalisations import NAMES, SIZES, contender, inputs
+from sage_fast.tools.normalisations import NAMES, SIZES, contender, inputs
 
 
 @pytest.mark.parametrize("name", NAMES)

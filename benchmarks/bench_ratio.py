@@ -14,11 +14,12 @@ import torch
 
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config, DType, Ratio
-from sage_fast.environment import environment
-from sage_fast.errors import ParityError
-from sage_fast.files import write_json
+from sage_fast.ops import implementation
 from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
+from sage_fast.util.environment import environment
+from sage_fast.util.errors import ParityError
+from sage_fast.util.files import write_json
 
 ITERATIONS, SEEDS = 6, (0, 1)
 SETTINGS = {
@@ -61,7 +62,11 @@ def measure(dtype: str, ratio: str, seed: int) -> dict[str, Any]:
 
 
 def main(file: Path) -> None:
-    about = {"environment": environment(torch.device("cpu")), "settings": SETTINGS, "iterations": ITERATIONS}
+    about = {
+        "environment": environment(torch.device("cpu"), implementation(torch.device("cpu"))),
+        "settings": SETTINGS,
+        "iterations": ITERATIONS,
+    }
     rows = []
     for dtype in get_args(DType):
         for ratio in get_args(Ratio):

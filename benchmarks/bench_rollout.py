@@ -4,10 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+from sage_fast.benchmarks.rung import (
+    CPU_SIZES,
+    GPU_SIZES,
+    PARTS,
+    PATHS,
+    SIZES,
+    Rung,
+    random_decoders,
+    random_transformer,
+)
 
 from benchmarks.conftest import DEVICE, time
-from sage_fast.measure.harness import fresh_compilation
-from sage_fast.measure.rung import CPU_SIZES, GPU_SIZES, PARTS, PATHS, SIZES, Rung, random_decoders, random_transformer
+from sage_fast.tools.harness import fresh_compilation
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 

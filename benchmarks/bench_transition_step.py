@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from sage_fast.benchmarks.operators import Case, contenders
 
 from benchmarks.conftest import time
-from sage_fast.measure.operators import Case, contenders
 
 
 @pytest.mark.parametrize("name", ["fused", "eager", "compiled", "copy"])

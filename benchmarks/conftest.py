@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from sage_fast.benchmarks.operators import SIZES, Case, check
 
-from sage_fast.measure.harness import synchronize
-from sage_fast.measure.operators import SIZES, Case, check
+from sage_fast.tools.harness import synchronize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

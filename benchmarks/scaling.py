@@ -20,9 +20,6 @@ import torch
 
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
-from sage_fast.environment import environment
-from sage_fast.measure.harness import H200_BF16_FLOPS
-from sage_fast.measure.plan import plan, training_flops
 from sage_fast.models.hunyuan15.spec import (
     HunyuanVideo15,
     activation_bytes,
@@ -31,6 +28,10 @@ from sage_fast.models.hunyuan15.spec import (
     forward_flops,
 )
 from sage_fast.models.load import find_spec
+from sage_fast.ops import implementation
+from sage_fast.tools.harness import H200_BF16_FLOPS
+from sage_fast.tools.plan import plan, training_flops
+from sage_fast.util.environment import environment
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = REPOSITORY / "docs" / "scaling.md"
@@ -348,7 +349,7 @@ def measure(file: Path) -> None:
             seconds.append(spent * (1 - scored / float(str(row["time/total"]))))
         rows[name] = {"settings": given, "cpu_seconds": min(seconds)}
         print(name, rows[name])
-    facts = environment(torch.device("cpu")) | {"threads": 1}
+    facts = environment(torch.device("cpu"), implementation(torch.device("cpu"))) | {"threads": 1}
     file.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

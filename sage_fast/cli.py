@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sage_fast import __version__
-from sage_fast.errors import RunError, Stopped, UserError, reason
-from sage_fast.files import make_folder_of, writing
-from sage_fast.profiling import ranges, tools_of_environment
+from sage_fast.util.errors import RunError, Stopped, UserError, reason
+from sage_fast.util.files import make_folder_of, writing
+from sage_fast.util.profiling import ranges, tools_of_environment
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import Config
@@ -235,7 +235,7 @@ def _train(options: Options, overrides: Overrides) -> int:
     _check_gpus(options)
     _tell_loading(options)
     if options.dry_run:
-        from sage_fast.measure.plan import dry_run
+        from sage_fast.tools.plan import dry_run
 
         print(dry_run(config, options.gpus or int(os.environ.get("WORLD_SIZE", "1"))))
         return 0
@@ -445,7 +445,7 @@ def _report(options: Options, overrides: Overrides) -> int:
 def _bench(options: Options, overrides: Overrides) -> int:
     _tell_loading(options)
     make_folder_of(options.json)
-    from sage_fast.measure.command import bench
+    from sage_fast.benchmarks.command import bench
 
     return bench(options)
 
@@ -477,7 +477,7 @@ def _profile(options: Options, overrides: Overrides) -> int:
     if options.warmup < 0:
         raise UserError(f"--warmup {options.warmup}: expected 0 or more")
     config, _ = _load(options, overrides)
-    from sage_fast.measure.profile import format_profile, profile_iteration
+    from sage_fast.tools.profile import format_profile, profile_iteration
 
     folder, window_only = Path(options.folder), options.window_only
     result = profile_iteration(
@@ -494,7 +494,7 @@ def _profile(options: Options, overrides: Overrides) -> int:
 def _doctor(options: Options, overrides: Overrides) -> int:
     _tell_loading(options)
     make_folder_of(options.json)
-    from sage_fast.measure.doctor import doctor
+    from sage_fast.tools.doctor import doctor
 
     return doctor(options.json)
 

@@ -11,23 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import Config
-from sage_fast.console import Progress, say_wrapped, speaker
-from sage_fast.distributed import (
-    all_gather_object,
-    data_rank,
-    data_size,
-    data_sum,
-    together,
-    world_size,
-)
-from sage_fast.engine import make_engine
-from sage_fast.errors import NonFiniteError, UserError
-from sage_fast.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
-from sage_fast.models.model import Model
-from sage_fast.models.policy import State
-from sage_fast.models.protocol import Condition, Conditions, Key
-from sage_fast.objective import (
+from sage_fast.algorithm.objective import (
     KLController,
     Loss,
     gradient_norms,
@@ -37,14 +21,7 @@ from sage_fast.objective import (
     strategy_of,
     surrogate_of,
 )
-from sage_fast.ops import Row
-from sage_fast.parity import check_parity
-from sage_fast.rewards.interface import Scorer
-from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.rollout.replay import Replay
-from sage_fast.rollout.schedule import (
+from sage_fast.algorithm.schedule import (
     Sample,
     Transition,
     configured_table,
@@ -55,9 +32,32 @@ from sage_fast.rollout.schedule import (
     trained_steps,
     update_schedule,
 )
+from sage_fast.algorithm.transitions import TransitionTable
+from sage_fast.config.schema import Config
+from sage_fast.models.model import Model
+from sage_fast.models.policy import State
+from sage_fast.models.protocol import Condition, Conditions, Key
+from sage_fast.ops import Row
+from sage_fast.parallel import make_engine
+from sage_fast.rewards.interface import Scorer
+from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.graphs import step_graphs
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.parity import check_parity
+from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.rollout.trajectories import Trajectories, on_device
-from sage_fast.transitions import TransitionTable
+from sage_fast.util.console import Progress, say_wrapped, speaker
+from sage_fast.util.errors import NonFiniteError, UserError
+from sage_fast.util.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
+from sage_fast.util.ranks import (
+    all_gather_object,
+    data_rank,
+    data_size,
+    data_sum,
+    together,
+    world_size,
+)
 
 
 class Trainer:

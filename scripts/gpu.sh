@@ -103,7 +103,7 @@ variables_part() {
 
 LENGTHS_CODE='
 import torch
-from sage_fast.measure import harness
+from sage_fast.tools import harness
 from sage_fast.models.attention import ATTENTION, usable
 device = harness.best_device()
 gpu, dtype = device.type == "cuda", harness.usual_dtype(device)
@@ -118,7 +118,8 @@ if gpu:
     print(f"peak: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB allocated, {torch.cuda.max_memory_reserved() / 1e9:.2f} GB reserved")'
 STEP_CODE='
 import torch
-from sage_fast.measure import harness, selftest
+from sage_fast.tools import harness
+from sage_fast.tools import selftest
 device = harness.best_device()
 arguments = selftest.inputs("transition_step", device, harness.usual_dtype(device), large=True)
 for _ in range(3):
@@ -126,7 +127,7 @@ for _ in range(3):
 print("transition_step of", list(x_next.shape))'
 BLOCK_CODE='
 import torch
-from sage_fast.measure import selftest
+from sage_fast.tools import selftest
 gpu = torch.cuda.is_available()
 run, tokens = selftest.transformer_forward(torch.device("cuda" if gpu else "cpu"))
 run()

@@ -17,12 +17,12 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
-from sage_fast.console import progress, speaker
 from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.testbed.corruptions import ATTRIBUTES, random_clip
 from sage_fast.testbed.judge import JudgeNetwork, judge_loss
 from sage_fast.testbed.world import BACKGROUND, all_scenes, parse, render, train_prompts
+from sage_fast.util.console import progress, speaker
 
 SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real model
 PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance

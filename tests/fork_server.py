@@ -128,7 +128,7 @@ def prepare(fault: Fault) -> None:
     import safetensors.torch
     import torch
 
-    import sage_fast.engine.plain
+    import sage_fast.parallel.plain
     from sage_fast.trainer import Trainer
 
     seen = 0
@@ -186,7 +186,7 @@ def prepare(fault: Fault) -> None:
             return saving
 
         torch.save = torn(torch.save)
-        sage_fast.engine.plain.save_file = torn(safetensors.torch.save_file)
+        sage_fast.parallel.plain.save_file = torn(safetensors.torch.save_file)
     elif fault.at == "loss":
         loss_of = Trainer._loss
 

@@ -33,7 +33,7 @@ from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_fast
-from sage_fast import profiling
+from sage_fast.util import profiling
 
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
 PACKAGE = str(Path(sage_fast.__file__).parent)
@@ -54,7 +54,7 @@ class Event:
     Attributes:
         kind: `copy to device`, `copy to host` or `wait`; after `asynchronous` the host does not wait for the copy.
         what: the operator or function.
-        ranges: names of `sage_fast.profiling` around it, the outermost first.
+        ranges: names of `sage_fast.util.profiling` around it, the outermost first.
         place: innermost line of sage_fast, such as `trainer.py:120`.
     """
 

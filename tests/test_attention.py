@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast import cli
-from sage_fast.errors import UserError
 from sage_fast.models.attention import (
     ATTENTION,
     LARGEST_ERROR,
@@ -24,6 +23,7 @@ from sage_fast.models.attention import (
     usable,
 )
 from sage_fast.models.load import choose_attention
+from sage_fast.util.errors import UserError
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings, tiny_model
 

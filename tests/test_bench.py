@@ -14,6 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from sage_fast.benchmarks import operators as bench
+from sage_fast.benchmarks import rollout as rollout_bench
+from sage_fast.benchmarks.rung import PARTS, Rung, random_decoders, random_transformer
+from sage_fast.benchmarks.rung import SIZES as RUNGS
+from sage_fast.benchmarks.stock import StockPolicy
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,14 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from sage_fast.cli import main
 from sage_fast.config.load import dump
-from sage_fast.measure import operators as bench
-from sage_fast.measure import rollout as rollout_bench
-from sage_fast.measure.harness import fresh_compilation
-from sage_fast.measure.rung import PARTS, Rung, random_decoders, random_transformer
-from sage_fast.measure.rung import SIZES as RUNGS
-from sage_fast.measure.stock import StockPolicy
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.projection import Projection
+from sage_fast.tools.harness import fresh_compilation
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
 

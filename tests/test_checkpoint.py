@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.console import say_nothing
-from sage_fast.errors import UserError
-from sage_fast.files import append_line, aside, write_atomic
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked, remove_partials
 from sage_fast.run.train import train
 from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.trainer import Trainer
+from sage_fast.util.console import say_nothing
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import append_line, aside, write_atomic
 from tests.tiny import perturb, settings, tiny_trainer
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_fast.errors import UserError
 from sage_fast.models.checkpointing import MODES, is_attention
 from sage_fast.models.hunyuan15.spec import activation_bytes, attention_output_bytes
 from sage_fast.run import setup
+from sage_fast.util.errors import UserError
 from tests.test_forward import PROMPTS, inputs
 from tests.tiny import settings, tiny_model
 

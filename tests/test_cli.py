@@ -16,11 +16,11 @@ from sage_fast.cli import main
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config
-from sage_fast.errors import UserError, reason
-from sage_fast.files import read_metrics, saving, writing
 from sage_fast.run.folder import claim_output
 from sage_fast.run.weights import newest_weights
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import UserError, reason
+from sage_fast.util.files import read_metrics, saving, writing
 
 DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 SMALL = [

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from sage_fast.errors import UserError
 from sage_fast.rewards import SHIPPED
 from sage_fast.rewards.clip import CLIPScoreReward, PickScoreReward
 from sage_fast.rewards.frames import FrameReward
+from sage_fast.util.errors import UserError
 from tests.tiny_rewards import write_clip
 
 PROMPTS = ["a red ball", "The Blue table falls, and then it falls again, and again and again and once more", "a b c"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast import console
+from sage_fast.util import console
 
 SLOW = (
     "import time\nfrom sage_fast import console\nconsole.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
@@ -51,7 +51,7 @@ def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pyt
 LOGGED = """
 import os, sys, warnings
 from pathlib import Path
-from sage_fast import console
+from sage_fast.util import console
 console.log_to(Path(sys.argv[1]))
 console.say("said")
 console.speaker(True)("said quietly")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from sage_fast.cli import main
 from sage_fast.config.schema import Config
-from sage_fast.distributed import initialize
-from sage_fast.files import read_metrics
+from sage_fast.util.files import read_metrics
+from sage_fast.util.ranks import initialize
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments
 
 REPOSITORY = Path(__file__).parent.parent

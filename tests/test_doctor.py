@@ -15,11 +15,11 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from sage_fast import cli
-from sage_fast.measure import doctor, selftest
-from sage_fast.measure.selftest import OPERATORS
-from sage_fast.measure.verdict import VERDICTS, Check
 from sage_fast.models.attention import ATTENTION
 from sage_fast.rollout.graphs import Run
+from sage_fast.tools import doctor, selftest
+from sage_fast.tools.selftest import OPERATORS
+from sage_fast.tools.verdict import VERDICTS, Check
 from tests.test_graphs import rerun
 
 CPU = torch.device("cpu")
@@ -122,8 +122,8 @@ def test_packages_that_are_missing_old_or_broken(monkeypatch: pytest.MonkeyPatch
 def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without diffusers, the rows before it; with a part that ends in an error, the parts after it."""
     with monkeypatch.context() as without:
-        without.delitem(sys.modules, "sage_fast.measure.selftest")
-        without.delattr("sage_fast.measure.selftest")
+        without.delitem(sys.modules, "sage_fast.tools.selftest")
+        without.delattr("sage_fast.tools.selftest")
         without.setitem(sys.modules, "sage_fast.models.hunyuan15.policy", None)
         assert cli.main(["doctor"]) == 1
         printed = capsys.readouterr().out

@@ -13,18 +13,18 @@ from safetensors.torch import load_file
 
 from sage_fast import cli
 from sage_fast.config.load import build, load
-from sage_fast.engine.settings import OURS, check_engine, deepspeed_settings
-from sage_fast.errors import RewardError, UserError
-from sage_fast.files import read_metrics
-from sage_fast.measure.plan import format_plan, plan
 from sage_fast.models.hunyuan15.text import collate
+from sage_fast.parallel.settings import OURS, check_engine, deepspeed_settings
 from sage_fast.report.scores import read_scores
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
+from sage_fast.tools.plan import format_plan, plan
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.files import read_metrics
 from tests import zero_runs
 from tests.ranks import command_on_ranks, run_ranks, screens
 from tests.tiny import CPU, FEW_STEPS, arguments, embeddings, settings, tiny_model, tiny_trainer
@@ -186,7 +186,7 @@ def test_what_does_not_go_together_is_said(overrides: dict[str, Any], message: s
 def test_deepspeed_that_is_not_there_is_said_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("sage_fast.engine.settings.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sage_fast.parallel.settings.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(train_module, "load_setup", None)
     with pytest.raises(UserError, match=r"'zero3' needs DeepSpeed.*pip install 'sage-fast\[deepspeed\]'.*is plain"):
         train_module.train(settings(train__engine="zero3", output=str(tmp_path / "run")))

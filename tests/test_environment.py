@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.environment import command_line, commit, environment, format_bytes, free_bytes
-from sage_fast.errors import UserError
+from sage_fast.ops import implementation
 from sage_fast.run.setup import check_trajectories
+from sage_fast.util.environment import command_line, commit, environment, format_bytes, free_bytes
+from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_model
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPat
 
 
 def test_environment_is_enough_to_repeat_a_result() -> None:
-    facts = environment(CPU)
+    facts = environment(CPU, implementation(CPU))
     assert {"commit", "date", "device", "threads", "operators", "python", "torch", "diffusers", "peft"} <= facts.keys()
     assert facts["device"] not in ("x86_64", "")  # the model of the CPU, not its instruction set
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
@@ -52,7 +53,7 @@ def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("COMMIT", "0123abc")
     if (Path(__file__).parents[1] / ".git").exists():
         assert commit() != "0123abc"
-    monkeypatch.setattr("sage_fast.environment.__file__", str(tmp_path / "sage_fast" / "environment.py"))
+    monkeypatch.setattr("sage_fast.util.environment.__file__", str(tmp_path / "sage_fast" / "environment.py"))
     assert commit() == "0123abc"
     monkeypatch.delenv("COMMIT")
     assert commit() is None

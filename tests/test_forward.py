@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from sage_fast.benchmarks.stock import StockPolicy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.measure.harness import fresh_compilation
-from sage_fast.measure.stock import StockPolicy
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextBatch, collate
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.rollout.graphs import denoise
-from sage_fast.transitions import sigma_schedule, transition_table
+from sage_fast.tools.harness import fresh_compilation
 from tests.tiny import embeddings, perturb, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]

@@ -25,12 +25,12 @@ from sage_fast.config.fields import sections, settings_of
 from sage_fast.config.load import build, dump, load, overrides_of
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.data.prompts import KEYS, read_prompts
-from sage_fast.errors import RunError, UserError
-from sage_fast.files import read_json, read_metrics
 from sage_fast.report.page import checks, read_run, write_report
 from sage_fast.report.scores import paired_table, read_scores
 from sage_fast.run.resume import resumed_settings
 from sage_fast.run.weights import load_run
+from sage_fast.util.errors import RunError, UserError
+from sage_fast.util.files import read_json, read_metrics
 from tests.test_report import row
 from tests.test_scores import scores
 

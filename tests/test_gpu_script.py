@@ -18,8 +18,8 @@ import pytest
 
 from sage_fast import cli
 from sage_fast.config.load import load
-from sage_fast.files import read_metrics
 from sage_fast.rewards.load import load_reward
+from sage_fast.util.files import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
 PARTS = ["install", "doctor", "tests", "operators", "rollout-480p", "iteration", "demo", "demo-bf16", "decode-480p"]

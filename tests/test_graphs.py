@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import CudaRecorder, Run, StepGraphs, step_graphs
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.seeding import sample_seeds
-from sage_fast.transitions import sigma_schedule, transition_table
+from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
 

@@ -22,10 +22,10 @@ from sage_fast.cli import main
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
-from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics
 from sage_fast.run.grid import is_finished, read_grid
 from sage_fast.run.resume import value_of
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json, read_metrics
 from tests.fork_server import ForkServer
 from tests.test_cluster import RECORDER, SCANCEL, SCONTROL, SRUN
 

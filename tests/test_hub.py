@@ -9,9 +9,9 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.errors import UserError
 from sage_fast.models.load import load_model, reachable
 from sage_fast.models.testbed.model import BASE
+from sage_fast.util.errors import UserError
 
 REPOSITORY = "someone/tiny"
 

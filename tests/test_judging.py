@@ -16,7 +16,6 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.errors import RewardError, UserError
 from sage_fast.report.blind import CRITERIA, count_votes
 from sage_fast.report.hacking import changes, verdict
 from sage_fast.report.scores import paired_table
@@ -36,6 +35,7 @@ from sage_fast.run.eval_command import short_names
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_scoring
 from sage_fast.run.sources import labelled
+from sage_fast.util.errors import RewardError, UserError
 from tests.test_report import row, write_rows
 from tests.test_scores import evaluation, scores
 from tests.tiny import settings

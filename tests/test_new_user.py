@@ -14,10 +14,10 @@ import torch
 
 from sage_fast.cli import main
 from sage_fast.config.load import load
-from sage_fast.files import read_metrics
 from sage_fast.report.videos import read_video
 from sage_fast.report.videoset import read_folder
 from sage_fast.run.init import init
+from sage_fast.util.files import read_metrics
 from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments
 

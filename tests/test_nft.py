@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from sage_fast.algorithm.objective import sage_loss
+from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.algorithm.transitions import forward_table, sigma_schedule
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
-from sage_fast.errors import UserError
-from sage_fast.objective import sage_loss
 from sage_fast.ops import transition_score
 from sage_fast.ops.philox import STREAM_TRANSITION, philox_normal
 from sage_fast.rewards import Reward
-from sage_fast.rollout.schedule import check_trainable
 from sage_fast.rollout.trajectories import Trajectories
-from sage_fast.transitions import forward_table, sigma_schedule
+from sage_fast.util.errors import UserError
 from tests.tiny import CPU, BrightnessReward, settings, tiny_trainer
 
 TABLE = forward_table(sigma_schedule(4, 3.0))

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, KLController, group_advantages, sage_loss
+from sage_fast.algorithm.schedule import draw_samples, trained_steps
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
-from sage_fast.metrics import Metrics, Stopwatch
-from sage_fast.objective import KL_STRATEGIES, SURROGATES, KLController, group_advantages, sage_loss
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.schedule import draw_samples, trained_steps
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.trainer import Trainer
+from sage_fast.util.metrics import Metrics, Stopwatch
 from tests.tiny import perturb, settings, tiny_trainer
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainConfig
-from sage_fast.engine import Engine
-from sage_fast.errors import UserError
-from sage_fast.measure.plan import plan
 from sage_fast.models.hunyuan15.policy import freeze_dead_ends
 from sage_fast.models.policy import Policy
-from sage_fast.optimizers import OPTIMIZERS, learning_rate
+from sage_fast.parallel import Engine
+from sage_fast.parallel.optimizers import OPTIMIZERS, learning_rate
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.tools.plan import plan
+from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -81,7 +81,7 @@ def test_8_bits_ask_for_an_eps_that_bounds_an_update() -> None:
 
 
 def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sage_fast.optimizers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sage_fast.parallel.optimizers.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(train_module, "load_setup", lambda *args, **kwargs: pytest.fail("the model was loaded"))
     config = settings(train__optimizer="adamw8bit", train__eps=1e-10, output=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"'adamw8bit' needs bitsandbytes.*pip install 'sage-fast\[bitsandbytes\]'"):

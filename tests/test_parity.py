@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.errors import ParityError
-from sage_fast.parity import check_rounding, moments_after_an_update, moved, rounding_of
+from sage_fast.rollout.parity import check_rounding, moments_after_an_update, moved, rounding_of
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import ParityError
 from tests.tiny import demo_trainer, settings, tiny_trainer
 
 
@@ -92,7 +92,7 @@ def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(moments_after_an_update(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr("sage_fast.parity.moments_after_an_update", noted)
+    monkeypatch.setattr("sage_fast.rollout.parity.moments_after_an_update", noted)
     tiny_trainer(settings(train__optimizer_steps=2)).iteration(0)
     assert not any(moment.requires_grad for moment in seen[0])
 

@@ -10,11 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.load import build
 from sage_fast.config.schema import ModelConfig
-from sage_fast.measure.plan import (
-    format_plan,
-    plan,
-    training_flops,
-)
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
@@ -22,6 +17,11 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, fr
 from sage_fast.models.hunyuan15.spec import activation_bytes, attention_flops, decode_flops, forward_flops
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.hunyuan15.vae import decode_frames
+from sage_fast.tools.plan import (
+    format_plan,
+    plan,
+    training_flops,
+)
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec
 

@@ -15,9 +15,9 @@ from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
-from sage_fast.errors import UserError
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
@@ -25,7 +25,7 @@ from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.lora import LORA_FILE, load_lora
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.transitions import sigma_schedule, transition_table
+from sage_fast.util.errors import UserError
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -311,7 +311,7 @@ def test_interrupted_encoding_leaves_whole_files_alone(
         if next(calls) == 2:  # after the first file and its folder
             raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr("sage_fast.files.os.fsync", full_disk)
+    monkeypatch.setattr("sage_fast.util.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
         encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding, quiet=True)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.rollout.schedule import position_steps
+from sage_fast.algorithm.schedule import position_steps
 from sage_fast.trainer import Trainer
 from tests.tiny import perturb, settings, tiny_trainer
 

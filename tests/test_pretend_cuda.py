@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from sage_fast.benchmarks import rollout as rollout_bench
+from sage_fast.benchmarks.stock import StockPolicy
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.config.schema import Config
-from sage_fast.measure import rollout as rollout_bench
-from sage_fast.measure.stock import StockPolicy
 from sage_fast.models.hunyuan15 import decode
 from sage_fast.models.load import load_model
 from sage_fast.models.testbed.model import LATENT_SHAPE
@@ -27,9 +28,8 @@ from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, denoise, step
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.run.evaluation import Evaluation, evaluate
 from sage_fast.run.setup import load_setup
-from sage_fast.seeding import sample_seeds
 from sage_fast.trainer import Trainer
-from sage_fast.transitions import sigma_schedule, transition_table
+from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda
 from tests.tiny import embeddings, settings, tiny_model
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from sage_fast import profiling
 from sage_fast.cli import main
 from sage_fast.config.load import load
-from sage_fast.measure import profile as iteration_profile
-from sage_fast.measure.plan import plan
-from sage_fast.measure.profile import (
+from sage_fast.models.load import find_spec
+from sage_fast.tools import profile as iteration_profile
+from sage_fast.tools.plan import plan
+from sage_fast.tools.profile import (
     COLUMNS,
     PYTHON,
     Work,
@@ -36,9 +36,9 @@ from sage_fast.measure.profile import (
     phase_changes,
     phase_table,
 )
-from sage_fast.metrics import Stopwatch
-from sage_fast.models.load import find_spec
-from sage_fast.profiling import annotate, ranges
+from sage_fast.util import profiling
+from sage_fast.util.metrics import Stopwatch
+from sage_fast.util.profiling import annotate, ranges
 from tests.test_cli import DEMO, SMALL
 from tests.tiny import settings, tiny_trainer
 

@@ -21,8 +21,6 @@ from sage_fast.config.load import dump, from_overrides, overrides_of
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
-from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
@@ -31,6 +29,8 @@ from sage_fast.models.protocol import pass_lengths
 from sage_fast.run.evaluation import prompts_and_seeds
 from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json, read_metrics
 from tests.test_docs import REPOSITORY, blocks
 from tests.tiny import CPU, arguments, embeddings, settings, tiny_model
 from tests.tiny_checkpoint import write_tiny_checkpoint

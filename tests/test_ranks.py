@@ -18,21 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sage_fast.trainer
+from sage_fast.algorithm.schedule import check_trainable, deal, draw_samples
 from sage_fast.cli import main
 from sage_fast.data.embeddings import encode_cached
-from sage_fast.distributed import initialize, rank, shutdown, world_size
-from sage_fast.errors import UserError
-from sage_fast.files import read_json
-from sage_fast.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import pass_lengths
 from sage_fast.rewards import Reward, Scores
 from sage_fast.rollout.loop import equal_runs
-from sage_fast.rollout.schedule import check_trainable, deal, draw_samples
 from sage_fast.rollout.scoring import gather_scores
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json
+from sage_fast.util.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
+from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.ranks import run_ranks, screens
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments, rounding_of_advantages, settings, tiny_trainer
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.objective import KLController, Loss, sage_loss
+from sage_fast.algorithm.schedule import check_log_prob
+from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config, KLConfig, ObjectiveConfig
-from sage_fast.errors import UserError
-from sage_fast.metrics import Metrics
-from sage_fast.objective import KLController, Loss, sage_loss
 from sage_fast.ops import transition_score
-from sage_fast.rollout.schedule import check_log_prob
-from sage_fast.transitions import TransitionTable, sigma_schedule, transition_table
+from sage_fast.util.errors import UserError
+from sage_fast.util.metrics import Metrics
 from tests.test_objective import rolled_out
 from tests.tiny import demo_trainer, perturb, settings, tiny_trainer
 

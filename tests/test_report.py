@@ -15,11 +15,11 @@ import torch
 import yaml
 from PIL import Image
 
-from sage_fast.files import read_metrics
 from sage_fast.report import charts
 from sage_fast.report.page import checks, read_run, write_report
 from sage_fast.report.scores import paired_table
 from sage_fast.report.videos import save_mp4
+from sage_fast.util.files import read_metrics
 from tests.test_scores import evaluation, scores
 
 

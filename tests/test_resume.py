@@ -13,12 +13,12 @@ from sage_fast.cli import main
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build, dump, load
 from sage_fast.config.schema import Config
-from sage_fast.errors import UserError
-from sage_fast.files import read_metrics
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.resume import KEPT, check_kept, resumed_settings, value_of
 from sage_fast.run.train import train as train_run
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_metrics
 from tests.test_cli import DEMO, SMALL
 from tests.test_trainer import resume
 from tests.tiny import settings, tiny_trainer

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics, write_json
 from sage_fast.report.scores import format_scores, paired_table
 from sage_fast.rewards.http import HttpReward
 from sage_fast.run.checkpoint import best_checkpoint
 from sage_fast.run.setup import load_setup
 from sage_fast.testbed.world import heldout_prompts
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json, read_metrics, write_json
 from tests.fork_server import ForkServer
 from tests.reward_faults import fingerprints
 from tests.tiny import arguments, settings

@@ -23,8 +23,6 @@ import torch
 
 import sage_fast.rewards.http as reward_http
 from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
-from sage_fast.console import say_nothing
-from sage_fast.errors import UserError
 from sage_fast.rewards import CompositeReward, Scores
 from sage_fast.rewards.errors import RewardFailure, TransportFailure
 from sage_fast.rewards.failure_policy import FALLS, TIMEOUTS, Policy
@@ -32,6 +30,8 @@ from sage_fast.rewards.http import HttpReward, read_question
 from sage_fast.rewards.process import ChildProcess
 from sage_fast.rewards.server import RewardServer
 from sage_fast.rewards.source import SECONDS_TO_LOOK, Source
+from sage_fast.util.console import say_nothing
+from sage_fast.util.errors import UserError
 from tests.reward_faults import Fingerprint, Returns, fingerprints
 
 REPOSITORY = Path(__file__).parent.parent

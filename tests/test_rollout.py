@@ -6,14 +6,14 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.ops import transition_score
 from sage_fast.ops.philox import philox_normal
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
 from sage_fast.rollout.trajectories import Trajectories
-from sage_fast.seeding import sample_seeds
-from sage_fast.transitions import sigma_schedule, transition_table
+from sage_fast.util.seeding import sample_seeds
 from tests.tiny import embeddings, settings, tiny_model
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly"]

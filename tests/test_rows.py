@@ -14,11 +14,11 @@ import pytest
 from torch import Tensor
 
 import sage_fast
+from sage_fast.algorithm.objective import FEEDBACKS, KL_STRATEGIES, SURROGATES, SurrogateRow
+from sage_fast.algorithm.schedule import check_log_prob, check_trainable
+from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.schema import Config, ObjectiveConfig
-from sage_fast.errors import UserError
-from sage_fast.objective import FEEDBACKS, KL_STRATEGIES, SURROGATES, SurrogateRow
-from sage_fast.rollout.schedule import check_log_prob, check_trainable
-from sage_fast.transitions import SAMPLERS
+from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_trainer
 
 PACKAGE = Path(sage_fast.__file__).parent

@@ -10,7 +10,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 
 from benchmarks import scaling
 from benchmarks.scaling import ARCHITECTURE, Layout, Work, exchange_bytes
-from sage_fast.measure.plan import plan
+from sage_fast.tools.plan import plan
 from tests.tiny import settings
 
 PAGE = scaling.PAGE.read_text(encoding="utf-8")

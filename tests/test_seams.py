@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast.errors import UserError
 from sage_fast.models.load import find_spec
 from sage_fast.models.registry import SHIPPED, families, family
+from sage_fast.util.errors import UserError
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "sage_fast"

@@ -16,9 +16,6 @@ from torch import Tensor
 from benchmarks.scaling import exchange_bytes
 from sage_fast.cli import main
 from sage_fast.config.load import load
-from sage_fast.distributed import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
-from sage_fast.errors import RewardError, RunError, UserError
-from sage_fast.measure.plan import plan
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.load import choose_attention, find_spec, load_model
@@ -27,7 +24,10 @@ from sage_fast.models.sequence import SequenceParallel, check_sequence_parallel
 from sage_fast.rewards.composite import Pending
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup
+from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import RewardError, RunError, UserError
+from sage_fast.util.ranks import all_reduce, initialize, join_sequence_group, rank, sequence_group, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer
 

@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from sage_fast.errors import NonFiniteError, Stopped
-from sage_fast.files import read_json, read_metrics
 from sage_fast.run import trackers
 from sage_fast.run.stop import SIGNALS, TWICE, Stop
 from sage_fast.run.train import train
 from sage_fast.run.weights import checkpoints
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import NonFiniteError, Stopped
+from sage_fast.util.files import read_json, read_metrics
 from tests.tiny import CPU, settings
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from sage_fast.errors import RunError
+from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.report.scores import Difference, holm
-from sage_fast.rollout.schedule import check_trainable
+from sage_fast.util.errors import RunError
 from studies.paper import comparisons, training
 from studies.paper.__main__ import main
 from studies.paper.claims import CLAIMS

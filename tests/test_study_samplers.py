@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.report.charts import picture
-from sage_fast.transitions import sigma_schedule, transition_table
 from studies.paper import adapter, gradients, printed, samplers
 from studies.paper.finding import Claim, Material
 from tests.tiny import demo_trainer

@@ -19,14 +19,14 @@ from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_fast.console import Say, say_nothing
-from sage_fast.errors import RunError, UserError
-from sage_fast.files import read_metrics
 from sage_fast.report.videos import contact_sheet
 from sage_fast.run import trackers
 from sage_fast.run.folder import save_videos
 from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.run.train import train
+from sage_fast.util.console import Say, say_nothing
+from sage_fast.util.errors import RunError, UserError
+from sage_fast.util.files import read_metrics
 from tests.tiny import settings
 
 

@@ -15,12 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.errors import NonFiniteError, ParityError, RewardError, UserError
-from sage_fast.objective import stores_rollout_velocities
-from sage_fast.ops import transition_score
-from sage_fast.rewards import Scores, join_scores
-from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.schedule import (
+from sage_fast.algorithm.objective import stores_rollout_velocities
+from sage_fast.algorithm.schedule import (
     Transition,
     check_trainable,
     draw_samples,
@@ -28,11 +24,15 @@ from sage_fast.rollout.schedule import (
     trained_steps,
     update_schedule,
 )
+from sage_fast.ops import transition_score
+from sage_fast.rewards import Scores, join_scores
+from sage_fast.rollout.batch import Batch
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate, generate
 from sage_fast.run.setup import Setup
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
 from tests.tiny import BrightnessReward, rounding_of_advantages, settings, tiny_trainer
 
 PROMPTS = train_prompts()
@@ -389,7 +389,7 @@ def test_resume_asks_for_what_the_checkpoint_lacks(setting: str, before: Any, af
 TWO_RANKS = """
 import json, sys, torch
 torch.set_num_threads(1)
-from sage_fast.distributed import initialize, rank, shutdown
+from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.tiny import settings, tiny_trainer
 device = initialize()
 config = settings(train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch")
@@ -462,11 +462,11 @@ def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatc
 def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tiny_trainer(settings(train__optimizer_steps=2, train__parity_gate=False))
     weights = sum(p.nbytes for p in trainer.policy.parameters().values())
-    monkeypatch.setattr("sage_fast.engine.plain.free_bytes", lambda device: 3 * weights)
+    monkeypatch.setattr("sage_fast.parallel.plain.free_bytes", lambda device: 3 * weights)
     assert trainer.engine.remember()
     trainer.iteration(0)
     assert not trainer.engine.remember()  # three times as much by now
-    monkeypatch.setattr("sage_fast.engine.plain.free_bytes", lambda device: 7 * weights)
+    monkeypatch.setattr("sage_fast.parallel.plain.free_bytes", lambda device: 7 * weights)
     assert trainer.engine.remember()
 
 

@@ -7,7 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from sage_fast.transitions import SAMPLERS, sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import SAMPLERS, sigma_schedule, transition_table
 from studies.paper.mixture import Mixture, sample
 
 STEPS = (1, 2, 3, 10, 37, 68, 100, 1000)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
 
-from sage_fast.errors import UserError
 from sage_fast.rewards.frames import levels, resize
 from sage_fast.rewards.videoalign import TEMPLATE, VideoAlignReward
 from sage_fast.rewards.videoalign_checkpoint import Lora, build_network
+from sage_fast.util.errors import UserError
 from tests.tiny_rewards import (
     ALPHA,
     INFERENCE_CONFIG,

@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.distributed import initialize, rank, shutdown, world_size
-from sage_fast.errors import NonFiniteError
-from sage_fast.measure.plan import plan
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import NonFiniteError
+from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_trainer
 
 SETTINGS: dict[str, Any] = {
@@ -152,7 +152,7 @@ def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
 
 def checks(folder: Path) -> None:
     """Weights without a gradient, and an update that is not finite, beside the plain engine; a LoRA file of ZeRO-3."""
-    from sage_fast.engine.zero import ZeroEngine  # imports DeepSpeed, which the tests' own process does without
+    from sage_fast.parallel.zero import ZeroEngine  # imports DeepSpeed, which the tests' own process does without
 
     found, zero = {}, set()
     for name in ("plain", "zero1", "zero2", "zero3"):

@@ -23,7 +23,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sage_fast.errors import UserError, nearest
+from sage_fast.util.errors import UserError, nearest
 
 BOUNDS = {
     "least": ("at least", operator.ge),

@@ -20,7 +20,7 @@ import yaml
 
 from sage_fast.config.fields import is_unicode, meanings, own_settings, sections, settings_of
 from sage_fast.config.schema import Config, RewardEntry
-from sage_fast.errors import UserError
+from sage_fast.util.errors import UserError
 
 _OF_ONE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from sage_fast.config.fields import Section, is_finite, require, within
-from sage_fast.errors import UserError, nearest
+from sage_fast.util.errors import UserError, nearest
 
 Sampler = Literal["sage", "flow", "dance", "cps", "exact", "ode"]
 Reduction = Literal["mean", "sum", "unscaled"]

@@ -11,10 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from sage_fast.console import Progress
-from sage_fast.distributed import all_gather_object, broadcast_object, rank, together, world_size
-from sage_fast.files import write_atomic
 from sage_fast.models.protocol import Condition, Encoder
+from sage_fast.util.console import Progress
+from sage_fast.util.files import write_atomic
+from sage_fast.util.ranks import all_gather_object, broadcast_object, rank, together, world_size
 
 
 def _digest(*parts: str) -> str:

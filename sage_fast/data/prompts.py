@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.errors import UserError, nearest
+from sage_fast.util.errors import UserError, nearest
 
 SIZES = ("width", "height", "num_frames")
 KEYS = ("prompt", "negative_prompt", "seed", *SIZES)

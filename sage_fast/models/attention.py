@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_fast.config.schema import AttentionBackend
-from sage_fast.errors import UserError
+from sage_fast.util.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query, key, value `[B, S, H, D]`, bool key mask `[B, S]` or None) -> `[B, S, H, D]`."""

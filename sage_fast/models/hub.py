@@ -12,8 +12,8 @@ import transformers
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from sage_fast.errors import UserError
 from sage_fast.models.random_weights import is_random
+from sage_fast.util.errors import UserError
 
 HUB_SECONDS = 5.0
 """Longest wait for the hub's first answer."""

@@ -12,8 +12,6 @@ from diffusers import ConfigMixin
 from safetensors import SafetensorError
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.distributed import all_gather_object, sequence_group, sequence_size
-from sage_fast.errors import UserError, nearest
 from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
 from sage_fast.models.hub import progress_bars_of, reachable
 from sage_fast.models.lora import add_lora, load_lora
@@ -23,6 +21,8 @@ from sage_fast.models.protocol import Spec
 from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import default_family, families, family, split_path
 from sage_fast.models.sequence import SequenceParallel, check_heads
+from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
 BASE = Path(__file__).parent / "testbed" / "base"
 """What `model.path = testbed` is: the pre-trained weights that ship with the package."""

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sage_fast.errors import UserError
+from sage_fast.util.errors import UserError
 
 ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"

@@ -15,12 +15,12 @@ import torch
 from diffusers.utils import logging
 from torch import Tensor, nn
 
-from sage_fast.distributed import sequence_size, world_size
-from sage_fast.errors import UserError
 from sage_fast.models.lora import ADAPTER, lora_file
 from sage_fast.models.protocol import Conditions, Inputs
 from sage_fast.models.sequence import SequenceParallel
 from sage_fast.ops.transition_step import guided
+from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import sequence_size, world_size
 
 Item = TypeVar("Item")
 State = dict[str, Tensor]

@@ -10,8 +10,8 @@ import os
 import re
 import sys
 
-from sage_fast.errors import UserError
 from sage_fast.models.protocol import Spec
+from sage_fast.util.errors import UserError
 
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",

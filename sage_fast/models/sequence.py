@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from sage_fast.distributed import join_deepspeed
-from sage_fast.errors import UserError
 from sage_fast.models.attention import Attention
+from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import join_deepspeed
 
 
 def check_sequence_parallel(size: int, ranks: int) -> int:

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.errors import UserError, nearest
 from sage_fast.ops._common import LIBRARY
 from sage_fast.ops.gated_norm import gated_norm_backward_reference, gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
+from sage_fast.util.errors import UserError, nearest
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "gated_norm": gated_norm_reference,

@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 
-from sage_fast.profiling import PHASES, WAIT
 from sage_fast.report.scores import LARGEST
+from sage_fast.util.profiling import PHASES, WAIT
 
 Row = Mapping[str, Any]
 Draw = Callable[[Figure], None]

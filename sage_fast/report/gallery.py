@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.files import write_atomic
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.shown import extremes
 from sage_fast.report.videoset import (
@@ -19,6 +18,7 @@ from sage_fast.report.videoset import (
     shown_name,
     summary,
 )
+from sage_fast.util.files import write_atomic
 
 
 def write_gallery(

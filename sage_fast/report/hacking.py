@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sage_fast.metrics import JUDGE_PART
 from sage_fast.report.scores import PairedRow, as_float, columns_of, hacking, mean_and_error, paired_table
+from sage_fast.util.metrics import JUDGE_PART
 
 Evaluations = Mapping[str, Mapping[str, Any]]
 """Name (`before`, `iteration-000010`, `after`) -> scores."""

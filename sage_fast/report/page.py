@@ -12,10 +12,6 @@ import numpy as np
 import yaml
 
 from sage_fast.config.load import leaves
-from sage_fast.environment import PACKAGES
-from sage_fast.errors import UserError
-from sage_fast.files import read_json, read_metrics, write_atomic
-from sage_fast.metrics import JUDGE_PART, REWARD_PART
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
 from sage_fast.report.hacking import changes, verdict
@@ -32,6 +28,10 @@ from sage_fast.report.scores import (
 )
 from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.report.videos import numbered
+from sage_fast.util.environment import PACKAGES
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json, read_metrics, write_atomic
+from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
 
 # -- the run folder ---------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from scipy import special  # scipy.stats takes five times as long to import
 
-from sage_fast.errors import UserError
-from sage_fast.files import read_json
-from sage_fast.metrics import JUDGE_PART
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json
+from sage_fast.util.metrics import JUDGE_PART
 
 Interval = tuple[float, float]
 

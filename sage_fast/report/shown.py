@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sage_fast.metrics import JUDGE_PART
 from sage_fast.report.scores import as_float, composite
+from sage_fast.util.metrics import JUDGE_PART
 
 
 def shown_pairs(

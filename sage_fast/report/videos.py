@@ -21,11 +21,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageSequence, features
 from torch import Tensor
 
-from sage_fast.distributed import rank
-from sage_fast.errors import UserError
-from sage_fast.files import aside, read_json
 from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.rewards.frames import evenly_spaced
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import aside, read_json
+from sage_fast.util.ranks import rank
 
 MIN_SIDE = 128
 """Smallest side in pixels; smaller videos are enlarged, since players would blur them."""

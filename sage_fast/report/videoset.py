@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sage_fast.errors import UserError, nearest
-from sage_fast.files import VIDEOS, write_atomic
 from sage_fast.report.scores import (
     TOO_FEW,
     Interval,
@@ -30,6 +28,8 @@ from sage_fast.report.scores import (
     means_by_prompt,
 )
 from sage_fast.report.videos import numbered
+from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import VIDEOS, write_atomic
 
 SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".webp", ".gif", ".png")
 

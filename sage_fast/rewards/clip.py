@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from sage_fast.errors import UserError
 from sage_fast.rewards.frames import FrameReward, evenly_spaced, levels, resize
+from sage_fast.util.errors import UserError
 
 BICUBIC = 3
 """Code of PIL's bicubic filter in preprocessor_config.json."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.errors import RewardError, UserError
 from sage_fast.rewards.errors import RewardFailure, first_line
 from sage_fast.rewards.failure_policy import Outcome, Policy
 from sage_fast.rewards.interface import Pending, Reward, Scores
 from sage_fast.rewards.load import carrier, connect
 from sage_fast.rewards.source import Source
+from sage_fast.util.errors import RewardError, UserError
 
 RAW = "_raw"
 """Suffix of a part as its reward gave it, beside the normalised one."""

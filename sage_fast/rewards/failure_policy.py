@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sage_fast.errors import RewardError
 from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure, first_line
+from sage_fast.util.errors import RewardError
 
 TIMEOUTS = 2
 """Number of `reward.timeout_seconds` after which no further call is made for a batch: the other ranks wait."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sage_fast.errors import UserError
+from sage_fast.util.errors import UserError
 
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""

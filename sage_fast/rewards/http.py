@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from sage_fast.errors import nearest
 from sage_fast.rewards.errors import RewardFailure, TransportFailure
+from sage_fast.util.errors import nearest
 
 SCHEMA = "sage-fast-reward/1"
 LARGEST_ANSWER = 64 * 2**20

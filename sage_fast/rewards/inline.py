@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sage_fast.errors import RewardError
 from sage_fast.rewards.errors import RewardFailure, failure, fulfil
 from sage_fast.rewards.load import called
+from sage_fast.util.errors import RewardError
 
 
 class InProcess:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardEntry
-from sage_fast.errors import UserError, nearest
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Carrier
+from sage_fast.util.errors import UserError, nearest
 
 SHIPPED = {
     "testbed": "sage_fast.rewards.testbed:TestbedReward",

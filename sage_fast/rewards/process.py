@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardEntry
-from sage_fast.errors import UserError
 from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure
 from sage_fast.rewards.load import called, load_reward
+from sage_fast.util.errors import UserError
 
 SECONDS_TO_END = 5.0
 """Time for an idle child to end by itself."""

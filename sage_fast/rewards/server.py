@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from sage_fast import __version__
-from sage_fast.console import Say
-from sage_fast.errors import RewardError
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.errors import failure, first_line
 from sage_fast.rewards.http import SCHEMA, answer, read_question
+from sage_fast.util.console import Say
+from sage_fast.util.errors import RewardError
 
 LARGEST = 4 * 2**30
 """Largest request in bytes: about 8 videos of 480p and 81 frames in float16."""

@@ -18,7 +18,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.errors import UserError, nearest
 from sage_fast.rewards.frames import FrameReward, evenly_spaced, levels, resize
 from sage_fast.rewards.videoalign_checkpoint import (
     SPECIAL_TOKENS,
@@ -28,6 +27,7 @@ from sage_fast.rewards.videoalign_checkpoint import (
     read_settings,
     read_weights,
 )
+from sage_fast.util.errors import UserError, nearest
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Precision = Literal["bfloat16", "float32"]

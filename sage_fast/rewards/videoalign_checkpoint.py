@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLModel
 
-from sage_fast.errors import UserError
+from sage_fast.util.errors import UserError
 
 SPECIAL_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
 """Tokens added to the base model's; their ids are 151657 to 151659 with the published tokenizer."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from sage_fast.algorithm.process import Process
+from sage_fast.algorithm.schedule import Transition
+from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.protocol import Conditions, Key
-from sage_fast.process import Process
-from sage_fast.rollout.schedule import Transition
 from sage_fast.rollout.trajectories import Trajectories, on_device
-from sage_fast.transitions import TransitionTable
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -16,12 +16,12 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from sage_fast.distributed import sequence_size
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Schedule
 from sage_fast.ops import transition_step
 from sage_fast.ops.transition_step import guided
-from sage_fast.profiling import annotate
+from sage_fast.util.profiling import annotate
+from sage_fast.util.ranks import sequence_size
 
 MAX_TOKENS = 8192
 """Tokens of a batch above which the kernels outlast their launches by far: 54 blocks take the host some 30 ms to issue

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Conditions, Key
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
-from sage_fast.profiling import annotate
 from sage_fast.rollout.graphs import StepGraphs, denoise
-from sage_fast.transitions import TransitionTable
+from sage_fast.util.profiling import annotate
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """(step, x, x_next, log_prob, guided velocity) of a step; the next step may overwrite the tensors."""

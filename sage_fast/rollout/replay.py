@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.objective import stores_rollout_velocities
+from sage_fast.algorithm.schedule import Transition
 from sage_fast.config.schema import Config
-from sage_fast.console import progress
 from sage_fast.models.policy import Policy, State
 from sage_fast.models.protocol import Condition, Inputs, Key, pass_lengths
-from sage_fast.objective import stores_rollout_velocities
 from sage_fast.ops import transition_score
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.loop import equal_runs
-from sage_fast.rollout.schedule import Transition
 from sage_fast.rollout.trajectories import on_device
+from sage_fast.util.console import progress
 
 
 class Replay:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sage_fast.console import Say, say_nothing
-from sage_fast.distributed import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
-from sage_fast.errors import RewardError
-from sage_fast.metrics import Stopwatch
 from sage_fast.models.decoder import Decoder, PendingVideos
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
+from sage_fast.util.console import Say, say_nothing
+from sage_fast.util.errors import RewardError
+from sage_fast.util.metrics import Stopwatch
+from sage_fast.util.ranks import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
 
 
 def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:

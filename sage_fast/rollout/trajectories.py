@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.objective import stores_rollout_velocities, strategy_of, surrogate_of
+from sage_fast.algorithm.schedule import configured_table, iteration_table, trained_steps
 from sage_fast.config.schema import Config
-from sage_fast.objective import stores_rollout_velocities, strategy_of, surrogate_of
 from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
-from sage_fast.rollout.schedule import configured_table, iteration_table, trained_steps
 
 
 class Trajectories:

@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.console import Say, say_nothing, say_wrapped
-from sage_fast.distributed import all_gather_object, barrier, broadcast_object, rank, together, world_size
-from sage_fast.engine import Engine
-from sage_fast.errors import RankError, UserError, reason
-from sage_fast.files import PARTIAL, read_json, remove_folder, sync, write_json
 from sage_fast.models.policy import State
+from sage_fast.parallel import Engine
 from sage_fast.report.scores import mean_and_error, read_scores
 from sage_fast.run.weights import MANIFEST, checkpoints, digest, fault_of, iteration_of
+from sage_fast.util.console import Say, say_nothing, say_wrapped
+from sage_fast.util.errors import RankError, UserError, reason
+from sage_fast.util.files import PARTIAL, read_json, remove_folder, sync, write_json
+from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, rank, together, world_size
 
 
 def save_checkpoint(

@@ -11,10 +11,10 @@ import torch
 from sage_fast.config.schema import Config
 from sage_fast.data.embeddings import cache_key, fill_cache
 from sage_fast.data.prompts import negatives_of, read_prompts
-from sage_fast.distributed import initialize, rank, shutdown
-from sage_fast.errors import UserError
 from sage_fast.models.load import find_spec
 from sage_fast.run.setup import configured_prompts
+from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import initialize, rank, shutdown
 
 
 def embed_prompts(config: Config, source: str | None, *, quiet: bool) -> str:

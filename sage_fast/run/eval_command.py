@@ -14,10 +14,6 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.distributed import initialize, rank
-from sage_fast.errors import UserError
-from sage_fast.files import VIDEOS, write_atomic, write_json, writing
-from sage_fast.metrics import JUDGE_PART
 from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.scores import format_scores
@@ -40,6 +36,10 @@ from sage_fast.run.evaluation import Chunks, evaluate, prompts_and_seeds
 from sage_fast.run.folder import save_video
 from sage_fast.run.setup import configured_prompts, load_scoring, load_setup
 from sage_fast.run.sources import Source
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import VIDEOS, write_atomic, write_json, writing
+from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.ranks import initialize, rank
 
 Tell = Callable[..., object]
 

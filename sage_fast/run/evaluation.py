@@ -12,9 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.schedule import share_of
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
-from sage_fast.console import Progress, speaker
-from sage_fast.distributed import (
+from sage_fast.models.model import Model
+from sage_fast.models.protocol import Condition, pass_lengths
+from sage_fast.report.scores import read_scores
+from sage_fast.rewards import CompositeReward, join_scores
+from sage_fast.rewards.composite import Pending
+from sage_fast.rollout.graphs import step_graphs
+from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.scoring import tell_failures
+from sage_fast.run.setup import Setup
+from sage_fast.util.console import Progress, speaker
+from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.ranks import (
     all_gather_object,
     broadcast_object,
     data_rank,
@@ -24,20 +37,7 @@ from sage_fast.distributed import (
     sequence_size,
     together,
 )
-from sage_fast.errors import RewardError, UserError
-from sage_fast.metrics import JUDGE_PART
-from sage_fast.models.model import Model
-from sage_fast.models.protocol import Condition, pass_lengths
-from sage_fast.report.scores import read_scores
-from sage_fast.rewards import CompositeReward, join_scores
-from sage_fast.rewards.composite import Pending
-from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
-from sage_fast.rollout.schedule import share_of
-from sage_fast.rollout.scoring import tell_failures
-from sage_fast.run.setup import Setup
-from sage_fast.seeding import sample_seeds
-from sage_fast.transitions import sigma_schedule, transition_table
+from sage_fast.util.seeding import sample_seeds
 
 Chunks = Iterator[tuple[list[int], Tensor]]
 """Batches of videos: their indices, and the videos `[B, F, 3, H, W]` in [0, 1]."""

@@ -21,13 +21,13 @@ import torch
 
 from sage_fast.config.load import dump, load
 from sage_fast.config.schema import Config
-from sage_fast.console import Say, say_wrapped
-from sage_fast.distributed import all_gather_object, barrier, broadcast_object, initialize, rank
-from sage_fast.errors import UserError, reason
-from sage_fast.files import PARTIAL, aside, read_json, read_metrics, remove, write_atomic
 from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
 from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
 from sage_fast.run.weights import checkpoints, iteration_of
+from sage_fast.util.console import Say, say_wrapped
+from sage_fast.util.errors import UserError, reason
+from sage_fast.util.files import PARTIAL, aside, read_json, read_metrics, remove, write_atomic
+from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, initialize, rank
 
 LOCK = "run.lock"
 

@@ -32,8 +32,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from sage_fast.errors import RunError, Stopped, UserError, nearest
-from sage_fast.files import read_json, write_atomic
+from sage_fast.util.errors import RunError, Stopped, UserError, nearest
+from sage_fast.util.files import read_json, write_atomic
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import Config

@@ -7,8 +7,8 @@ import shlex
 from importlib.resources import files
 from pathlib import Path
 
-from sage_fast.errors import UserError, nearest
-from sage_fast.files import write_atomic
+from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import write_atomic
 
 OWN = {
     "output": "runs/first",

@@ -15,7 +15,7 @@ from typing import Any
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import keys_of, load
 from sage_fast.config.schema import Config, RewardEntry
-from sage_fast.errors import UserError
+from sage_fast.util.errors import UserError
 
 KEPT = (
     "seed",

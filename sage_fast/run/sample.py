@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.config.schema import Config
-from sage_fast.console import Say
 from sage_fast.data.prompts import Prompt
-from sage_fast.errors import UserError
-from sage_fast.files import writing
 from sage_fast.run.evaluation import generate
 from sage_fast.run.folder import save_videos
 from sage_fast.run.setup import load_setup
-from sage_fast.seeding import sample_seeds
+from sage_fast.util.console import Say
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import writing
+from sage_fast.util.seeding import sample_seeds
 
 
 def sample(config: Config, prompts: Sequence[Prompt], folder: Path, *, quiet: bool, tell: Say) -> list[Path]:

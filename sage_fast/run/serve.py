@@ -6,12 +6,12 @@ import signal
 from collections.abc import Mapping
 
 from sage_fast.config.load import load
-from sage_fast.console import say
 from sage_fast.data.prompts import read_prompts
-from sage_fast.distributed import initialize
-from sage_fast.errors import UserError
 from sage_fast.rewards import CompositeReward
 from sage_fast.rewards.server import RewardServer
+from sage_fast.util.console import say
+from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import initialize
 
 
 def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int) -> int:

@@ -10,10 +10,23 @@ from typing import Any, cast
 
 import torch
 
+from sage_fast.algorithm.schedule import share_of
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
-from sage_fast.distributed import (
+from sage_fast.models.checkpointing import MODES
+from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.model import Model
+from sage_fast.models.protocol import Condition
+from sage_fast.models.sequence import check_sequence_parallel
+from sage_fast.parallel.memory import held_bytes
+from sage_fast.rewards import CompositeReward, Judge
+from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
+from sage_fast.rollout.trajectories import trajectory_bytes
+from sage_fast.util.environment import format_bytes, free_bytes
+from sage_fast.util.errors import UserError
+from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.ranks import (
     all_gather_object,
     data_size,
     initialize,
@@ -21,19 +34,6 @@ from sage_fast.distributed import (
     rank,
     world_size,
 )
-from sage_fast.engine.memory import held_bytes
-from sage_fast.environment import format_bytes, free_bytes
-from sage_fast.errors import UserError
-from sage_fast.metrics import JUDGE_PART
-from sage_fast.models.checkpointing import MODES
-from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.model import Model
-from sage_fast.models.protocol import Condition
-from sage_fast.models.sequence import check_sequence_parallel
-from sage_fast.rewards import CompositeReward, Judge
-from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
-from sage_fast.rollout.schedule import share_of
-from sage_fast.rollout.trajectories import trajectory_bytes
 
 
 @dataclasses.dataclass(kw_only=True)

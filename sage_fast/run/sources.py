@@ -12,10 +12,10 @@ from pathlib import Path
 
 from sage_fast.config.load import from_overrides
 from sage_fast.config.schema import Config
-from sage_fast.console import Say, say_nothing
-from sage_fast.errors import UserError
-from sage_fast.files import VIDEOS
 from sage_fast.run.weights import fault_of_weights, iteration_of, load_run
+from sage_fast.util.console import Say, say_nothing
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import VIDEOS
 
 BASE = "base"
 """The source that stands for the model of the other sources, without trained weights."""

@@ -14,9 +14,9 @@ from types import FrameType
 
 import torch
 
-from sage_fast.console import Say
-from sage_fast.distributed import all_reduce, world_size
-from sage_fast.errors import Stopped
+from sage_fast.util.console import Say
+from sage_fast.util.errors import Stopped
+from sage_fast.util.ranks import all_reduce, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TWICE = 0.5

@@ -20,10 +20,10 @@ from PIL import Image
 
 from sage_fast.config.load import dump
 from sage_fast.config.schema import Config
-from sage_fast.console import Say, say_nothing, say_wrapped
-from sage_fast.errors import RunError, UserError, nearest
-from sage_fast.files import append_line, read_metrics, write_atomic
 from sage_fast.report.scores import mean_and_error
+from sage_fast.util.console import Say, say_nothing, say_wrapped
+from sage_fast.util.errors import RunError, UserError, nearest
+from sage_fast.util.files import append_line, read_metrics, write_atomic
 
 CHANCES = 3
 """Failed calls after which a tracker is dropped."""

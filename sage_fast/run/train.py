@@ -13,21 +13,16 @@ from typing import Any
 
 import torch
 
+from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.console import Say, log_to, say_wrapped, speaker
-from sage_fast.distributed import barrier, initialize, rank, shutdown, world_size
-from sage_fast.engine.settings import check_engine
-from sage_fast.environment import command_line, environment
-from sage_fast.errors import RankError, Stopped, UserError
-from sage_fast.files import aside, read_json, write_atomic, write_json
-from sage_fast.metrics import REWARD_PART, straggler_line
 from sage_fast.models.policy import State, numel
-from sage_fast.optimizers import check_optimizer
+from sage_fast.ops import implementation
+from sage_fast.parallel.optimizers import check_optimizer
+from sage_fast.parallel.settings import check_engine
 from sage_fast.report.hacking import verdict
 from sage_fast.report.page import write_report
 from sage_fast.report.scores import format_number, format_paired_table, paired_table, read_scores
 from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
-from sage_fast.rollout.schedule import check_log_prob, check_trainable
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import (
@@ -44,6 +39,12 @@ from sage_fast.run.stop import Stop
 from sage_fast.run.trackers import MetricsWriter, check_trackers
 from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.trainer import Trainer
+from sage_fast.util.console import Say, log_to, say_wrapped, speaker
+from sage_fast.util.environment import command_line, environment
+from sage_fast.util.errors import RankError, Stopped, UserError
+from sage_fast.util.files import aside, read_json, write_atomic, write_json
+from sage_fast.util.metrics import REWARD_PART, straggler_line
+from sage_fast.util.ranks import barrier, initialize, rank, shutdown, world_size
 
 
 def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
@@ -287,7 +288,7 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
     """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content."""
     parameters = sum(numel(p) for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(map(numel, trainer.engine.parameters))
-    facts = environment(trainer.device) | {
+    facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(sys.argv),
         "ranks": world_size(),
         "attention": trainer.model.attention,

@@ -13,9 +13,9 @@ from typing import Any
 
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
-from sage_fast.console import Say, say_nothing
-from sage_fast.errors import UserError
-from sage_fast.files import read_json
+from sage_fast.util.console import Say, say_nothing
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json
 
 MANIFEST = "manifest.json"
 """File in a checkpoint that holds the size and SHA-256 of every other file."""

@@ -1,1 +1,1 @@
-"""Small tools that need no run."""
+"""Tools around a run: the plan, the profile, the doctor, and the samplers as a table."""

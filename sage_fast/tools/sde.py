@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_fast.errors import UserError, nearest
-from sage_fast.files import make_folder_of
-from sage_fast.transitions import SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import make_folder_of
 
 KINDS = (".svg", ".png")
 COLUMNS = "step   sigma    next         a         b  c, noise   excess     N_t     S_t"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.cli import guarded
-from sage_fast.errors import UserError, nearest
+from sage_fast.util.errors import UserError, nearest
 
 PROGRAM = "python -m studies.paper"
 
@@ -28,7 +28,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _study(options: argparse.Namespace) -> int:
     if not options.quiet:
         print("loading PyTorch and diffusers", flush=True)
-    from sage_fast.console import speaker
+    from sage_fast.util.console import speaker
     from studies.paper import page, training
     from studies.paper.claims import CLAIMS
     from studies.paper.finding import Material

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from sage_fast.measure.plan import plan
 from sage_fast.report.charts import BLUE, GREY, ORANGE
 from sage_fast.report.scores import holm
+from sage_fast.tools.plan import plan
 from studies.paper.finding import LEVEL, SMALLEST, Claim, Finding, Material, Verdict
 from studies.paper.training import config_of, difference, full_size, mean_interval, protocol
 

@@ -17,11 +17,11 @@ from studies.paper.finding import Claim, Finding, Material, Verdict
 from studies.paper.training import shipped
 
 if TYPE_CHECKING:
-    from sage_fast.console import Progress
-    from sage_fast.metrics import Metrics, Stopwatch
+    from sage_fast.algorithm.schedule import Transition
     from sage_fast.rollout.batch import Batch
-    from sage_fast.rollout.schedule import Transition
     from sage_fast.trainer import Trainer
+    from sage_fast.util.console import Progress
+    from sage_fast.util.metrics import Metrics, Stopwatch
 
 SETTINGS: Mapping[str, object] = {
     "sampling.shift": 5.0,

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from sage_fast.transitions import TransitionTable
+from sage_fast.algorithm.transitions import TransitionTable
 
 
 class Mixture:

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.files import write_atomic
 from sage_fast.report.charts import inline_picture, picture
 from sage_fast.report.html import render
+from sage_fast.util.files import write_atomic
 from studies.paper.finding import Claim, Finding
 
 TEMPLATE = Path(__file__).parent / "results.html.j2"

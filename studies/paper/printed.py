@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
+from sage_fast.algorithm.objective import KLController
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Feedback, KLConfig
-from sage_fast.objective import KLController
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.transitions import sigma_schedule, transition_table
 from studies.paper.finding import Claim, Finding, Material, Verdict
 from studies.paper.mixture import Mixture, follow_printed_score, follow_table, sample
 

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import SAGE_CLAMP, SAMPLERS, TransitionTable, sigma_schedule, transition_table
 from sage_fast.report.charts import COLORS, GREY
 from sage_fast.testbed.manifold import manifold_distances
-from sage_fast.transitions import SAGE_CLAMP, SAMPLERS, TransitionTable, sigma_schedule, transition_table
 from studies.paper.finding import Claim, Finding, Material, Verdict
 from studies.paper.mixture import Mixture, sample
 from studies.paper.training import shipped

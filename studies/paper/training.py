@@ -19,11 +19,12 @@ import yaml
 from sage_fast.cli import guarded
 from sage_fast.config.load import build, dump, leaves, load
 from sage_fast.config.schema import Config
-from sage_fast.console import Say, speaker
-from sage_fast.errors import RunError, UserError
-from sage_fast.files import read_json, write_json
+from sage_fast.ops import implementation
 from sage_fast.report.scores import Difference, difference_of_runs, mean_and_half, means_by_prompt
 from sage_fast.run.grid import run_many
+from sage_fast.util.console import Say, speaker
+from sage_fast.util.errors import RunError, UserError
+from sage_fast.util.files import read_json, write_json
 
 SEEDS, QUICK_SEEDS = 5, 2
 QUICK: Mapping[str, object] = {
@@ -114,9 +115,9 @@ def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, s
     """Return the provenance of the findings: this process and the runs."""
     import torch
 
-    from sage_fast.environment import PACKAGES, environment
+    from sage_fast.util.environment import PACKAGES, environment
 
-    here = environment(torch.device("cpu"))
+    here = environment(torch.device("cpu"), implementation(torch.device("cpu")))
     every = [run for seeds in runs.values() for run in seeds]
     environments = [run.environment for run in every] or [here]
     found = {"Command": command, "Findings": f"by commit {here['commit']}, {here['date']}"}
@@ -232,10 +233,10 @@ def train_one(config: Config, file: Path) -> float:
     """Train and evaluate as `sage-fast train` does, but without a run folder; return the last held-out score."""
     import torch
 
-    from sage_fast.environment import environment
     from sage_fast.run.evaluation import evaluate
     from sage_fast.run.setup import load_setup
     from sage_fast.trainer import Trainer
+    from sage_fast.util.environment import environment
 
     setup = load_setup(config)
     setup.encode(None, quiet=True)
@@ -248,7 +249,7 @@ def train_one(config: Config, file: Path) -> float:
             with trainer.engine.averaged_weights():
                 evaluations.append(evaluate(setup, iteration=index + 1).to_json())
     scores = [statistics.fmean(scores_of(evaluation, "reward")) for evaluation in evaluations]
-    facts = environment(torch.device("cpu"))
+    facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))
     write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
     return scores[-1]
 

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from sage_fast.measure.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, format_table
+from sage_fast.benchmarks.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, format_table
 
 PROGRAM = """
 import dataclasses, json
-from sage_fast.measure.compile_report import SPECIALISATIONS, Specialisation, compile_report
+from sage_fast.benchmarks.compile_report import SPECIALISATIONS, Specialisation, compile_report
 from sage_fast.models.projection import room_for
 
 names = ("_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel")

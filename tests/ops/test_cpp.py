@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import SAMPLERS, sigma_schedule, transition_table
 from sage_fast.ops import implementation, transition_score, transition_step
 from sage_fast.ops.philox import philox_normal
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
-from sage_fast.transitions import SAMPLERS, sigma_schedule, transition_table
 from tests.ops.accuracy import assert_accurate, double
 
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import implementation
-from sage_fast.transitions import sigma_schedule, transition_table
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import transition_score, transition_step
 from sage_fast.ops.philox import philox_normal
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.ops.transition_step import transition_step_reference
-from sage_fast.transitions import sigma_schedule, transition_table
 
 TABLE = transition_table(sigma_schedule(6, 3.0), "exact", 0.8)  # its last step has c = 0
 COEFS = TABLE.coefficients(12)

@@ -22,6 +22,7 @@ from sage_fast.kernels.common import _noise  # noqa: E402
 from sage_fast.kernels.transition_score import transition_score, transition_score_backward  # noqa: E402
 from sage_fast.kernels.transition_step import transition_step  # noqa: E402
 
+from sage_fast.algorithm.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table  # noqa: E402
 from sage_fast.ops import _dispatch  # noqa: E402
 from sage_fast.ops.philox import philox4x32, philox_normal  # noqa: E402
 from sage_fast.ops.transition_score import (  # noqa: E402
@@ -29,7 +30,6 @@ from sage_fast.ops.transition_score import (  # noqa: E402
     transition_score_reference,
 )
 from sage_fast.ops.transition_step import guided, transition_step_reference  # noqa: E402
-from sage_fast.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table  # noqa: E402
 from tests.ops.accuracy import assert_accurate, double  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

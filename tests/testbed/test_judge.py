@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig
-from sage_fast.errors import RewardError, UserError
 from sage_fast.rewards import Judge, load_reward
 from sage_fast.rewards.judge import TestbedJudge
 from sage_fast.rewards.testbed import TestbedReward, measure, motion_quality, text_alignment, visual_quality
 from sage_fast.testbed.corruptions import ATTRIBUTES, CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
 from sage_fast.testbed.judge import JUDGE as WEIGHTS
 from sage_fast.testbed.world import BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse, render
+from sage_fast.util.errors import RewardError, UserError
 
 JUDGE = TestbedJudge()
 SCENES = all_scenes()

@@ -13,8 +13,8 @@ from sage_fast.models.testbed.model import BASE, TestbedTransformer, load_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate
-from sage_fast.seeding import sample_seeds
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, render, train_prompts
+from sage_fast.util.seeding import sample_seeds
 from scripts.pretrain_testbed import pretrain
 from tests.tiny import embeddings
 

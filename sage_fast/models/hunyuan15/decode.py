@@ -9,10 +9,10 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
-from sage_fast.environment import free_bytes
-from sage_fast.errors import UserError
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.vae import decode_frames, peak_bytes, video_shape
+from sage_fast.util.environment import free_bytes
+from sage_fast.util.errors import UserError
 
 SHARE = 0.5
 """Of the memory free at the first decode; the rest is for the rollout beside it, and for training."""

@@ -12,10 +12,10 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import forma
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
-from sage_fast.errors import UserError
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
+from sage_fast.util.errors import UserError
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 BLOCK, BLOCKS = 4096, 256

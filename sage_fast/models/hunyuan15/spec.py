@@ -15,7 +15,6 @@ from diffusers.guiders import ClassifierFreeGuidance
 from torch import nn
 
 from sage_fast.config.schema import Config, SamplingConfig
-from sage_fast.errors import UserError
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.decode import VideoDecoder
@@ -25,6 +24,7 @@ from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.projection import room_for
 from sage_fast.models.protocol import Cost, Encoder, Spec
 from sage_fast.models.random_weights import is_random
+from sage_fast.util.errors import UserError
 
 # What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
 # and of the adapters' room a token. tests/test_plan.py counts each; whoever changes the block changes them here.

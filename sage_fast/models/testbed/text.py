@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sage_fast.errors import UserError
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES, SPEEDS, nearest_word
+from sage_fast.util.errors import UserError
 
 TEXT_EMBED_DIM = 32
 BEGIN = "<begin>"  # starts every prompt; the empty prompt is this token alone

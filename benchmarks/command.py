@@ -1,0 +1,81 @@
+"""The command `sage-fast bench`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+from sage_fast.tools.harness import Save, save_nothing
+from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.files import write_json
+
+ONLY = {
+    "size": ("operators", "rollout"),
+    "part": ("rollout",),
+    "path": ("rollout", "iteration"),
+    "budget": ("rollout",),
+}
+"""Option -> the benchmarks that accept it."""
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Measure, print the table, and write the JSON after every row. Return the exit status: 1 if a path failed.
+
+    Raises:
+        UserError: the benchmark does not accept an option, or does not know a name.
+    """
+    if options.compile:
+        from sage_fast.benchmarks.compile_report import compile_report, format_table
+
+        print(format_table(compile_report()))
+        return 0
+    _check(options)
+    save: Save = save_nothing if options.json is None else functools.partial(write_json, path=Path(options.json))
+    if options.what == "iteration":
+        from sage_fast.benchmarks import iteration
+
+        from sage_fast.config.load import load
+
+        config = load(options.config)
+        paths = _known("path", options.path, iteration.PATHS)
+        print(iteration.format_iterations(iteration.run(config, options.repetitions, paths, save)))
+    elif options.what == "rollout":
+        from sage_fast.benchmarks import rollout, rung
+
+        result = rollout.run(
+            _known("size", options.size, rung.SIZES),
+            options.repetitions,
+            parts=_known("part", options.part, rung.PARTS),
+            paths=_known("path", options.path, rung.PATHS),
+            budget=options.budget,
+            save=save,
+        )
+        print(rollout.format_rollout(result))
+        return int(rollout.failures(result) > 0)
+    else:
+        from sage_fast.benchmarks import operators
+
+        result = operators.run(_known("size", options.size, operators.SIZES), options.repetitions, save)
+        print(operators.format_result(result))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.repetitions < 1:
+        raise UserError(f"--repetitions {options.repetitions}: expected at least 1")
+    if (options.what == "iteration") != bool(options.config):
+        raise UserError("`bench iteration` and --config FILE go together")
+    for name, accepting in ONLY.items():
+        if getattr(options, name) is not None and options.what not in accepting:
+            raise UserError(f"--{name} goes with {' or '.join(f'`bench {what}`' for what in accepting)}")
+    if options.budget is not None and not options.budget > 0:
+        raise UserError(f"--budget {options.budget:g}: expected seconds above 0")
+
+
+def _known(option: str, names: list[str] | None, choices: Iterable[str]) -> list[str] | None:
+    for name in names or []:
+        if name not in choices:
+            raise UserError(f"--{option} {name!r}: {nearest(name, choices)}")
+    return names

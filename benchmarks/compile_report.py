@@ -1,0 +1,279 @@
+"""Registers, spills and access widths of the compiled Triton kernels; needs no GPU.
+
+rows = compile_report()
+print(format_table(rows))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+NORM_SIZES = "d 2048, 16 heads of 128"
+"""Sizes of the published transformer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Specialisation:
+    """One compilation of one kernel.
+
+    Attributes:
+        kernel: name of the kernel.
+        x, v: Triton element types of the latents and of the velocities.
+        guidance, anchor, old: which optional inputs are present.
+        aligned: whether numel is a multiple of 16, as it is for every latent with 16 or 32 channels.
+        numel: `i32`, `i64` (samples of 2^31 elements or more) or `1` (Triton turns an argument of 1 into a constant).
+        outputs: number of results of the second reduction stage: 1 for the step, 3 for the score.
+        sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
+        residual, gated: whether the LayerNorm's backward adds the residual's gradient, and computes a gate's.
+        room: columns on the right of each row of a normalisation's result and its gradient.
+    """
+
+    kernel: str
+    x: str = "fp32"
+    v: str = "bf16"
+    guidance: bool = False
+    anchor: bool = False
+    old: bool = False
+    aligned: bool = True
+    numel: str = "i32"
+    outputs: int = 0
+    sums: bool = False
+    residual: bool = False
+    gated: bool = False
+    room: int = 0
+
+    def __str__(self) -> str:
+        if self.outputs:
+            return f"{self.outputs} output{'s' * (self.outputs > 1)}"
+        if "norm" in self.kernel:
+            return (
+                f"{self.x}, {NORM_SIZES}"
+                + "".join(f", {name}" for name in ("sums", "residual", "gated") if getattr(self, name))
+                + f", room {self.room}" * (self.room > 0)
+            )
+        parts = [f"{self.x} x", f"{self.v} v"]
+        parts += [name for name in ("guidance", "anchor", "old") if getattr(self, name)]
+        parts += ["unaligned"] * (not self.aligned) + [f"{self.numel} numel"] * (self.numel != "i32")
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """Resources of one compilation.
+
+    Attributes:
+        kernel, specialisation: what was compiled.
+        arch: compute capability times 10.
+        registers: 32-bit registers per thread.
+        spilled_bytes: stack per thread; all of it is spills, since these kernels have no local arrays and no calls.
+        shared_bytes: shared memory per program.
+        loads, stores: bytes per thread of each global load and store instruction, widest first.
+    """
+
+    kernel: str
+    specialisation: str
+    arch: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    loads: list[int]
+    stores: list[int]
+
+
+_STEP, _FWD, _BWD = "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
+_NORMS = ("norm_modulate", "norm_rotate")
+_SCORE_INPUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"anchor": True},
+    {"anchor": True, "old": True},
+    {"x": "bf16", "anchor": True, "old": True},
+    {"anchor": True, "old": True, "aligned": False},
+    {"x": "bf16", "anchor": True, "old": True, "aligned": False},
+)
+
+SPECIALISATIONS: tuple[Specialisation, ...] = (
+    Specialisation(kernel=_STEP),
+    Specialisation(kernel=_STEP, guidance=True),
+    Specialisation(kernel=_STEP, x="bf16"),
+    Specialisation(kernel=_STEP, x="bf16", guidance=True),
+    Specialisation(kernel=_STEP, guidance=True, aligned=False),
+    Specialisation(kernel=_STEP, x="bf16", guidance=True, aligned=False),
+    *(Specialisation(kernel=kernel, **inputs) for kernel in (_FWD, _BWD) for inputs in _SCORE_INPUTS),
+    *(Specialisation(kernel=f"_{name}_fwd_kernel", x=x) for name in (*_NORMS, "gated_norm") for x in ("bf16", "fp32")),
+    *(
+        Specialisation(kernel=f"_{name}_bwd_kernel", x=x, sums=sums)
+        for name in _NORMS
+        for x, sums in (("bf16", False), ("bf16", True), ("fp32", False))
+    ),
+    *(
+        Specialisation(kernel="_norm_modulate_bwd_kernel", x=x, sums=sums, residual=True, gated=gated)
+        for x, sums, gated in (
+            ("bf16", False, False),
+            ("bf16", False, True),
+            ("bf16", True, True),
+            ("fp32", False, True),
+        )
+    ),
+    Specialisation(kernel="_reduce_kernel", outputs=1),
+    Specialisation(kernel="_reduce_kernel", outputs=3),
+)
+"""The compilations that matter; every other one differs from one of these only in an element type."""
+
+_TYPES = {"step_ptr": "*i64", "seed_ptr": "*i64", "steps": "i32", "programs": "i32"}
+
+
+def _compile(specialisation: Specialisation, arch: int) -> Any:
+    import triton
+    from sage_fast.kernels import common, gated_norm, norm_modulate, norm_rotate, transition_score, transition_step
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
+    kernel = next(
+        getattr(module, specialisation.kernel)
+        for module in (common, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
+        if hasattr(module, specialisation.kernel)
+    )
+    s = specialisation
+    if "norm" in s.kernel:
+        return _compile_norm(kernel, s, arch)
+    flags = {
+        "HAS_GUIDANCE": s.guidance,
+        "HAS_ANCHOR": s.anchor,
+        "HAS_OLD": s.old,
+        "STEP_STRIDE": 1,
+        "ALIGNED": s.aligned and s.numel != "1",
+        "TILES": 2,  # a 480p latent
+        "BLOCK": common.BLOCK,
+        "VEC": 4 if "fp32" in (s.x, s.v) else 8,
+        "OUTPUTS": s.outputs,
+        "PARTIALS": common.MAX_PROGRAMS,
+    }
+    absent = ["v_uncond_ptr", "guidance_ptr"] * (not s.guidance)
+    absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old)
+    absent += ["kl_anchor_ptr", "kl_old_ptr"] * (s.outputs != 3)
+    constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
+    constants |= {name: None for name in kernel.arg_names if name in absent}
+    if s.numel == "1":
+        constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
+    types = _TYPES | dict.fromkeys(("x_ptr", "x_next_ptr"), f"*{s.x}") | {"numel": s.numel}
+    types |= dict.fromkeys(("v_ptr", "v_uncond_ptr", "v_anchor_ptr", "v_old_ptr", "dv_ptr"), f"*{s.v}")
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*fp32" if name.endswith("_ptr") else "fp32")
+        for name in kernel.arg_names
+    }
+    divisible = [["tt.divisibility", 16]]
+    attributes = {
+        (index,): divisible
+        for index, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or (name == "numel" and s.aligned and kind != "constexpr")
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=common.LAUNCH_OPTIONS)
+
+
+def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
+    import triton
+    from sage_fast.kernels import common
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    width = 128 if "rotate" in s.kernel else 2048
+    flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums, "ROWS": 8, "TOKENS": 8}
+    flags["PART"] = 0
+    flags |= {"RESIDUAL": s.residual, "GATED": s.gated}
+    constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
+    if "RESIDUAL" in constants:
+        absent = ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
+        constants |= dict.fromkeys(absent + ["y_ptr"] * (not (s.gated and s.sums)))
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_ptr"):
+            return "*fp32" if name in ("rotary_ptr", "partial_ptr") else f"*{s.x}"
+        return "fp32" if name == "eps" else "i32"
+
+    aligned = ("_ptr", "_stride", "width")  # multiples of 16 at these sizes, which Triton detects
+    unaligned = ("out_width", "grad_width") if s.room % 16 else ()
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name.endswith(aligned) and name not in unaligned
+    }
+    source = ASTSource(kernel, {name: kind(name) for name in kernel.arg_names}, constants, attributes)
+    options = common.WIDE_OPTIONS if "bwd" in s.kernel or "gated" in s.kernel else common.LAUNCH_OPTIONS
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """Read REG, STACK, SHARED, ... from the binary with the cuobjdump that Triton ships."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", output)}
+
+
+def _widths(ptx: str, access: str) -> list[int]:
+    found = re.findall(rf"\b{access}\.global(?:\.\w+)*?(?:\.v(\d))?\.[busf](\d+)\b", ptx)
+    return sorted((int(count or 1) * int(bits) // 8 for count, bits in found), reverse=True)
+
+
+def compile_report(
+    specialisations: Iterable[Specialisation] = SPECIALISATIONS, architectures: Sequence[int] = ARCHITECTURES
+) -> list[Row]:
+    """Compile the kernels for each architecture: about 0.5 s each, cached on disk by Triton.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+        RuntimeError: this process interprets the kernels (TRITON_INTERPRET).
+    """
+    rows = []
+    for specialisation, arch in itertools.product(specialisations, architectures):
+        compiled = _compile(specialisation, arch)
+        usage = _resource_usage(compiled.asm["cubin"])
+        rows.append(
+            Row(
+                kernel=specialisation.kernel,
+                specialisation=str(specialisation),
+                arch=arch,
+                registers=usage["REG"],
+                spilled_bytes=usage["STACK"],
+                shared_bytes=compiled.metadata.shared,
+                loads=_widths(compiled.asm["ptx"], "ld"),
+                stores=_widths(compiled.asm["ptx"], "st"),
+            )
+        )
+    return rows
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row, with accesses as `3 x 16, 2 x 4`."""
+    accesses = (
+        ", ".join(f"{count} x {width}" for width, count in Counter(widths).items())
+        for widths in (row.loads, row.stores)
+    )
+    numbers = (row.registers, row.spilled_bytes, row.shared_bytes)
+    return row.kernel, row.specialisation, f"sm_{row.arch}", *map(str, numbers), *accesses
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Format the rows as a Markdown table."""
+    header = ("kernel", "specialisation", "arch", "registers", "spilled B", "shared B", "loads B", "stores B")
+    cells = [header, *(_cells(row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

@@ -1,0 +1,104 @@
+"""Time whole iterations of a configuration: diffusers' forward and decode against ours, under the same trainer.
+
+`sage-fast bench iteration --config FILE`. On a GPU it also shows the peak of allocated memory per phase, which includes
+both models if both paths run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from sage_fast.benchmarks.stock import StockDecoder, StockPolicy
+
+from sage_fast.config.schema import Config
+from sage_fast.models.testbed.model import TestbedTransformer
+from sage_fast.ops import implementation
+from sage_fast.run.setup import load_setup
+from sage_fast.tools.harness import Save, head_line, save_nothing
+from sage_fast.trainer import Trainer
+from sage_fast.util.console import progress, say
+from sage_fast.util.environment import environment
+
+PATHS = ("stock", "eager")
+"""`stock` is diffusers' forward and decode, `eager` is ours."""
+
+
+def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: Save = save_nothing) -> dict[str, Any]:
+    """Time iterations through the stock forward and decode and through ours, interleaved.
+
+    Args:
+        config: validated settings.
+        rounds: timed iterations per path, after an untimed one.
+        paths: a subset of PATHS; both by default, which holds two models. A single path is not checked against another.
+        save: called with the result after every round.
+    """
+    trainers = {name: _trainer(config, name) for name in paths or PATHS}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in trainers}
+    result: dict[str, Any] = {}
+    rounds_and_names = [(index, name) for index in range(rounds + 1) for name in trainers]
+    for index, name in progress(rounds_and_names, "iterations", len(rounds_and_names), "iteration"):
+        rows[name].append(trainers[name].iteration(index))
+        if name != list(trainers)[-1]:
+            continue
+        if index == 0:
+            first = {name: row[0]["reward/mean"] for name, row in rows.items()}
+            assert len(first) == 1 or math.isclose(*first.values(), rel_tol=1e-3), f"the first rollouts differ: {first}"
+        else:
+            result = _result(config, trainers[name].device, rows)
+            save(result)
+    return result
+
+
+def _trainer(config: Config, name: str) -> Trainer:
+    say(f"loading the model for {name}")
+    setup = load_setup(config)
+    for note in setup.model.notes:
+        say(f"note: {note}")
+    if name == "stock":
+        policy = setup.model.policy
+        transformer = policy.networks["transformer"]
+        setup.model.policy = StockPolicy(transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale)
+        batches = isinstance(transformer, TestbedTransformer)
+        setup.model.decoder = StockDecoder(setup.model.decoder.vae, batches)
+    setup.encode(quiet=True)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
+    if name == "stock":
+        trainer.graphs = None  # the stock forward synchronises with the host
+    return trainer
+
+
+def _result(config: Config, device: torch.device, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the medians by phase, without the first round."""
+
+    def medians(prefix: str) -> dict[str, dict[str, Any]]:
+        keys = [key for key in next(iter(rows.values()))[0] if key.startswith(prefix)]
+        return {
+            key.removeprefix(prefix): {
+                name: statistics.median(row[key] for row in history[1:]) for name, history in rows.items()
+            }
+            for key in keys
+        }
+
+    return {
+        "environment": environment(device, implementation(device)) | {"dtype": config.model.dtype},
+        "phases": medians("time/"),
+        "peak_bytes": medians("memory/"),
+    }
+
+
+def format_iterations(result: Mapping[str, Any]) -> str:
+    """Format the table for a terminal."""
+    lines = [head_line(result["environment"]), "", f"{'phase':<12}{'stock':>11}{'ours':>11}{'ratio':>8}"]
+    for phase, row in result["phases"].items():
+        times = "".join(f"{1e3 * row[name]:>8.1f} ms" if name in row else " " * 11 for name in PATHS)
+        ratio = f"{row['stock'] / row['eager']:>7.2f}x" if set(PATHS) <= set(row) and row["eager"] > 0 else ""
+        lines.append(f"{phase:<12}{times}{ratio}".rstrip())
+    for phase, peaks in result["peak_bytes"].items():
+        sizes = "".join(f"{peaks[name] / 2**30:>7.2f} GiB" if name in peaks else " " * 11 for name in PATHS)
+        lines.append(f"{phase + ', peak':<12}{sizes}".rstrip())
+    lines += ["", "medians of interleaved iterations; stock: diffusers' forward and decode under the same trainer"]
+    return "\n".join(lines)

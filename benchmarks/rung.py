@@ -1,0 +1,283 @@
+"""One size of `sage-fast bench rollout`: its inputs, and what is compared at it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from sage_fast.benchmarks.stock import StockDecoder, StockPolicy
+from torch import Tensor
+
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.attention import ATTENTION, fastest, measure_attention
+from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
+from sage_fast.models.hunyuan15.decode import VideoDecoder
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.random_weights import random_module
+from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
+from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.tools.plan import training_flops
+from sage_fast.tools.verdict import in_one_line
+
+STEPS = 10
+FORWARDS = ("stock", "stock padded", "eager", "compiled")
+PARTS = {
+    "forward": FORWARDS,
+    "step": (*FORWARDS, "graphed"),
+    "rollout": (*FORWARDS, "graphed"),
+    "train": FORWARDS,
+    "decode": ("contiguous", "channels last", "stock"),
+}
+"""part -> the paths that can take it. The first two of decode are ours, by the layout of weights and activations in
+memory; the stock one, which knows no tiles at 480p, may end in an error after which nothing runs."""
+PATHS = tuple(dict.fromkeys(path for paths in PARTS.values() for path in paths))
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """One rung: latents `[batch, C, *space]` and the tokens of a prompt."""
+
+    batch: int
+    space: tuple[int, int, int]
+    text_tokens: int = HunyuanVideo15.text_tokens
+    testbed: bool = False
+
+
+SIZES = {
+    "tiny": Size(2, (2, 2, 3), 3, testbed=True),
+    "testbed batch 1": Size(1, LATENT_SHAPE[1:], 7, testbed=True),
+    "testbed batch 32": Size(32, LATENT_SHAPE[1:], 7, testbed=True),
+    "5x16x16": Size(1, (5, 16, 16)),
+    "9x30x52": Size(1, (9, 30, 52)),
+    "480p 81 frames": Size(1, (21, 30, 52)),
+}
+GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
+CPU_SIZES = ("testbed batch 1", "testbed batch 32")
+GATE_SPACE = (3, 8, 8)
+"""Latents at most that the decoders' gate compares: a layout that is right there is right everywhere."""
+
+
+def spec_of(testbed: bool) -> HunyuanVideo15:
+    """The model of a rung."""
+    return Testbed() if testbed else HunyuanVideo15()
+
+
+def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
+    """The architecture with random weights, made on the device, and a LoRA adapter that is not zero."""
+    transformer = random_module(spec_of(testbed).meta("transformer"), dtype, device)
+    add_lora(transformer, rank=16 if testbed else 64, alpha=16, targets=ModelConfig().lora_targets, seed=0)
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for name, p in transformer.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(std=0.02, generator=generator)
+    return transformer
+
+
+def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
+    """path of `decode` -> a decoder of the same random weights, in memory of its own, as the layouts differ."""
+    vae = random_module(spec_of(testbed).meta("vae"), dtype, device).requires_grad_(False)
+    contiguous, channels_last = (VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True))
+    channels_last.plans = contiguous.plans  # as much at a time, whatever is free by then
+    stock = StockDecoder(vae, batches=testbed)
+    return {"stock": stock, "contiguous": contiguous, "channels last": channels_last}
+
+
+class Rung:
+    """A size, its inputs, and the contenders as functions of nothing.
+
+    Args:
+        transformer: shared by all contenders.
+        size: of the inputs.
+        decoders: path -> decoder, if the decode takes part; from `random_decoders`.
+    """
+
+    def __init__(
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        size: Size,
+        decoders: Mapping[str, VideoDecoder] | None = None,
+    ) -> None:
+        device, dtype = next(transformer.parameters()).device, next(transformer.parameters()).dtype
+        config = transformer.config
+        self.transformer = transformer
+        self.ours = HunyuanVideo15Policy(transformer, dtype=dtype)
+        self.ours.forward.compile_blocks()
+        self.blocks = [block for block in self.ours.forward.blocks if isinstance(block, TextToVideoBlock)]
+        self.compiled_block = self.blocks[0].function
+        self._run_blocks_by(block_forward)
+        self.stock, padded = (StockPolicy(transformer, dtype=dtype) for _ in range(2))
+        padded.padded = True
+        # Eager, compiled and graphed are one policy: a second one would lay out the weights of all blocks again, and
+        # take them from the first, whenever its turn comes.
+        self.policies: dict[str, HunyuanVideo15Policy] = {"stock": self.stock, "stock padded": padded}
+        self.policies |= {"eager": self.ours, "compiled": self.ours}
+        self.size = size
+        self.device = device
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randn(size.text_tokens, config.text_embed_dim, generator=generator)
+        self.embeddings = {"prompt": TextEmbedding(text=text, glyphs=torch.zeros(0, config.text_embed_2_dim))}
+        self.prompts = ["prompt"] * size.batch
+        self.shape = (config.out_channels, *size.space)
+        self.table = transition_table(sigma_schedule(STEPS, 5.0), "sage", 0.5)
+        self.coefs = self.table.coefficients(math.prod(self.shape)).to(device)
+        self.seeds = torch.arange(size.batch, device=device)
+        self.x = initial_latents(self.seeds, self.shape, device)
+        self.step = torch.full((1,), STEPS // 2, device=device)
+        tokens = math.prod(size.space) + size.text_tokens
+        heads = (config.num_attention_heads, config.attention_head_dim)
+        self.attention = fastest(measure_attention((size.batch, tokens, *heads), device, dtype))
+        self.ours.forward.attention = ATTENTION[self.attention]
+        self.graphs = StepGraphs(self.ours, CudaRecorder(), 2**40) if device.type == "cuda" else None
+        self.decoders = decoders or {}
+
+    def schedule(self, policy: HunyuanVideo15Policy) -> Any:
+        return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)
+
+    def flops(self, part: str) -> float:
+        """Model FLOPs of a part at the unpadded prompt, by the formulas of the plan."""
+        config, size = self.transformer.config, self.size
+        if part == "decode":
+            return size.batch * decode_flops(self.decoders["stock"].vae.decoder, self.shape)
+        tokens = math.prod(size.space)
+        forward = size.batch * forward_flops(config, tokens, size.text_tokens)
+        if part == "train":
+            attention = size.batch * attention_flops(config, tokens, size.text_tokens)
+            return training_flops(forward, attention, checkpointing=self.checkpointing(part), frozen_base=True)
+        return forward * (STEPS if part == "rollout" else 1)
+
+    def checkpointing(self, part: str) -> str:
+        """The mode that a part runs with."""
+        return "full" if part == "train" and not self.size.testbed else "none"
+
+    # -- the gate -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def check(self, gate: str, paths: Collection[str] = PATHS) -> dict[str, str]:
+        """The gate: path -> what is wrong with it, of those among `paths` whose results are not the stock ones.
+
+        If stock fails, which is among the problems then, the first path that does not is what the others are compared
+        with.
+
+        Args:
+            gate: `decode`, which compares videos, or `forward`, velocities, for all other parts.
+            paths: to be compared.
+        """
+        run = self._video if gate == "decode" else self._velocity
+        limit = 1e-4 if self.x.dtype == self.ours.dtype else 0.05
+        graphed = gate != "decode" and "graphed" in paths  # replays what runs eagerly
+        present = self._present(PARTS[gate], {*paths, "eager"} if graphed else paths)
+        problems = {}
+        expected = None
+        for path in dict.fromkeys(["stock", *present]):
+            try:
+                found = run(path).float()
+            except Exception as error:  # of a compiler, a kernel or memory: the other paths are still to be had
+                problems[path] = in_one_line(error)
+                continue
+            expected = found if expected is None else expected
+            off = float((found - expected).norm() / expected.norm())
+            if not off <= limit:
+                problems[path] = f"wrong: off by {off:.1e}, expected at most {limit:.0e}"
+        if graphed and "eager" in problems:
+            problems["graphed"] = problems["eager"]
+        return problems
+
+    def _velocity(self, path: str) -> Tensor:
+        policy = self.policies[path]
+        with self._blocks_of(path):
+            return policy.velocity(self.x, self.schedule(policy).at(self.step))
+
+    def _video(self, path: str) -> Tensor:
+        return self.decoders[path](self.x[:, :, : GATE_SPACE[0], : GATE_SPACE[1], : GATE_SPACE[2]].contiguous())
+
+    def _present(self, of_part: Collection[str], paths: Collection[str]) -> list[str]:
+        """Those of a part's paths that are asked for and can be taken here."""
+        absent = {"stock padded"} if self.size.testbed else set()  # pads by 1985 tokens: of interest at real sizes only
+        return [path for path in of_part if path in paths and path not in absent]
+
+    # -- contenders ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _blocks_of(self, path: str) -> Iterator[None]:
+        """Run the blocks compiled for the path of that name."""
+        if path == "compiled":
+            self._run_blocks_by(self.compiled_block)
+        try:
+            yield
+        finally:
+            self._run_blocks_by(block_forward)
+
+    def _run_blocks_by(self, function: Callable[..., Any]) -> None:
+        for block in self.blocks:
+            block.function = function
+
+    def contenders(self, part: str, paths: Collection[str] = PATHS) -> dict[str, Callable[[], Any]]:
+        """path -> a function that runs `forward`, `step`, `rollout`, `train` (forward and backward) or `decode` once.
+
+        Without a path that needs what is not here: CUDA for graphs, few enough tokens for them to pay.
+        """
+        present = self._present(PARTS[part], paths)
+        set_checkpointing(self.transformer, self.checkpointing(part))
+        if part == "decode":
+            return {path: self._decode(self.decoders[path]) for path in present}
+        made = {path: self._function(part, path) for path in present if path != "graphed"}
+        if "graphed" in present and self.graphs is not None:
+            made |= self._graphed(part, self.graphs)
+        return made
+
+    def _decode(self, decoder: VideoDecoder) -> Callable[[], Tensor]:
+        return lambda: decoder(self.x)
+
+    def _function(self, part: str, path: str) -> Callable[[], Any]:
+        policy = self.policies[path]
+        schedule = self.schedule(policy)
+
+        @torch.no_grad()
+        def forward() -> Any:
+            return policy.velocity(self.x, schedule.at(self.step))
+
+        @torch.no_grad()
+        def step() -> Any:
+            return denoise(policy, self.coefs, schedule, self.seeds, self.x, self.step)
+
+        def whole() -> Any:
+            return self._rollout(policy)
+
+        def train() -> Any:
+            v = policy.velocity(self.x, schedule.at(self.step))
+            return torch.autograd.grad(v.float().square().mean(), list(policy.parameters().values()))
+
+        function = {"forward": forward, "step": step, "rollout": whole, "train": train}[part]
+
+        def run() -> Any:
+            with self._blocks_of(path):
+                return function()
+
+        return run
+
+    def _graphed(self, part: str, graphs: StepGraphs) -> dict[str, Callable[[], Any]]:
+        schedule = self.schedule(self.ours)
+        with torch.no_grad():
+            for _ in range(2):  # a shape is recorded when it comes for the second time
+                graph = graphs.prepare(self.coefs, schedule, self.seeds, self.x)
+        if graph is None:
+            return {}
+        if part == "step":
+            return {"graphed": graph.step}
+        return {"graphed": lambda: self._rollout(self.ours, graphs)}
+
+    def _rollout(self, policy: HunyuanVideo15Policy, graphs: StepGraphs | None = None) -> Tensor:
+        conditioning = policy.conditioning_table(self.table.sigmas[:-1], self.embeddings)
+        return rollout(policy, self.table, self.coefs, conditioning, self.prompts, self.seeds, self.x, graphs=graphs)

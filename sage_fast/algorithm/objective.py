@@ -1,0 +1,393 @@
+"""The SAGE-GRPO objective as small pure functions on `[B]` tensors; docs/math.md has the equations.
+
+loss_i,t = -S_t surrogate(ratio or log-prob, A_i) + lambda_KL (beta_pos KL(theta || anchor) + beta_vel KL_vel)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sage_fast.algorithm.process import FORWARD, REVERSE, Process
+from sage_fast.config.schema import (
+    AdvantageStd,
+    Config,
+    Feedback,
+    KLConfig,
+    KLStrategyName,
+    ObjectiveConfig,
+    Ratio,
+    Surrogate,
+)
+from sage_fast.ops import Row
+
+
+def group_advantages(
+    rewards: Tensor, valid: Tensor, *, std: AdvantageStd = "group", clamp: float = 5.0, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Return A_i = (R_i - group mean) / (std + eps), clamped (Eq. 10).
+
+    Args:
+        rewards: float `[P, G]`, one row per group.
+        valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
+        std: population std of each `group`, or of the whole `batch` about the group means.
+        clamp: bound on |A|.
+        eps: epsilon of Eq. 10.
+
+    Returns:
+        Advantages `[P, G]`, and bool `[P]`, True for groups whose valid rewards are all equal (or fewer than two).
+    """
+    count = valid.sum(1, keepdim=True)
+    filled = torch.where(valid, rewards, 0.0)
+    mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(valid, rewards - mean, 0.0)
+    squares, size = centred.square().sum(1, keepdim=True), count
+    if std == "batch":
+        squares, size = squares.sum(), count.sum()
+    high = torch.where(valid, rewards, -torch.inf).amax(1)
+    low = torch.where(valid, rewards, torch.inf).amin(1)
+    equal = (count[:, 0] < 2) | (high == low)
+    advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps))
+    return advantages.clamp(-clamp, clamp), equal
+
+
+def _clipped_ratio(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Clipped surrogate: min(ratio A, clip(ratio) A)."""
+    ratio, clip_range = torch.exp(log_ratio), objective.clip_range
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage)
+
+
+def _plain_log_prob(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Surrogate log-prob x A (Eq. 43), up to the rollout's log-prob, which is constant."""
+    return log_ratio * advantage
+
+
+def _nft(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Negative DiffusionNFT loss (arXiv 2509.16117) times advantage_clamp / beta, up to a constant.
+
+    The log-ratio is the centred one of the noised sample (docs/math.md).
+    """
+    return advantage * log_ratio - objective.nft_beta * objective.advantage_clamp * kl_old
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SurrogateRow:
+    """A surrogate and what it needs.
+
+    Attributes:
+        value: (log-ratio, KL to the rollout policy, advantage, settings) -> `[B]`, maximised.
+        uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
+        centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
+        process: scores the steps of the rollout, or the final samples with new noise.
+    """
+
+    value: Callable[[Tensor, Tensor, Tensor, ObjectiveConfig], Tensor]
+    uses_ratio: bool = False
+    centred: bool = False
+    process: Process = REVERSE
+
+
+SURROGATES = {
+    "clip": SurrogateRow(value=_clipped_ratio, uses_ratio=True),
+    "log_prob": SurrogateRow(value=_plain_log_prob),
+    "nft": SurrogateRow(value=_nft, centred=True, process=FORWARD),
+}
+assert tuple(SURROGATES) == get_args(Surrogate), (
+    "a surrogate is named in config.Surrogate and has its row in SURROGATES"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RatioRow:
+    """Preparation of the log-ratio for a surrogate that clips the ratio.
+
+    Attributes:
+        centred: add the KL to the rollout policy, so that the mean log-ratio is zero.
+        normalised: multiply by S_t, so that the clip acts alike at every step.
+    """
+
+    centred: bool
+    normalised: bool
+
+
+RATIOS = {
+    "plain": RatioRow(centred=False, normalised=False),
+    "centred": RatioRow(centred=True, normalised=False),
+    "normalised": RatioRow(centred=True, normalised=True),
+}
+assert tuple(RATIOS) == get_args(Ratio), "a ratio is named in config.Ratio and has its row in RATIOS"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Per-sample terms `[B]` of a micro-batch; `total` and `policy` carry gradients, `ratio` is the prepared one."""
+
+    total: Tensor
+    policy: Tensor
+    kl: Tensor
+    kl_anchor: Tensor
+    kl_velocity: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLStrategy:
+    """The KL terms of a strategy.
+
+    Attributes:
+        anchor: anchor of the position term: `start`, the weights at the start of the run; `moving`, refreshed every
+            `kl.anchor_interval` optimizer steps; None for no position term.
+        velocity: whether the KL to the rollout policy is penalised.
+    """
+
+    anchor: Literal["start", "moving"] | None
+    velocity: bool
+
+
+KL_STRATEGIES = {
+    "none": KLStrategy(anchor=None, velocity=False),
+    "fixed": KLStrategy(anchor="start", velocity=False),  # Eq. 11
+    "stepwise": KLStrategy(anchor=None, velocity=True),  # Eq. 12
+    "moving": KLStrategy(anchor="moving", velocity=False),  # Eq. 13
+    "dual": KLStrategy(anchor="moving", velocity=True),  # Eq. 14
+}
+assert tuple(KL_STRATEGIES) == get_args(KLStrategyName), (
+    "a KL strategy is named in config.KLStrategyName and has its row in KL_STRATEGIES"
+)
+
+
+def surrogate_of(objective: ObjectiveConfig) -> SurrogateRow:
+    return SURROGATES[objective.surrogate]
+
+
+def strategy_of(kl: KLConfig) -> KLStrategy:
+    return KL_STRATEGIES[kl.strategy]
+
+
+def uses_closed_form(kl: KLConfig) -> bool:
+    """Return whether there is a velocity term in closed form, not the estimate from the rollout's noise."""
+    return strategy_of(kl).velocity and kl.velocity_term == "closed_form"
+
+
+def centres_ratio(objective: ObjectiveConfig) -> bool:
+    """Return whether the KL to the rollout policy is added to the log-ratio."""
+    row = surrogate_of(objective)
+    return row.centred or (row.uses_ratio and RATIOS[objective.ratio].centred)
+
+
+def normalises_ratio(objective: ObjectiveConfig) -> bool:
+    """Return whether the log-ratio is multiplied by S_t."""
+    return surrogate_of(objective).uses_ratio and RATIOS[objective.ratio].normalised
+
+
+def stores_rollout_velocities(config: Config) -> bool:
+    """Return whether the loss needs the rollout's velocities, for the KL to the rollout policy in closed form.
+
+    With one update per iteration it does not: that KL and its gradient are 0 in the first update.
+    """
+    needed = centres_ratio(config.objective) or uses_closed_form(config.kl)
+    return needed and config.train.optimizer_steps > 1
+
+
+def sage_loss(
+    log_prob: Tensor,
+    kl_anchor: Tensor,
+    kl_old: Tensor,
+    *,
+    log_prob_old: Tensor,
+    advantage: Tensor,
+    equalizer: Tensor,
+    kl_weight: float,
+    objective: ObjectiveConfig,
+    kl: KLConfig,
+    bias: Tensor | float = 1.0,
+) -> Loss:
+    """Compute the whole loss from the outputs of `transition_score`; all tensors are `[B]`.
+
+    Args:
+        log_prob: log-prob under the current policy.
+        kl_anchor: KL of the current policy to the anchor.
+        kl_old: KL of the current policy to the rollout policy.
+        log_prob_old: log-prob under the rollout policy.
+        advantage: A_i.
+        equalizer: S_t of each transition; a normalised ratio uses it even if `objective.equalizer` is off.
+        kl_weight: lambda_KL.
+        bias: `TransitionTable.log_ratio_bias` of each transition.
+    """
+    log_ratio = log_prob - log_prob_old
+    weight = equalizer if objective.equalizer else torch.ones_like(equalizer)
+    if centres_ratio(objective):
+        # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
+        log_ratio = log_ratio + bias * kl_old
+        if normalises_ratio(objective):
+            log_ratio, weight = equalizer * log_ratio, weight / equalizer
+    surrogate, strategy = surrogate_of(objective), strategy_of(kl)
+    ratio = torch.exp(log_ratio)
+    policy = -weight * surrogate.value(log_ratio, bias * kl_old, advantage, objective)
+    velocity = kl_old if kl.velocity_term == "closed_form" else log_prob_old - log_prob
+    regularizer = torch.zeros_like(policy)
+    if strategy.anchor is not None:
+        regularizer = regularizer + kl.beta_pos * kl_anchor
+    if strategy.velocity:
+        regularizer = regularizer + kl.beta_vel * velocity
+    return Loss(
+        total=policy + kl_weight * regularizer,
+        policy=policy,
+        kl=regularizer.detach(),
+        kl_anchor=kl_anchor.detach(),
+        kl_velocity=velocity.detach(),
+        ratio=ratio.detach(),
+        clipped=((ratio.detach() - 1).abs() > objective.clip_range).float() * surrogate.uses_ratio,
+    )
+
+
+def gradient_norms(
+    loss: Loss,
+    log_prob: Tensor,
+    log_prob_old: Tensor,
+    at: Row,
+    numel: int,
+    *,
+    objective: ObjectiveConfig,
+    kl: KLConfig,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient norms in the velocity of the policy term and of the KL term (without lambda), each `[B]`.
+
+    They follow from numbers of shape `[B]`, without a pass over the latents:
+
+        |d logp / dv| = 2 |w b| sqrt(mean(residual^2) / D),   mean(residual^2) = (logp - k) / w
+        |d KL / dv|   = 2 sqrt(m KL / D)
+
+    A centred log-ratio has the residual of the rollout: the KL cancels the policy's own movement. The KL terms are
+    added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is sampling noise many times
+    larger than its pull.
+
+    Args:
+        loss: result of `sage_loss`, before its backward.
+        log_prob: `[B]`, as given to `sage_loss`.
+        log_prob_old: `[B]`, as given to `sage_loss`.
+        at: coefficients of the transitions.
+        numel: D, elements of a sample.
+        objective: as given to `sage_loss`.
+        kl: as given to `sage_loss`.
+    """
+    (slope,) = torch.autograd.grad(loss.policy.sum(), log_prob, retain_graph=True)
+
+    def log_prob_norm(value: Tensor) -> Tensor:
+        return 2 * (at.w * at.b).abs() * (((value.detach() - at.k) / at.w).clamp(min=0) / numel).sqrt()
+
+    def kl_norm(value: Tensor) -> Tensor:
+        return 2 * (at.m * value / numel).sqrt()
+
+    policy = slope.abs() * log_prob_norm(log_prob_old if centres_ratio(objective) else log_prob)
+    squares = torch.zeros_like(policy)
+    if strategy_of(kl).anchor is not None:
+        squares = squares + (kl.beta_pos * kl_norm(loss.kl_anchor)).square()
+    if uses_closed_form(kl):
+        squares = squares + (kl.beta_vel * kl_norm(loss.kl_velocity)).square()
+    return policy, squares.sqrt()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedbackRow:
+    """Response of lambda to what an optimizer step observes.
+
+    Attributes:
+        too_large: factor on lambda when the KL is too large; None if lambda does not follow the KL.
+        too_small: factor on lambda when the KL is too small; None if lambda does not follow the KL.
+        holds_share: lambda follows the KL's share of the gradient and has no warm-up.
+        capped: the bound of lambda is `kl.lambda_max`, not `kl.lambda_limit`.
+        starts_positive: lambda is multiplied from the start, so `kl.lambda_min` must be above 0.
+    """
+
+    too_large: float | None = None
+    too_small: float | None = None
+    holds_share: bool = False
+    capped: bool = False
+    starts_positive: bool = False
+
+
+FEEDBACKS = {
+    "paper": FeedbackRow(too_large=0.9, too_small=1.1, capped=True),
+    "ppo": FeedbackRow(too_large=1.1, too_small=0.9, starts_positive=True),
+    "share": FeedbackRow(holds_share=True, starts_positive=True),
+    "none": FeedbackRow(),
+}
+assert tuple(FEEDBACKS) == get_args(Feedback), "a feedback is named in config.Feedback and has its row in FEEDBACKS"
+LARGEST_FACTOR, FIRST_FACTOR = 1.5, 10.0
+"""Bounds on the factor by which `share` moves lambda in one update: with a full history, and before it is full."""
+
+
+class KLController:
+    """lambda_KL: linear warm-up (Eq. 41), then feedback on the mean of the last H observations (Eq. 42).
+
+    Eq. 42 lowers lambda when the KL is too large ("relax"); `ppo` is the usual, opposite direction. `share` has no
+    warm-up. It averages the ratio of the KL's gradient to the policy's at lambda = 1, which does not depend on lambda.
+    The average gives the lambda for `kl.target_share`, so lambda reaches it without overshooting.
+    """
+
+    def __init__(self, config: KLConfig) -> None:
+        self.config = config
+        self.row = FEEDBACKS[config.feedback]
+        self.step = 0
+        self.value = config.lambda_min
+        self.history: deque[float] = deque(maxlen=config.history)
+
+    def update(self, observed: float) -> None:
+        """Record an optimizer step and move lambda.
+
+        Args:
+            observed: the step's KL, or the KL's share of the gradient if `row.holds_share`. It must be the same on
+                every rank, so that lambda is.
+        """
+        config, row = self.config, self.row
+        self.step += 1
+        if row.holds_share:
+            self._hold_share(observed)
+            return
+        self.history.append(observed)
+        span = config.lambda_max - config.lambda_min
+        if self.step <= config.warmup_steps:
+            self.value = config.lambda_min + span * self.step / config.warmup_steps
+        elif row.too_large is None or row.too_small is None:
+            self.value = config.lambda_max
+        else:
+            mean = sum(self.history) / len(self.history)
+            if mean > 1.5 * config.target:
+                self.value *= row.too_large
+            elif mean < 0.5 * config.target:
+                self.value *= row.too_small
+            most = config.lambda_max if row.capped else config.lambda_limit
+            self.value = min(max(self.value, config.lambda_min), most)
+
+    def _hold_share(self, share: float) -> None:
+        config = self.config
+        if share < 1:  # at 1 the whole policy term was clipped, so there is no ratio
+            self.history.append(share / (1 - share) / self.value)
+        # Squares are unbiased when the term is taken on a share of the steps.
+        size = (sum(ratio**2 for ratio in self.history) / max(len(self.history), 1)) ** 0.5
+        if size > 0:
+            wanted = config.target_share / (1 - config.target_share) / size
+            factor = LARGEST_FACTOR if len(self.history) == config.history else FIRST_FACTOR
+            wanted = min(max(wanted, self.value / factor), self.value * factor)
+            self.value = min(max(wanted, config.lambda_min), config.lambda_limit)
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "step": self.step,
+            "value": self.value,
+            "history": list(self.history),
+            "holds_share": self.row.holds_share,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore `state_dict`. The history starts empty if the feedback observes something else now."""
+        self.step, self.value = state["step"], state["value"]
+        same = state["holds_share"] == self.row.holds_share
+        self.history = deque(state["history"] if same else [], maxlen=self.config.history)

@@ -1,0 +1,261 @@
+"""Schedule of an iteration: its transitions, its samples, their ranks, and the order of its updates.
+
+Everything follows from the settings, the iteration and the number of ranks, so every rank knows what the others do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from sage_fast.algorithm.objective import FEEDBACKS, strategy_of, surrogate_of, uses_closed_form
+from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from sage_fast.config.fields import require
+from sage_fast.config.schema import Config
+from sage_fast.models.protocol import Key
+from sage_fast.models.sequence import check_sequence_parallel
+from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import world_size
+from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
+
+Transition = tuple[int, int]
+"""(sample, step)."""
+
+
+def configured_table(config: Config) -> TransitionTable:
+    """Return all transitions of the configured sampler."""
+    s = config.sampling
+    return transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
+
+
+def iteration_table(table: TransitionTable, config: Config, iteration: int) -> TransitionTable:
+    """Return the iteration's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
+    window, steps = config.sampling.sde_window, config.sampling.steps
+    if window == 0:
+        return table
+    start = derive_seed(config.seed, "window", iteration) % (steps - window + 1)
+    return table.window(start, start + window)
+
+
+def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
+    """Return the transitions that training scores, one for each of `table`."""
+    return surrogate_of(config.objective).process.table(table)
+
+
+def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
+    """Return the stochastic steps an iteration trains.
+
+    With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the first.
+    """
+    steps = scored_table(table, config).stochastic_steps
+    count = math.ceil(config.train.timestep_fraction * len(steps))
+    if config.train.timestep_permutation and count < len(steps):
+        order = permutation(len(steps), config.seed, "trained-steps", iteration)
+        steps = sorted(steps[i] for i in order[:count])
+    return steps[:count]
+
+
+def check_trainable(config: Config, ranks: int | None = None) -> None:
+    """Check that the settings can train, before a model is loaded.
+
+    Args:
+        config: settings of the run.
+        ranks: world size; None takes that of this process.
+
+    Raises:
+        UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
+            transitions, a KL that is always 0 or that needs rollout log-probs where there are none, a lambda that
+            cannot move, or more ranks than samples.
+    """
+    s, train = config.sampling, config.train
+    largest = SAMPLERS[s.sampler].largest_eta
+    require(
+        s.eta <= largest, "sampling.eta", s.eta, f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
+    )
+    table = configured_table(config)
+    starts = range(s.steps - s.sde_window + 1) if s.sde_window else [0]
+    windows = [table.window(start, start + s.sde_window) if s.sde_window else table for start in starts]
+    trainable = min(len(trained_steps(window, config, 0)) for window in windows)
+    rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
+    if trainable == 0:
+        raise UserError(
+            f"{rows} has no stochastic step to train, so there is no policy gradient; expected any sampler but "
+            "ode, with eta above 0, or objective.surrogate = nft"
+        )
+    require(
+        bool(table.stochastic_steps) or not s.shared_initial_noise,
+        "sampling.shared_initial_noise",
+        s.shared_initial_noise,
+        f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false",
+    )
+    if trainable < train.optimizer_steps:
+        raise UserError(
+            f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
+            f"sample; the nearest valid value is {trainable}"
+        )
+    kl, surrogate = config.kl, surrogate_of(config.objective)
+    strategy, feedback = strategy_of(kl), FEEDBACKS[kl.feedback]
+    require(
+        surrogate.process.scores_rollout or not strategy.velocity or uses_closed_form(kl),
+        "kl.velocity_term",
+        kl.velocity_term,
+        f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
+        "closed_form, or kl.strategy = moving",
+    )
+    if strategy.anchor is None and uses_closed_form(kl) and train.optimizer_steps == 1:
+        raise UserError(
+            f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
+            "update of an iteration; expected at least 2, or kl.strategy = 'none'"
+        )
+    require(
+        kl.lambda_min > 0 or not feedback.starts_positive,
+        "kl.lambda_min",
+        kl.lambda_min,
+        f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07",
+    )
+    require(
+        not feedback.holds_share or not strategy.velocity or strategy.anchor is not None or uses_closed_form(kl),
+        "kl.feedback",
+        kl.feedback,
+        f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
+    )
+    ranks = check_sequence_parallel(config.model.sequence_parallel, ranks or world_size())
+    samples = train.prompts_per_iteration * train.group_size
+    if samples < ranks:
+        raise UserError(
+            f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = {train.group_size}: "
+            f"{samples} samples an iteration for {ranks} ranks; expected at least one each. The nearest is {samples} "
+            f"ranks, or train.prompts_per_iteration = {-(-ranks // train.group_size)}"
+        )
+
+
+def check_log_prob(config: Config, numel: int) -> None:
+    """Check that float32 can resolve the clip range in a log-prob summed over `numel` elements.
+
+    Raises:
+        UserError: adjacent float32 values at the size of the sum differ by more than a tenth of the clip range.
+    """
+    objective, c = config.objective, configured_table(config).c
+    if not REDUCTIONS[objective.log_prob].sums or not surrogate_of(objective).uses_ratio:
+        return
+    size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())
+    spacing = 2.0 ** (math.floor(math.log2(size)) - 23)
+    require(
+        spacing <= objective.clip_range / 10,
+        "objective.log_prob",
+        objective.log_prob,
+        f"the sum over {numel:,} elements is about {size:.1e}, where float32 has steps of {spacing:.1e}, above a tenth "
+        f"of objective.clip_range ({objective.clip_range:.1e}); the nearest choice is 'mean'",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One rollout of an iteration.
+
+    Attributes:
+        group: index of the group, one for each prompt of the iteration.
+        index: index within the group.
+        prompt: prompt of the group.
+        key: key of the condition; a prompt is its own.
+        seed: key of the noise.
+        latent_seed: key of the initial latents; the same for the whole group with shared initial noise.
+    """
+
+    group: int
+    index: int
+    prompt: str
+    key: Key
+    seed: int
+    latent_seed: int
+
+
+def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
+    """Indices of the prompts of one iteration: a new shuffle every epoch, a pure function of its arguments."""
+    chosen = []
+    for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
+        epoch, offset = divmod(position, prompts)
+        chosen.append(permutation(prompts, seed, "prompts", epoch)[offset])
+    return chosen
+
+
+def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
+    """Draw all samples of an iteration, group by group; the draw does not depend on the number of ranks."""
+    chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
+    samples = []
+    for group, prompt in enumerate(chosen):
+        seeds = sample_seeds(config.seed, iteration, group, range(config.train.group_size)).tolist()
+        for index, seed in enumerate(seeds):
+            latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
+            text = prompts[prompt]
+            samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=seed, latent_seed=latent_seed))
+    return samples
+
+
+def share_of(count: int, ranks: int, rank: int) -> range:
+    """Return the numbers below `count` that belong to `rank`; the first ranks have one more if the split is uneven."""
+    first, last = (-(-number * count // ranks) for number in (rank, rank + 1))
+    return range(first, last)
+
+
+def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
+    """Deal an iteration's samples to the ranks. Return each rank's sample numbers, equal lengths next to each other.
+
+    The counts differ by at most one, since all samples take the same memory and nearly the same work. The longest
+    samples go first, each to the rank with the fewest tokens so far. They go in runs of up to a batch, because a batch
+    holds samples of one length.
+
+    Args:
+        tokens: token count of each sample's forwards, N.
+        ranks: number of ranks, at most N.
+        batch_size: samples that are denoised together.
+    """
+    free = [len(share_of(len(tokens), ranks, rank)) for rank in range(ranks)]
+    load = [0] * ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    remaining = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
+    while remaining:
+        rank = min((r for r in range(ranks) if free[r]), key=lambda r: (load[r], free[r], r))
+        length = tokens[remaining[0]]
+        run = [sample for sample in remaining[: min(batch_size, free[rank])] if tokens[sample] == length]
+        shares[rank] += run
+        load[rank] += len(run) * length
+        free[rank] -= len(run)
+        del remaining[: len(run)]
+    return [sorted(share, key=lambda sample: (tokens[sample], sample)) for share in shares]
+
+
+def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list[int]:
+    """Return the trained steps with a KL to the anchor: a random share `kl.position_fraction`, at least one step."""
+    count = max(round(config.kl.position_fraction * len(steps)), 1)
+    return sorted(steps[i] for i in permutation(len(steps), config.seed, "position", iteration)[:count])
+
+
+def update_schedule(
+    config: Config, iteration: int, samples: Sequence[Sample], steps: Sequence[int], kept: Sequence[bool]
+) -> list[list[Transition]]:
+    """Return the transitions of each optimizer step. Each step has every kept sample, at timesteps of its own.
+
+    Args:
+        config: validated settings.
+        iteration: seeds the order of the timesteps.
+        samples: all samples of the iteration; a transition refers to a sample by its index here.
+        steps: trained steps.
+        kept: whether each sample is trained.
+    """
+    orders = []
+    for sample in samples:
+        index = (iteration, sample.group, sample.index)
+        permuted = config.train.timestep_permutation
+        orders.append(permutation(len(steps), config.seed, "timesteps", *index) if permuted else range(len(steps)))
+    updates = config.train.optimizer_steps
+    return [
+        [
+            (sample, steps[orders[sample][position]])
+            for position in range(u * len(steps) // updates, (u + 1) * len(steps) // updates)
+            for sample in range(len(orders))
+            if kept[sample]
+        ]
+        for u in range(updates)
+    ]

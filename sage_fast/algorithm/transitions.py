@@ -1,0 +1,307 @@
+"""Samplers as rows of numbers: x_next = a x + b v + c noise.
+
+Rectified flow writes x_s = (1-s) x0 + s z with velocity v = dx/ds = z - x0, so x0_hat = x - s v,
+z_hat = x + (1-s) v and score = -z_hat / s. For every sampler of this field, a step from s = sigma_t to n = sigma_{t+1}
+is an affine Gaussian transition, and its three scalars depend only on the step. This module computes them once, on the
+host in float64; the operators in `sage_fast.ops` read the finished table.
+
+    SDE family, integrated variance S, d = s - n           coefficient-preserving family, r = noise that is kept
+        a = 1 - S/(2s)                                          a = (1-n) + r
+        b = -d - S (1-s)/(2s)                                   b = -(1-n) s + r (1-s)
+        c = sqrt(S)                                             c = sqrt(n^2 - r^2)
+
+docs/math.md derives each row and lists the departures from the paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from sage_fast.config.schema import Reduction, Sampler
+from sage_fast.util.errors import nearest
+
+SAGE_CLAMP = 3e-3
+"""Floor of 1 - sigma in the sage variance (paper, Appendix A.2, regime c)."""
+
+
+def sigma_schedule(steps: int, shift: float) -> Tensor:
+    """Return the noise levels of a shifted uniform schedule.
+
+    Args:
+        steps: number of transitions T, at least 1.
+        shift: timestep shift, above 0; HunyuanVideo 1.5 uses 5 (480p t2v), 9 (720p t2v), 7 (720p i2v).
+
+    Returns:
+        float64 `[T+1]`, strictly decreasing from 1 to 0. Equal to diffusers'
+        `FlowMatchEulerDiscreteScheduler(shift=shift)` as the HunyuanVideo 1.5 pipeline drives it.
+
+    Raises:
+        ValueError: `steps` below 1, or `shift` not above 0.
+    """
+    if steps < 1:
+        raise ValueError(f"steps = {steps}: a schedule needs at least 1 step; the nearest valid value is 1")
+    if not (math.isfinite(shift) and shift > 0):
+        raise ValueError(f"shift = {shift}: expected a finite number above 0, such as 5 (480p) or 1 (no shift)")
+    uniform = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    return (shift * uniform / (1 + (shift - 1) * uniform)).clamp(max=1)  # rounding exceeds 1 at shift 0.1
+
+
+def _sde(s: Tensor, n: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return 1 - variance / (2 * s), -(s - n) - variance * (1 - s) / (2 * s), variance.sqrt()
+
+
+def _coefficient_preserving(s: Tensor, n: Tensor, kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (1 - n) + kept, -(1 - n) * s + kept * (1 - s), c
+
+
+def _ode(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Euler step of the ODE; `eta` has no effect."""
+    return _sde(s, n, torch.zeros_like(s))
+
+
+def _dance(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """DanceGRPO (arXiv 2505.07818): the diffusion coefficient is eta at every noise level."""
+    return _sde(s, n, eta**2 * (s - n))
+
+
+def _flow(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Flow-GRPO (arXiv 2505.05470): eta sqrt(s/(1-s)), first order; at s = 1 the denominator uses sigma_1."""
+    return _sde(s, n, eta**2 * (s - n) * s / (1 - torch.where(s == 1, n, s)))
+
+
+def _sage(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """SAGE-GRPO (Eq. 5): the integral of eta^2 s/(1-s), with 1 - sigma clamped and the result at least 0."""
+    log_ratio = torch.log((1 - n).clamp(min=SAGE_CLAMP) / (1 - s).clamp(min=SAGE_CLAMP))
+    return _sde(s, n, (eta**2 * (log_ratio - (s - n))).clamp(min=0))
+
+
+def _cps(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients-preserving sampling (arXiv 2509.05952)."""
+    angle = eta * math.pi / 2
+    return _coefficient_preserving(s, n, n * math.cos(angle), n * math.sin(angle))
+
+
+def _exact(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The paper's SDE, solved in closed form over the step with x0_hat frozen (docs/math.md).
+
+    A share rho^(eta^2/2) of the old noise survives, rho = n(1-s) / (s(1-n)); it is 0 at s = 1 and at n = 0.
+    """
+    if eta == 0:  # 0 * log(0) below would be nan
+        return _ode(s, n, eta)
+    log_rho = torch.log(n * (1 - s) / (s * (1 - n)))
+    return _coefficient_preserving(
+        s, n, n * torch.exp(0.5 * eta**2 * log_rho), n * torch.sqrt(-torch.expm1(eta**2 * log_rho))
+    )
+
+
+def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
+    if not c.any():  # eta = 0
+        return ()
+    notes = []
+    if 1 - s[0] < SAGE_CLAMP:
+        notes.append(
+            f"sage: step 0 is set by the clamp 1 - sigma >= {SAGE_CLAMP:g} (std {c[0]:.3g}); `exact` needs no clamp"
+        )
+    silent = int((c == 0).sum())
+    if silent:
+        notes.append(f"sage: {silent} step(s) lie wholly inside the clamp and are deterministic")
+    if n[-1] == 0:
+        notes.append(f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `exact` leaves none")
+    return tuple(notes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerRow:
+    """A sampler.
+
+    Attributes:
+        step: (s, n, eta) -> a, b, c; float64 `[T]` each.
+        largest_eta: largest eta for which the sampler is defined.
+        notes: (s, n, c) -> sentences on clamped or unusual steps.
+    """
+
+    step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+    largest_eta: float = math.inf
+    notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
+
+
+SAMPLERS = {
+    "sage": SamplerRow(step=_sage, notes=_sage_notes),
+    "flow": SamplerRow(step=_flow),
+    "dance": SamplerRow(step=_dance),
+    "cps": SamplerRow(step=_cps, largest_eta=1.0),
+    "exact": SamplerRow(step=_exact),
+    "ode": SamplerRow(step=_ode),
+}
+assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row in SAMPLERS"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReductionRow:
+    """Reduction of the log-prob over the elements of a sample.
+
+    Attributes:
+        sums: sum over the elements instead of the mean.
+        scaled: Gaussian log-prob; otherwise -mean((x_next - mean)^2).
+    """
+
+    sums: bool = False
+    scaled: bool = True
+
+
+REDUCTIONS = {"mean": ReductionRow(), "sum": ReductionRow(sums=True), "unscaled": ReductionRow(scaled=False)}
+assert tuple(REDUCTIONS) == get_args(Reduction), (
+    "a reduction is named in config.Reduction and has its row in REDUCTIONS"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransitionTable:
+    """The T transitions of a sampler on a schedule.
+
+    Attributes:
+        sampler: name in `SAMPLERS`, or `forward`.
+        sigmas: float64 `[T+1]`, in [0, 1].
+        a: float64 `[T]`; the mean is a x + b v.
+        b: float64 `[T]`.
+        c: float64 `[T]`, the standard deviation. Rows with c = 0 are deterministic.
+        notes: sentences on clamped or unusual rows.
+    """
+
+    sampler: str
+    sigmas: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    @property
+    def stochastic_steps(self) -> list[int]:
+        """Indices of the steps with c > 0, the only ones with a policy gradient."""
+        return [int(t) for t in self.c.nonzero()]
+
+    def window(self, start: int, stop: int) -> TransitionTable:
+        """Return the table with ODE rows outside steps `[start, stop)`."""
+        inside = torch.zeros(len(self), dtype=torch.bool)
+        inside[start:stop] = True
+        a, b, c = _ode(self.sigmas[:-1], self.sigmas[1:], 0.0)
+        return dataclasses.replace(
+            self,
+            a=torch.where(inside, self.a, a),
+            b=torch.where(inside, self.b, b),
+            c=torch.where(inside, self.c, c),
+        )
+
+    def excess_noise(self) -> Tensor:
+        """Return the noise in x beyond the next sigma, as the standard deviation after each step, float64 `[T]`.
+
+        It is exact for data at a point, where the network's x0_hat is right: x = (1 - sigma) x0 + y, and a step
+        multiplies y by a + b/s and adds c noise. The last entry stays on the final sample (docs/math.md).
+        """
+        variance, excess = 1.0, []
+        for s, n, a, b, c in zip(
+            *(row.tolist() for row in (self.sigmas[:-1], self.sigmas[1:], self.a, self.b, self.c))
+        ):
+            variance = (a + b / s) ** 2 * variance + c**2
+            excess.append(max(variance - n**2, 0.0) ** 0.5)
+        return torch.tensor(excess, dtype=torch.float64)
+
+    def _log_prob_weight(self, reduction: str, numel: int) -> Tensor:
+        """Return the factor of mean((x_next - mean)^2) in the log-prob; 0 where c = 0."""
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"unknown log-prob reduction {reduction!r}; {nearest(reduction, REDUCTIONS)}")
+        row, noisy = REDUCTIONS[reduction], self.c > 0
+        if not row.scaled:
+            return torch.where(noisy, -1.0, 0.0).double()
+        return torch.where(noisy, -(numel if row.sums else 1) / (2 * self.c.square()), 0.0)
+
+    def coefficients(self, numel: int, reduction: str = "mean") -> Tensor:
+        """Return the table in the form the operators read.
+
+        Args:
+            numel: elements of one sample; only `reduction="sum"` depends on it.
+            reduction: `mean` (mean log-prob per element), `sum`, or `unscaled` (-mean((x_next - mean)^2), as the
+                authors of cps use).
+
+        Returns:
+            float32 `[T, 6]`, rows (a, b, c, w, k, m) with log-prob = w mean((x_next - a x - b v)^2) + k and
+            KL = m mean((v - v_anchor)^2) (Eq. 11 with 2 x variance). Logarithms and quotients are computed here in
+            float64. w = k = m = 0 where c = 0.
+        """
+        w = self._log_prob_weight(reduction, numel)
+        row, noisy = REDUCTIONS[reduction], self.c > 0
+        scale = numel if row.sums else 1
+        k = torch.where(noisy, -scale * (self.c.log() + 0.5 * math.log(2 * math.pi)), 0.0)
+        if not row.scaled:
+            k = torch.zeros_like(k)
+        m = torch.where(noisy, scale * self.b.square() / (2 * self.c.square()), 0.0)
+        return torch.stack([self.a, self.b, self.c, w, k, m], dim=1).float()
+
+    def gradient_scale(self, reduction: str = "mean") -> Tensor:
+        """Return N_t, the expected size of the log-prob's gradient in the velocity (Eq. 38), float64 `[T]`.
+
+        |b| is the sensitivity of the mean to the network; for the mean log-prob N_t = |b|/c.
+        """
+        return 2 * self._log_prob_weight(reduction, 1).abs() * self.b.abs() * self.c
+
+    def log_ratio_bias(self, reduction: str = "mean") -> Tensor:
+        """Return -E[log-ratio] under the rollout policy in units of the KL, float64 `[T]`: 1 for a true log-prob.
+
+        `unscaled` is not a log-prob: there E[log-ratio] = -mean((mu - mu_old)^2), which is -2 c^2 times the KL.
+        """
+        return torch.ones_like(self.c) if REDUCTIONS[reduction].scaled else 2 * self.c.square()
+
+    def equalizer(self, reduction: str = "mean", eps: float = 1e-8) -> Tensor:
+        """Return S_t = median(N) / (N_t + eps) over the stochastic steps (Eq. 9), float64 `[T]`; 0 where c = 0."""
+        scale = self.gradient_scale(reduction)
+        noisy = self.c > 0
+        if not noisy.any():
+            return torch.zeros_like(scale)
+        return torch.where(noisy, scale[noisy].quantile(0.5) / (scale + eps), 0.0)
+
+
+def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTable:
+    """Compute the transition scalars of a sampler on a schedule.
+
+    Args:
+        sigmas: float64 `[T+1]`, strictly decreasing, in [0, 1].
+        sampler: name in `SAMPLERS`.
+        eta: noise level, from 0 (the ODE, for every sampler) to the sampler's `largest_eta`.
+
+    Raises:
+        ValueError: unknown sampler, eta out of range, or a schedule that is not strictly decreasing within [0, 1].
+    """
+    if sampler not in SAMPLERS:
+        raise ValueError(f"unknown sampler {sampler!r}; {nearest(sampler, SAMPLERS)}")
+    if not (math.isfinite(eta) and eta >= 0):
+        raise ValueError(f"eta = {eta}: expected a finite number of at least 0; the nearest valid value is 0")
+    row = SAMPLERS[sampler]
+    if eta > row.largest_eta:
+        raise ValueError(
+            f"eta = {eta}: {sampler} is defined up to {row.largest_eta:g}; the nearest is {row.largest_eta:g}"
+        )
+    sigmas = sigmas.detach().to("cpu", torch.float64)
+    s, n = sigmas[:-1], sigmas[1:]
+    if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
+        raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
+    a, b, c = row.step(s, n, float(eta))
+    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(s, n, c))
+
+
+def forward_table(sigmas: Tensor) -> TransitionTable:
+    """Return the table that scores a noised sample x_s = (1-s) x0 + s z by the clean x0: one step from s to 0.
+
+    The mean is x0_hat = x_s - s v and the standard deviation s / sqrt(2). The log-prob is then
+    -mean((v - (z - x0))^2) up to a constant, and the KL mean((v - v_anchor)^2). See docs/math.md.
+    """
+    s = sigmas[:-1]
+    return TransitionTable(sampler="forward", sigmas=sigmas, a=torch.ones_like(s), b=-s, c=s / math.sqrt(2))

@@ -1,0 +1,93 @@
+"""Memory that an engine holds per rank: weights, gradients, optimizer state and snapshots, but no activations.
+
+In bytes, with n trained and f frozen elements, b bytes per frozen element, N ranks, and k elements outside the blocks'
+linear layers:
+
+              weights            gradients       master    moments   anchor, EMA (each)
+    plain     4 n + b f          4 n             -         8 n       4 n
+    zero1     4 n + b f          4 n             4 n / N   8 n / N   4 n / N
+    zero2     4 n + b f          4 n / N         4 n / N   8 n / N   4 n / N
+    zero3     (4 n + b f) / N    4 n / N         4 n / N   8 n / N   4 n / N
+              + k of either
+
+ZeRO adds a bucket of gradients in flight. DeepSpeed updates a float32 copy of the weights (the master) and copies it
+back. tests/test_engine_deepspeed.py compares the sum with the live tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sage_fast.algorithm.objective import strategy_of
+from sage_fast.config.schema import Config
+from sage_fast.models.policy import Policy
+from sage_fast.parallel.optimizers import OPTIMIZERS
+from sage_fast.parallel.settings import deepspeed_settings, stage_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes per rank, keyed by part.
+
+    Attributes:
+        weights: on the device before training.
+        training: added on the device by training.
+        host: in host memory, due to `train.offload`.
+    """
+
+    weights: dict[str, float]
+    training: dict[str, float]
+    host: dict[str, float]
+
+
+def held_bytes(config: Config, policy: Policy, ranks: int = 1, checkpointing: str = "full") -> Held:
+    """Compute the memory an engine will hold on each rank.
+
+    Args:
+        config: validated settings.
+        policy: with whole weights, on any device (including meta).
+        ranks: N.
+        checkpointing: mode; with ZeRO-3, `none` keeps the bfloat16 copies of all gathered weights for the backward.
+    """
+    train, full = config.train, config.model.tuning == "full"
+    width = 4 if full or config.model.dtype == "float32" else 2
+    every, trained = [p for _, p in policy.named_parameters()], policy.parameters()
+    n = sum(p.numel() for p in trained.values())
+    f = sum(p.numel() for p in every) - n
+    stage, snapshots = stage_of(train), int(strategy_of(config.kl).anchor is not None) + int(train.ema_decay > 0)
+    share = 1 / ranks if stage else 1.0
+    state_bytes = OPTIMIZERS[train.optimizer].state_bytes
+    moments = sum(state_bytes(p, policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
+    weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
+    training = {
+        "gradients": 4.0 * n * (share if stage > 1 else 1),
+        f"state of the optimizer ({train.optimizer})": float(moments),
+        "anchor and EMA": 4.0 * n * snapshots * share,
+    }
+    copies = 2.0 * (n + f) if full and config.model.dtype != "float32" else 0.0
+    if stage:
+        training["float32 master of the weights"] = 4.0 * n * share
+        settings = deepspeed_settings(train, n)["zero_optimization"]
+        training["bucket of gradients"] = 4.0 * settings["reduce_bucket_size"]
+    if stage == 3:
+        inner = {p for unit in policy.sharded_units() for p in unit.parameters()}
+        outer = [p for p in every if p not in inner]
+        weights = {part: size * share for part, size in weights.items()}
+        weights["whole on each rank: outside the blocks"] = float(
+            sum((4 if p.requires_grad else width) * p.numel() for p in outer)
+        )
+        block = sum(p.numel() for p in policy.block_list()[0].parameters())
+        training["gathered weights of a block"] = float((4 if full else width) * block)
+        if checkpointing != "none":
+            copies = 2.0 * block if copies else 0.0
+    if copies:
+        training["bf16 copies of the weights (autocast)"] = copies
+    moved = []
+    if train.offload != "none":
+        moved = [f"state of the optimizer ({train.optimizer})", "float32 master of the weights"]
+        moved += ["gradients"] if stage > 1 else []
+    host = {part: training.pop(part) for part in moved}
+    if train.offload == "all":
+        host |= {part: weights.pop(part) for part in ("frozen weights", "trained weights")}
+        host["anchor and EMA"] = training.pop("anchor and EMA")
+    return Held(weights=weights, training=training, host=host)

@@ -1,0 +1,258 @@
+"""The plain engine, for one process or data parallelism: every rank holds all weights and optimizer state."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sage_fast.config.schema import TrainConfig
+from sage_fast.models.policy import Policy, State
+from sage_fast.parallel.optimizers import OPTIMIZERS, learning_rate
+from sage_fast.parallel.updates import BFLOAT16_RESOLUTION, UpdateSize, watch_updates
+from sage_fast.util.console import Say, say_nothing, say_wrapped
+from sage_fast.util.environment import free_bytes
+from sage_fast.util.errors import NonFiniteError, UserError
+from sage_fast.util.files import saving
+from sage_fast.util.ranks import all_reduce, barrier, data_size, rank, world_size
+
+WATCHED_ITERATIONS = 3
+"""Iterations after the learning rate's warm-up in which a note reports updates too small for bfloat16."""
+
+
+class Engine:
+    """The optimizer side of training: backward, reduction, step, averaged weights and checkpoints of all these.
+
+    This is the trainer's whole interface to an engine. Every method is collective.
+
+    Args:
+        policy: its trainable parameters are optimised.
+        config: optimizer, learning rate, clipping, EMA.
+        tell: receives a note if updates are too small for bfloat16.
+
+    Attributes:
+        steps: optimizer steps so far.
+        ema: averaged weights, in the form of `policy.snapshot`; None if `train.ema_decay` is 0.
+    """
+
+    def __init__(self, policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
+        self.policy = policy
+        self.config = config
+        self.tell = tell
+        self.parameters = list(policy.parameters().values())
+        self.steps = 0
+        self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.whole)
+        self._warned = False
+        self._prepare()
+        self.ema: State | None = policy.snapshot() if config.ema_decay > 0 else None
+        self._remembered: dict[str, Any] | None = None
+        self._remembered_bytes = 0
+
+    def _prepare(self) -> None:
+        make, policy = OPTIMIZERS[self.config.optimizer].make, self.policy
+        self.optimizers = make(policy.parameters(), self.config, policy.is_muon)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the latest update; before the first update, that of the first."""
+        return learning_rate(self.config, max(self.steps - 1, 0))
+
+    def backward(self, loss: Tensor, total: int) -> None:
+        """Accumulate the gradients of one micro-batch, as its share of the mean over an update.
+
+        The loss is scaled by data-parallel ranks / total. Gradients are averaged over all ranks later, and the ranks
+        of a sequence group each hold a part of their sample's gradient, so these parts add up.
+
+        Args:
+            loss: sum over the micro-batch.
+            total: transitions of the update over all ranks, each counted once.
+        """
+        (data_size() / total * loss).backward()
+
+    def step(self) -> tuple[float, UpdateSize]:
+        """Reduce, clip and apply the accumulated gradients; return their norm before clipping and the update's size.
+
+        Raises:
+            NonFiniteError: the norm is not finite; the weights are unchanged.
+        """
+        self._updates.remember()
+        norm = self._update(learning_rate(self.config, self.steps))
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"gradient norm is {norm} at optimizer step {self.steps}; the weights were not updated"
+            )
+        torch.autograd.graph.increment_version(self.parameters)  # some optimizers write unseen by autograd
+        size = self._updates.size()
+        self.steps += 1
+        self._warn_of_small_updates(size)
+        self._update_ema()
+        return norm, size
+
+    def _update(self, rate: float) -> float:
+        """Update the weights if the gradient norm is finite; return the norm."""
+        self._reduce_gradients()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        if math.isfinite(norm):
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _warn_of_small_updates(self, size: UpdateSize) -> None:
+        """Note once, in the first iterations, if updates vanish when float32 weights are rounded to bfloat16."""
+        since = self.steps - self.config.warmup_steps
+        early = 0 < since <= WATCHED_ITERATIONS * self.config.optimizer_steps
+        if self._warned or not early or self.policy.dtype != torch.bfloat16:
+            return
+        change = float(size.of_rounded)
+        if change < BFLOAT16_RESOLUTION:
+            self._warned = True
+            what = "adapter" if self.policy.has_adapter else "weights"
+            say_wrapped(
+                f"note: the relative change of the {what} in an update is {change:.1e}, and bfloat16 resolves "
+                f"{BFLOAT16_RESOLUTION:.1e}: the forward sees it only once several updates have added up. Raise "
+                f"train.learning_rate = {self.config.learning_rate:g}, or set model.dtype = float32",
+                self.tell,
+            )
+
+    def _reduce_gradients(self) -> None:
+        """Average gradients over the ranks. A weight that has a gradient on no rank keeps none (and is not decayed)."""
+        if world_size() == 1:
+            return
+        present = torch.tensor([p.grad is not None for p in self.parameters], device=self.policy.device).int()
+        all_reduce(present, "max")
+        for p, used in zip(self.parameters, present.tolist()):
+            if used:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                all_reduce(p.grad).div_(world_size())
+
+    @torch.no_grad()
+    def _update_ema(self) -> None:
+        if self.ema is not None:
+            for name, part in self.policy.parts().items():
+                self.ema[name].lerp_(part, 1 - self.config.ema_decay)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Use the averaged weights within the block; a no-op without an EMA."""
+        with contextlib.nullcontext() if self.ema is None else self.policy.using(self.ema):
+            yield
+
+    def remember(self) -> bool:
+        """Copy the state to host memory for `rewind`; return False if it needs more than half of the free memory."""
+        state = {
+            "steps": self.steps,
+            "parameters": dict(self.policy.parameters()),
+            "ema": self.ema,
+            "optimizers": [optimizer.state_dict()["state"] for optimizer in self.optimizers],
+        }
+        sizes: list[int] = []
+        recursively_apply(lambda tensor: sizes.append(tensor.nbytes), state)
+        if sum(sizes) > self._remembered_bytes:  # at the first call, and once the optimizer has allocated its state
+            self._remembered = None
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            fits = 2 * ranks * sum(sizes) < free_bytes(torch.device("cpu"))
+            if not int(all_reduce(torch.tensor(int(fits), device=self.policy.device), "min")):
+                return False
+            self._remembered_bytes = sum(sizes)
+        self._remembered = recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        return True
+
+    def rewind(self) -> None:
+        """Restore the state saved by `remember`."""
+        state = self._remembered
+        assert state is not None
+        self.policy.load(state["parameters"])
+        if self.ema is not None:
+            self.ema = {name: tensor.to(self.policy.device) for name, tensor in state["ema"].items()}
+        self._load_optimizer_states(state["optimizers"])
+        self.steps = state["steps"]
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write weights, averaged weights and optimizer state into the existing `folder`; rank 0 writes.
+
+        All engines write the same files of unsharded tensors, so a run can resume with another engine.
+        """
+        self.save_state(self.policy.parts(), folder / "trainable.safetensors")  # no copy on the device
+        if self.ema is not None:
+            self.save_state(self.ema, folder / "ema.safetensors")
+        states = self._optimizer_states()
+        if rank() == 0:
+            with saving(folder):
+                torch.save({"optimizer": self.config.optimizer, "states": states}, folder / "optimizer.pt")
+        del states
+        with self.averaged_weights():  # evaluation and sampling use these
+            self.save_weights(folder)
+
+    def load(self, folder: Path, steps: int) -> None:
+        """Restore what `save` wrote at optimizer step `steps`.
+
+        Raises:
+            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
+        """
+        ema = folder / "ema.safetensors"
+        if self.ema is not None and not ema.is_file():
+            raise UserError(
+                f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
+                "with 0, or start another run with --model.weights"
+            )
+        # With mmap, the ranks of a machine share the file's pages; each rank keeps only its shard.
+        mapped, device = self._state_device.type == "cpu", self._state_device
+        saved = torch.load(folder / "optimizer.pt", map_location=device, mmap=mapped, weights_only=True)
+        if saved["optimizer"] != self.config.optimizer:
+            raise UserError(
+                f"train.optimizer = {self.config.optimizer!r}: the checkpoint is of {saved['optimizer']!r}; resume "
+                "with that, or start another run with --model.weights"
+            )
+        self.policy.load(self.load_state(folder / "trainable.safetensors"))
+        if self.ema is not None:
+            self.ema = self.load_state(ema)
+        self._load_optimizer_states(saved["states"])
+        self.steps = steps
+
+    @property
+    def _state_device(self) -> torch.device:
+        return self.policy.device
+
+    def _optimizer_states(self) -> list[Mapping[int, Any]]:
+        """Optimizer states, each keyed by parameter index, as rank 0 saves them."""
+        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+
+    def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states):  # param groups keep the current settings
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def save_state(self, state: State, file: Path) -> None:
+        """Write a snapshot of the policy as unsharded, contiguous tensors."""
+        whole = self.policy.states.gather(state, self.policy.parameters())
+        if rank() == 0:
+            with saving(file):
+                save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file)
+
+    def load_state(self, file: Path) -> State:
+        """Load a file of `save_state` as a snapshot of this policy.
+
+        Raises:
+            UserError: names or shapes do not match this model.
+        """
+        return self.policy.states.split(load_file(file, device=str(self._state_device)), self.policy.parameters())
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the policy's current weights into `folder` in diffusers format; rank 0 writes."""
+        if rank() == 0:
+            with saving(folder):
+                self.policy.save_weights(folder)
+        barrier()

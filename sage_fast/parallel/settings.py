@@ -1,0 +1,163 @@
+"""Generate DeepSpeed's configuration from ours and apply the user's overrides."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sage_fast.config.schema import TrainConfig
+from sage_fast.util.errors import UserError
+
+BUCKET = 100_000_000
+"""Elements reduced or gathered at once; 0.4 GB in float32."""
+
+OURS = {
+    "train_batch_size": "train.prompts_per_iteration, train.group_size and train.optimizer_steps",
+    "train_micro_batch_size_per_gpu": "train.batch_size",
+    "gradient_accumulation_steps": "train.batch_size",
+    "managed_gradient_accumulation": "train.batch_size",
+    "gradient_clipping": "train.max_grad_norm",
+    "optimizer": "train.optimizer",
+    "scheduler": "train.schedule",
+    "fp16": "model.dtype",
+    "bf16": "model.dtype",
+    "bfloat16": "model.dtype",
+    "amp": "model.dtype",
+    "torch_autocast": "model.dtype",
+    "activation_checkpointing": "model.gradient_checkpointing",
+    "zero_optimization.stage": "train.engine",
+    "zero_optimization.offload_optimizer": "train.offload",
+    "zero_optimization.offload_param": "train.offload",
+    "zero_optimization.stage3_prefetch_bucket_size": "nothing: rollout and training run the layers in other orders",
+}
+"""Keys a user's file may not set -> the setting of ours that determines them."""
+
+ALLOWED = {
+    "zero_optimization.reduce_bucket_size": int,
+    "zero_optimization.allgather_bucket_size": int,
+    "zero_optimization.sub_group_size": int,
+    "zero_optimization.stage3_param_persistence_threshold": int,
+    "zero_optimization.stage3_max_live_parameters": int,
+    "zero_optimization.stage3_max_reuse_distance": int,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": bool,
+    "zero_optimization.stage3_allgather_sequential": bool,
+    "zero_optimization.overlap_comm": bool,
+    "zero_optimization.contiguous_gradients": bool,
+    "zero_optimization.reduce_scatter": bool,
+    "zero_optimization.round_robin_gradients": bool,
+    "zero_optimization.allgather_partitions": bool,
+    "wall_clock_breakdown": bool,
+    "steps_per_print": int,
+}
+"""Keys a user's file may set -> type. They change speed and memory, but no update.
+
+Other keys would change updates. A secondary partition (`zero_hpz_partition_size`) goes stale when anchor or EMA replace
+the weights. Half-precision gradient communication loses small values.
+"""
+
+
+def stage_of(config: TrainConfig) -> int:
+    """Return the ZeRO stage; 0 without DeepSpeed."""
+    return {"plain": 0, "zero1": 1, "zero2": 2, "zero3": 3}[config.engine]
+
+
+def check_engine(config: TrainConfig) -> None:
+    """Check all that can be checked before the model is loaded.
+
+    Raises:
+        UserError: DeepSpeed is not installed, or `train.deepspeed_config` cannot be read or sets a key in `OURS`, an
+            unknown key or a value of the wrong type.
+    """
+    if stage_of(config) == 0:
+        return
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            f"train.engine = {config.engine!r} needs DeepSpeed, which is not installed: pip install "
+            "'sage-fast[deepspeed]'; the nearest choice without it is plain"
+        )
+    _own(config)
+
+
+def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
+    """Build DeepSpeed's configuration: our settings, overridden by `train.deepspeed_config`.
+
+    DeepSpeed's mixed precision is off: trained weights stay float32, frozen ones keep their stored dtype, and both run
+    under our autocast. Gradient accumulation is off too: each loss is already scaled to its share of the mean, and the
+    engine decides when to call `step`.
+
+    Args:
+        trained: number of trained elements.
+    """
+    bucket = max(min(BUCKET, trained), 1)
+    zero: dict[str, Any] = {
+        "stage": stage_of(config),
+        "overlap_comm": False,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "sub_group_size": 1_000_000_000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    if config.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if config.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
+        "steps_per_print": None,
+        "zero_optimization": zero,
+    }
+    return _laid_over(settings, _own(config))
+
+
+def _own(config: TrainConfig) -> dict[str, Any]:
+    """Read and check the user's overrides."""
+    if config.deepspeed_config is None:
+        return {}
+    name = f"train.deepspeed_config = {config.deepspeed_config!r}"
+    try:
+        own = json.loads(Path(config.deepspeed_config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{name}: not valid JSON: {error}") from error
+    if not isinstance(own, dict):
+        raise UserError(f'{name}: expected a JSON object, such as {{"zero_optimization": {{...}}}}')
+    zero = own.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise UserError(f"{name}: zero_optimization = {zero!r}: expected a JSON object")
+    given = {key: value for key, value in own.items() if key != "zero_optimization"}
+    given |= {f"zero_optimization.{key}": value for key, value in zero.items()}
+    for key, value in given.items():
+        if key in OURS:
+            raise UserError(f"{name} sets {key}, which follows from {OURS[key]}; take it out of the file")
+        if key not in ALLOWED:
+            near = difflib.get_close_matches(key, ALLOWED, n=1)
+            raise UserError(
+                f"{name} sets {key}, which is not among what can be laid over: "
+                + (f"the nearest is {near[0]}" if near else f"expected any of {', '.join(ALLOWED)}")
+            )
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value % 1 == 0
+        if not (number if ALLOWED[key] is int else isinstance(value, bool)):
+            expected = "a whole number" if ALLOWED[key] is int else "true or false"
+            raise UserError(f"{name}: {key} = {json.dumps(value)}: expected {expected}")
+    if config.engine == "zero1" and zero.get("overlap_comm"):
+        raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2 or zero3; take it out")
+    return own
+
+
+def _laid_over(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    joined = dict(settings)
+    for key, value in own.items():
+        below = joined.get(key)
+        joined[key] = _laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return joined

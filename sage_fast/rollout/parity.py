@@ -1,0 +1,209 @@
+"""Check how much rounding disturbs the ratio, before the first update.
+
+At the rollout's weights the ratio is exactly 1 if training reproduces the rollout's log-probs. After any update,
+however small, low precision rounds every activation differently: the velocity moves at random, and the log-ratio falls
+by the KL of that movement (bias) and scatters (noise).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sage_fast.algorithm.objective import centres_ratio, normalises_ratio, surrogate_of
+from sage_fast.config.schema import Config
+from sage_fast.models.policy import Policy
+from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.replay import Replay
+from sage_fast.rollout.trajectories import on_device
+from sage_fast.util.console import Say
+from sage_fast.util.errors import ParityError
+from sage_fast.util.ranks import all_reduce
+from sage_fast.util.seeding import derive_seed
+
+LARGEST_MOVE = 1e-5
+"""Largest distance by which `moments_after_an_update` moves a weight.
+
+An adapter's response is a product of two weights, so it is not proportional to larger movements. Rounding grows a
+little with the distance: on the testbed its bias was 4.0e-4 at 1e-5, 4.9e-4 at 1e-4 and 6.0e-4 at 1e-3.
+"""
+Micro = Sequence[tuple[int, int]]
+"""Transitions (sample, step) that are scored together: a micro-batch."""
+
+
+def check_parity(
+    replay: Replay,
+    batch: Batch,
+    steps: Sequence[int],
+    biases: Tensor,
+    equalizer: Tensor,
+    tell: Say,
+) -> dict[str, float]:
+    """Score stored transitions with the rollout's weights, and with moved weights if the ratio will see an update.
+
+    Args:
+        replay: scores with the rollout's weights.
+        batch: batch of the first iteration.
+        steps: trained steps.
+        biases: minus the expected log-ratio by step, in units of the KL, `[T]`.
+        equalizer: S_t by step, `[T]`.
+        tell: receives a line on rounding.
+
+    Returns:
+        `log_prob/parity` and, after a moved scoring, `log_prob/rounding`.
+
+    Raises:
+        ParityError: rounding would drown the ratio.
+    """
+    config, policy = replay.config, replay.policy
+
+    def first(samples: int) -> list[Micro]:
+        transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.keys)))]
+        runs = replay.runs([batch.keys[i] for i, _ in transitions], config.train.batch_size)
+        micros = [transitions[rows] for rows in runs]
+        return [micro for micro, _ in policy.states.lockstep(micros, micros[-1])]
+
+    def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        log_prob, _, kl = replay.score(batch, micro, v_old)
+        index = on_device([t for _, t in micro], policy.device)
+        return (log_prob - batch.log_prob_old(micro, log_prob)).detach(), biases[index] * kl
+
+    delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
+    metrics = {"log_prob/parity": delta}
+    if not surrogate_of(config.objective).uses_ratio:
+        return metrics
+    check_replay(delta, config.objective.clip_range)
+    if config.train.optimizer_steps > 1:
+        velocity = functools.partial(replay.velocity, batch)
+        moments = moments_after_an_update(policy, config, first(4), len(batch.table), velocity, log_ratio)
+        metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config, tell)
+    return metrics
+
+
+def check_replay(delta: float, clip_range: float) -> None:
+    """Check that training reproduces the rollout's log-probs.
+
+    Args:
+        delta: largest |log-prob difference| between rollout and training.
+        clip_range: `objective.clip_range`.
+
+    Raises:
+        ParityError: `delta` is above a tenth of the clip range, so the ratio could not be told from noise.
+    """
+    limit = clip_range / 10
+    if not delta <= limit:
+        raise ParityError(
+            f"scoring stored transitions again changes the log-prob by up to {delta:.3e}, more than a tenth of "
+            f"objective.clip_range ({limit:.1e}): the ratio would measure rounding, not the policy. Use the same "
+            "batch size in sampling and training, model.dtype = float32, or a wider clip range"
+        )
+
+
+def moved(state: Mapping[str, Tensor], by: float, seed: int) -> dict[str, Tensor]:
+    """Return `state` with each element moved by plus or minus `by`, like one update of Adam; `seed` draws the signs."""
+    seed = derive_seed(seed, "rounding")
+    generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in state.values()}
+    return {
+        name: t + by * (2 * torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device]) - 1)
+        for name, t in state.items()
+    }
+
+
+def _move(config: Config) -> float:
+    return min(config.train.learning_rate, LARGEST_MOVE)
+
+
+@torch.no_grad()
+def moments_after_an_update(
+    policy: Policy,
+    config: Config,
+    micros: Sequence[Micro],
+    steps: int,
+    velocity: Callable[[Micro], Tensor],
+    log_ratio: Callable[[Micro, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Measure the log-ratio with every weight moved, then moved twice as far; restore the weights afterwards.
+
+    The distance is the learning rate, at most LARGEST_MOVE. Collective.
+
+    Args:
+        policy: its weights are moved.
+        config: settings of the run.
+        micros: micro-batches to score.
+        steps: T.
+        velocity: micro-batch -> velocities under the present weights.
+        log_ratio: (micro-batch, its `v_old`) -> log-ratio and minus its expectation, each `[B]`.
+
+    Returns:
+        For each distance float64 `[T, 2]` on the host: bias and squared noise by step, averaged over the samples of all
+        ranks; 0 at steps without a transition.
+    """
+    v_old = [velocity(micro) for micro in micros]
+    by = _move(config)
+    near, far = (torch.zeros(steps, 3, dtype=torch.float64, device=policy.device) for _ in range(2))
+    for sums, distance in ((near, 1), (far, 2)):
+        with policy.using(moved(policy.parts(), distance * by, config.seed)):
+            for micro, v in zip(micros, v_old):
+                change, bias = log_ratio(micro, v)
+                found = torch.stack([bias, (change + bias).square(), torch.ones_like(bias)], dim=1)
+                sums.index_add_(0, torch.tensor([t for _, t in micro], device=policy.device), found.double())
+        all_reduce(sums)
+    near, far = (sums[:, :2] / sums[:, 2:].clamp(min=1) for sums in (near.cpu(), far.cpu()))
+    return near, far
+
+
+def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bias and noise of rounding alone, each `[T]`, from the moments after the two movements.
+
+    Twice the movement has four times the true KL but the same rounding: near = r + true, far = r + 4 true. The squared
+    noise is split in proportion to the bias, which few samples determine well.
+    """
+    bias = ((4 * near[:, 0] - far[:, 0]) / 3).clamp(min=0)
+    squares = [torch.where(moments[:, 0] == 0, 0, bias / moments[:, 0] * moments[:, 1]) for moments in (near, far)]
+    return bias, torch.stack(squares).mean(0).sqrt()
+
+
+def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config, tell: Say) -> float:
+    """Report how much of the clip range rounding takes up after one update; raise if it is too much.
+
+    Args:
+        near, far: result of `moments_after_an_update`.
+        equalizer: S_t by step, `[T]`.
+        config: settings of the run.
+        tell: receives the finding as one line.
+
+    Returns:
+        Rounding in the clipped log-ratio, at the step where it is largest.
+
+    Raises:
+        ParityError: rounding is above a third of the clip range.
+    """
+    objective = config.objective
+    bias, noise = rounding_of(near, far)
+    used = noise if centres_ratio(objective) else bias + noise
+    if normalises_ratio(objective):
+        used = used * equalizer.to(used)
+    step = int(used.argmax())
+    value = float(used[step])
+    share = value / objective.clip_range
+    found = (
+        f"rounding after an update of {_move(config):.0e} a weight: {value:.1e} in the log-ratio that is clipped, at "
+        f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of "
+        f"objective.clip_range ({objective.clip_range:.0e})"
+    )
+    remedies = [
+        "train.optimizer_steps = 1",
+        "a wider objective.clip_range",
+        "model.dtype = float32",
+        "a larger sampling.eta",
+    ]
+    if not centres_ratio(objective) and bias[step] > noise[step]:  # otherwise centring would change little
+        remedies.insert(1, "objective.ratio = centred")
+    advice = f"the clip acts on rounding, not on the policy. Use {', '.join(remedies[:-1])}, or {remedies[-1]}"
+    if not share <= 1 / 3:
+        raise ParityError(f"{found}, more than a third: {advice}")
+    tell(f"{found}, more than a tenth: {advice}" if share > 0.1 else found)
+    return value

@@ -1,0 +1,298 @@
+"""Profile one iteration: time by phase and by kernel family, model FLOPs utilisation, a Chrome trace.
+
+    <folder>/profile.json trace.json.gz
+
+With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: only one tool at
+a time can use CUPTI. FLOPs come from measure/plan.py; the ceiling is a matrix product measured on the device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.autograd import DeviceType
+
+from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.config.schema import Checkpointing, Config
+from sage_fast.ops import implementation
+from sage_fast.run.setup import load_setup
+from sage_fast.tools.harness import head_line, matmul_ceiling
+from sage_fast.tools.plan import plan
+from sage_fast.trainer import Trainer
+from sage_fast.util.console import progress, say
+from sage_fast.util.environment import environment, format_bytes
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import write_json
+from sage_fast.util.profiling import DOMAIN, PHASES, annotate, ranges
+from sage_fast.util.ranks import initialize, world_size
+
+COLUMNS = (*PHASES, "other")
+"""The phases, and `other` for the rest of an iteration."""
+PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
+"""Phase -> part of the plan, for phases whose FLOPs have a formula."""
+
+PYTHON = "Python between operators"
+FAMILIES = {
+    "sage_fast operators": r"sage_fast|transition_(step|score)|norm_(modulate|rotate)|gated_norm|residual_norm|philox",
+    "attention": r"attention|attn|flash|fmha|softmax",
+    "convolution": r"conv(?!ert)|vol2col|fprop|dgrad|wgrad|winograd|nchw|nhwc",
+    "optimizer": r"adam|_foreach|multi_tensor|aten::(lerp|addcdiv)",
+    "matmul": r"gemm|gemv|mm\b|matmul|linear\b|nvjet|cutlass|cublas|splitk",
+    "reductions": r"reduce|vector_norm|aten::(sum|mean|std|amin|amax|max|min|any|all|cumsum)\b",
+    "views and autograd": r"autograd::|backward\d*$|^_|^detach|aten::(as_strided|view|_?reshape|t\b|transpose|permute"
+    r"|expand|empty|slice|select|narrow|unsqueeze|squeeze|split|chunk|unbind|unflatten|flatten|detach|alias|item"
+    r"|resolve_|_local_scalar|result_type|promote_types|new_empty|resize|lift|_unsafe_view|_conj|dropout|contiguous)",
+    "copies": r"copy|memcpy|memset|catarray|replication_pad|aten::(cat\b|to\b|_to_|type_as|clone|stack|fill|zero|ones"
+    r"|new_|pad|index|repeat|scalar_tensor|arange)",
+    "normalisation, elementwise": r"norm|elementwise|triton_|gelu|silu|aten::(add|sub|mul|div|pow|sqrt|rsqrt|exp|log"
+    r"|sin|cos|neg|abs|clamp|reciprocal|square|maximum|minimum|bitwise|logical|__|eq|ne|gt|ge|lt|le|is|where|nonzero"
+    r"|masked|round|floor|rand)",
+}
+"""Family -> pattern in the name of a CUDA kernel or an aten operator. The first family that matches counts it."""
+_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FAMILIES.items()}
+
+
+class Work(NamedTuple):
+    """A GPU kernel, or the self time of a CPU operator; times in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+    family: str
+
+
+def family(name: str) -> str:
+    """Return the family of a kernel or operator, by its name."""
+    return next((family for family, pattern in _PATTERNS.items() if pattern.search(name)), "other")
+
+
+def profile_iteration(
+    config: Config, source: str, settings: Mapping[str, str], *, folder: Path, warmup: int, window_only: bool
+) -> dict[str, Any]:
+    """Warm up, then profile one iteration. The trained weights are discarded.
+
+    Args:
+        config: validated settings.
+        source: the configuration as given on the command line, for the printed commands.
+        settings: the settings given with it.
+        folder: folder for profile.json, the trace and the prompt embeddings.
+        warmup: iterations before the measured one.
+        window_only: whether to emit ranges for Nsight instead of running torch.profiler; writes no files.
+
+    Returns:
+        The content of profile.json.
+
+    Raises:
+        UserError: the folder already holds a profile, there are several ranks, or a setting is impossible.
+    """
+    device = initialize(config.timeout_minutes)
+    check_trainable(config)
+    if world_size() > 1:
+        raise UserError("a profile covers one rank: start it without torchrun")
+    if not window_only and (folder / "profile.json").exists():
+        raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
+    with ranges("nvtx" if window_only else "torch"):
+        say("loading the model")
+        setup = load_setup(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        setup.encode(folder / "embeddings", quiet=True)
+        trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+        for index in progress(range(warmup), "warm-up", warmup, "iteration"):
+            trainer.iteration(index)
+        say("measuring one iteration")
+        ceiling = matmul_ceiling(device, trainer.policy.dtype)
+        chosen = cast(Checkpointing, setup.model.checkpointing)  # resolves `auto`
+        run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
+        expected = plan(run, setup.model.spec)
+        flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
+        if trainer.anchor_is_current:
+            flops["anchor"] = 0.0  # the rollout's velocities are reused
+        profiler = None if window_only else torch.profiler.profile()
+        with profiler or contextlib.nullcontext():
+            row = _window(trainer, warmup)
+    flops["train"] *= _trained_share(config, row, expected.samples)
+    result = {
+        "environment": environment(device, implementation(device))
+        | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
+        "source": source,
+        "settings": dict(settings),
+        "warmup": warmup,
+        "text_tokens": expected.text_tokens,
+        "ceiling_flops_per_second": ceiling,
+        "phases": phase_table(row, flops, ceiling, {}),
+        "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
+        "planned_bytes": sum(expected.memory.values()),
+        "families": [],
+        "trace": None if window_only else str(folder / "trace.json.gz"),
+        "commands": nsight_commands(source, settings, folder, warmup, config.sampling.steps // 2),
+    }
+    if profiler is not None:
+        write_json(result, folder / "profile.json")  # a million events take minutes to read
+        say("reading the trace")
+        work, changes = _read(list(profiler.events() or []), device)
+        busy = busy_seconds(work, changes) if device.type == "cuda" else {}
+        result |= {"phases": phase_table(row, flops, ceiling, busy), "families": family_table(work, changes)}
+        write_json(result, folder / "profile.json")
+        profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+    return result
+
+
+def _window(trainer: Trainer, index: int) -> dict[str, Any]:
+    """Run the measured iteration; on CUDA it is the capture range of nsys and ncu."""
+    cuda = torch.cuda.cudart() if trainer.device.type == "cuda" else None
+    if cuda is not None:
+        torch.cuda.synchronize()
+        cuda.cudaProfilerStart()
+    with annotate("iteration", index):
+        row = trainer.iteration(index)
+    if cuda is not None:
+        torch.cuda.synchronize()
+        cuda.cudaProfilerStop()
+    return row
+
+
+def _trained_share(config: Config, row: Mapping[str, Any], samples: int) -> float:
+    """Return the share of samples that were trained: updates skip failed rewards and groups of equal rewards."""
+    equal = row["reward/zero_std_groups"] if config.objective.drop_equal_groups else 0.0
+    return max(0.0, 1 - equal - row["reward/dropped"] / samples)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def phase_table(
+    row: Mapping[str, Any], flops: Mapping[str, float], ceiling: float, busy: Mapping[str, float]
+) -> dict[str, dict[str, float | None]]:
+    """Return phase or `total` -> seconds, share, GPU-busy seconds, FLOPs, FLOP/s, MFU = FLOPs / seconds / ceiling."""
+    seconds = {phase: float(row.get(f"time/{phase}", 0.0)) for phase in PHASES}
+    total = float(row["time/total"])
+    seconds["other"] = total - sum(seconds.values())
+    whole = {"total": (total, sum(flops.values()), sum(busy.values()))}
+    rows = {phase: (value, flops.get(phase), busy.get(phase, 0.0)) for phase, value in seconds.items()} | whole
+    return {
+        phase: {
+            "seconds": value,
+            "share": value / total,
+            "busy_seconds": on_device if busy else None,
+            "flops": work,
+            "flops_per_second": work / value if work is not None and value > 0 else None,
+            "mfu": work / value / ceiling if work is not None and value > 0 else None,
+        }
+        for phase, (value, work, on_device) in rows.items()
+    }
+
+
+def _read(events: Sequence[Any], device: torch.device) -> tuple[list[Work], list[tuple[float, str]]]:
+    """Return the kernels (CUDA) or operators (CPU) of a profile, and the times at which the phase changes.
+
+    The trainer synchronises before a phase ends. So a kernel belongs to the phase in which it began, whatever its
+    stream or graph.
+    """
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in host if e.is_user_annotation and e.name in PHASES]
+    if device.type == "cuda":
+        kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        work = [Work(e.name, e.time_range.start, e.time_range.elapsed_us(), family(e.name)) for e in kernels]
+    else:
+        work = [
+            Work(e.name, e.time_range.start, e.self_cpu_time_total, PYTHON if e.is_user_annotation else family(e.name))
+            for e in host
+        ]
+    return work, phase_changes(spans)
+
+
+def phase_changes(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, str]]:
+    """Convert spans (start, end, phase), which may nest, to sorted changes (time, innermost phase from then on)."""
+    changes, stack = [], ["other"]
+    edges = [(start, 1, phase) for start, _, phase in spans] + [(end, 0, phase) for _, end, phase in spans]
+    for when, opens, phase in sorted(edges):
+        if opens:
+            stack.append(phase)
+        else:
+            stack.pop()
+        changes.append((when, stack[-1]))
+    return changes
+
+
+def _phase_at(changes: Sequence[tuple[float, str]], when: float) -> str:
+    index = bisect.bisect_right(changes, when, key=lambda change: change[0])
+    return changes[index - 1][1] if index else "other"
+
+
+def family_table(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, dict[str, float]]:
+    """Return family -> phase -> seconds, largest family first."""
+    table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLUMNS, 0.0))
+    for item in work:
+        table[item.family][_phase_at(changes, item.start)] += item.duration / 1e6
+    return dict(sorted(table.items(), key=lambda row: -sum(row[1].values())))
+
+
+def busy_seconds(work: Sequence[Work], changes: Sequence[tuple[float, str]]) -> dict[str, float]:
+    """Return phase -> seconds in which at least one kernel ran."""
+    busy, until = dict.fromkeys(COLUMNS, 0.0), 0.0
+    for item in sorted(work, key=lambda item: item.start):
+        end = item.start + item.duration
+        busy[_phase_at(changes, item.start)] += max(0.0, end - max(item.start, until)) / 1e6
+        until = max(until, end)
+    return busy
+
+
+def nsight_commands(
+    source: str, settings: Mapping[str, str], folder: Path, warmup: int, step: int
+) -> dict[str, list[str]]:
+    """Return tool -> command that profiles the same window; `ncu` profiles one denoising step of it."""
+    window = ["sage-fast", "profile", source, "--folder", str(folder), "--warmup", str(warmup), "--window-only"]
+    window += [part for key, value in settings.items() for part in (f"--{key}", value)]
+    nsys = ["nsys", "profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    nsys += ["--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-graph-trace=node", f"--output={folder / 'nsys'}"]
+    # The trailing slash marks a push/pop range.
+    ncu = ["ncu", "--profile-from-start", "off", "--nvtx", "--nvtx-include", f"{DOMAIN}@step {step}/"]
+    ncu += ["--export", str(folder / "ncu")]
+    return {"nsys": nsys + window, "ncu": ncu + window}
+
+
+def format_profile(result: Mapping[str, Any]) -> str:
+    """Format the tables for a terminal, and the commands."""
+
+    def cell(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "" if value is None else format(value / scale, form)
+
+    env, phases = result["environment"], result["phases"]
+    gpu = phases["total"]["busy_seconds"] is not None
+    ceiling = result["ceiling_flops_per_second"] / 1e12
+    head = ("seconds", "share", "GPU busy" if gpu else "", "FLOPs", "TFLOP/s", "MFU")
+    lines = [
+        head_line(env),
+        f"ceiling of a {env['dtype']} matrix product, measured here and now: {ceiling:.3g} TFLOP/s",
+        "",
+        f"{'phase':<28}" + "".join(f"{title:>11}" for title in head),
+    ]
+    for phase, row in phases.items():
+        cells = [cell(row["seconds"], ".4f"), cell(row["share"], ".1%"), cell(row["busy_seconds"], ".4f")]
+        cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12), cell(row["mfu"], ".1%")]
+        lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
+    lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens a prompt")
+    if peaks := result["peak_bytes"]:
+        found = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
+        planned = result["planned_bytes"]
+        share = f"; train is {peaks['train'] / planned:.0%} of the planned {format_bytes(planned)}" * ("train" in peaks)
+        lines.append(f"peak of allocated memory: {found}{share}")
+    if result["families"]:
+        sums = {name: sum(row.values()) for name, row in result["families"].items()}
+        kind = "kernels, GPU seconds" if gpu else "operators, self seconds"
+        lines += ["", f"{kind:<28}{'share':>8}" + "".join(f"{phase:>11}" for phase in COLUMNS)]
+        for name, row in result["families"].items():
+            cells = [f"{seconds:>11.4f}" for seconds in row.values()]
+            lines.append(f"{name:<28}{sums[name] / sum(sums.values()):>8.1%}" + "".join(cells))
+        lines += ["", f"trace, for chrome://tracing or ui.perfetto.dev: {result['trace']}"]
+    lines += ["", "the same window under Nsight Systems, and one denoising step of it under Nsight Compute:"]
+    return "\n".join([*(line.rstrip() for line in lines), *(f"  {shlex.join(c)}" for c in result["commands"].values())])

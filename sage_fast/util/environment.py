@@ -1,0 +1,91 @@
+"""Versions, commit, device and free memory, as recorded with every run and every measurement."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from sage_fast import __version__
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate")
+
+
+def environment(device: torch.device, operators: str) -> dict[str, Any]:
+    """Return what it takes to repeat a result: commit, date, device, threads, operators and versions."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "sage_fast": __version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "operators": operators,
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the typed command as a shell line. `python -m sage_fast` arrives as the path of __main__.py."""
+    program = arguments[0]
+    started = ["python", "-m", "sage_fast"] if program.endswith("sage_fast/__main__.py") else [program]
+    return shlex.join([*started, *arguments[1:]])
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout the package was imported from, with `+changes` if tracked files differ.
+
+    Without git or `.git`, return the environment variable COMMIT, or None.
+    """
+    folder = Path(__file__).resolve().parents[1]
+    git = ["git", "--git-dir=.git"]  # only this checkout, not a repository around it
+    commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "--untracked-files=no"])
+    try:
+        head, changes = (
+            subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git, or no `.git`
+        return os.environ.get("COMMIT") or None
+    return head + "+changes" * bool(changes)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device's name, such as `NVIDIA H200` or `AMD EPYC 9V74 80-Core Processor`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes PyTorch can still allocate on `device`, including its cached free blocks."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
+    return psutil.virtual_memory().available  # includes the page cache, which can be evicted
+
+
+def format_bytes(count: float) -> str:
+    """Format a byte count in the largest unit that fits, such as `15.51 GiB`."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,79 @@
+"""Errors raised on purpose. The command line shows them in one line and any other exception with its traceback.
+
+This module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import signal
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A wrong setting, file or option. Exit status 2."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot continue although its settings are valid. Exit status 1.
+
+    Attributes:
+        on_all_ranks: whether every rank raises it; if so, the ranks can still save a checkpoint together.
+    """
+
+    on_all_ranks = False
+
+
+class NonFiniteError(RunError):
+    """A loss or gradient that is not finite. No weight was updated; the tested value is a sum over the ranks."""
+
+    on_all_ranks = True
+
+
+class ParityError(RunError):
+    """Training does not reproduce the rollout's log-probs (max over ranks)."""
+
+    on_all_ranks = True
+
+
+class RankError(RunError):
+    """A failure of another rank, raised on all the others by `sage_fast.util.ranks.together`."""
+
+    on_all_ranks = True
+
+
+class RewardError(RunError):
+    """A reward that failed or is not finite."""
+
+
+class Stopped(KeyboardInterrupt):
+    """Stop requested by SIGINT or SIGTERM. Raised on every rank at a point where the run's state is consistent.
+
+    Args:
+        number: signal number.
+
+    Attributes:
+        status: exit status: 130 after SIGINT, as usual; 0 after SIGTERM, which a scheduler sends.
+    """
+
+    on_all_ranks = True
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+        self.status = 0 if number == signal.SIGTERM else 128 + number
+
+
+def nearest(value: str, choices: Iterable[str]) -> str:
+    """Return `expected one of a, b, c; did you mean 'b'?`. The question is left out if nothing is close."""
+    choices = list(choices)
+    close = difflib.get_close_matches(str(value), choices, n=1)
+    question = f"; did you mean {close[0]!r}?" if close else ""
+    return f"expected one of {', '.join(choices)}{question}"
+
+
+def reason(error: OSError) -> str:
+    """Return `'path': No space left on device`, or as much of it as the error knows."""
+    if error.strerror is None:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"

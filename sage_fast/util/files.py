@@ -1,0 +1,200 @@
+"""Read and write files: errors name the file, writes are atomic, and colleagues may read what is written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError
+
+from sage_fast.util.errors import UserError
+
+PARTIAL = ".partial"
+"""Suffix of a file or folder that is being written. If a kill leaves one behind, it may be removed."""
+
+VIDEOS = "videos.csv"
+"""File that marks a folder of videos to score and compare; see `sage_fast.report.videoset`."""
+
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Add `path` to a write error that names no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _OF_WRITING:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Wrap `torch.save` and safetensors: convert their errors to OSError and make `path` readable for colleagues.
+
+    Only the write can go wrong there. `path` is a file or a folder.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
+        why = f"cannot be written, {free / 2**20:,.1f} MiB are free there: {str(error).splitlines()[0]}"
+        raise OSError(errno.EIO, why, str(path)) from error
+    _share(path)
+
+
+def _share(path: Path) -> None:
+    """Give a file, or all files below a folder, the default permissions: 0644 under the usual umask.
+
+    safetensors writes through a temporary file with mode 0600, which colleagues cannot read.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~umask)
+
+
+@contextlib.contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """Yield a temporary path for a file or folder; on exit fsync it and rename it to `path`.
+
+    A kill, a full disk or a loss of power never leaves a part of it at `path`.
+
+    Args:
+        path: regular file or folder, replaced if it exists; its parent folder exists.
+
+    Raises:
+        OSError: names `path`, whose content is unchanged.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        yield partial
+        for written in [*partial.rglob("*"), partial]:
+            sync(written)
+        if path.is_dir():  # rename does not replace a folder
+            remove_folder(path)
+        partial.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        if error.filename is None or str(error.filename) == str(partial):
+            error.filename = str(path)
+        raise
+    finally:
+        remove(partial)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file atomically through `aside`; text is encoded as UTF-8."""
+    with aside(path) as partial, partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a whole folder; a missing path is a no-op."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Rename a folder, then remove it, so that a kill leaves no half of it under its name."""
+    old = folder.with_name(f"{folder.name}.old{PARTIAL}")
+    remove(old)
+    folder.replace(old)
+    shutil.rmtree(old)
+
+
+def write_json(result: Mapping[str, Any], path: Path) -> None:
+    """Write an indented JSON file atomically; write to a pipe or device such as /dev/stdout directly."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # /dev/stdout, or a pipe
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
+    else:
+        write_atomic(path, text)
+
+
+def make_folder_of(file: str | None, option: str = "--json") -> None:
+    """Create the parent folder of an option's file. A path that cannot be written fails here, before the work.
+
+    Raises:
+        UserError: `file` is a folder.
+    """
+    if file is not None:
+        if Path(file).is_dir():
+            raise UserError(f"{option} {file!r}: a folder; expected a file")
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+
+
+def append_line(file: BinaryIO, line: str) -> None:
+    """Append a line in one write; if the disk is full, truncate the partial line.
+
+    Args:
+        file: opened for appending, unbuffered.
+        line: without the newline.
+    """
+    content, size = line.encode() + b"\n", os.fstat(file.fileno()).st_size
+    with writing(file.name):
+        try:
+            written = file.write(content)
+            if written < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: the file holds no JSON object, as after an interrupted write.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return content
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a `metrics.jsonl`; [] if there is no file. An incomplete last line, as after a kill, is dropped.
+
+    Raises:
+        UserError: a complete line is not a JSON object with an integer `iteration`.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    rows = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+            iteration = row.get("iteration") if isinstance(row, dict) else None
+            if not isinstance(iteration, int) or not 0 <= iteration < 2**53:
+                raise UserError("expected an object with an integer 'iteration' from 0")
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove the line to continue"
+            ) from error
+        rows.append(row)
+    return rows

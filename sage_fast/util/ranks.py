@@ -1,0 +1,195 @@
+"""Ranks and collectives; in a single process every collective is the identity.
+
+With `model.sequence_parallel`, consecutive ranks form a sequence group: they hold the same samples and count as one
+data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from sage_fast.util.errors import RankError, Stopped
+
+
+def initialize(timeout_minutes: float = 10) -> torch.device:
+    """Join torchrun's process group, if there is one, and return this rank's device.
+
+    Args:
+        timeout_minutes: timeout of a collective; no effect on a group that is already joined.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=timeout_minutes),
+            # NCCL connects eagerly and does not have to guess the device of a barrier.
+            device_id=device if device.type == "cuda" else None,
+            **_store_of_restart(),
+        )
+    return device
+
+
+def _store_of_restart() -> dict[str, Any]:
+    """Return arguments of `init_process_group` that separate the store of each restart on one machine.
+
+    Without --rdzv-backend or --standalone, torchrun keeps its store over a restart, and the new ranks would find the
+    addresses of the old ones in it. Across machines torchrun makes a new store.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts == 0 or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"restart-{restarts}", store), "rank": rank, "world_size": world_size}
+
+
+_sequence_group: dist.ProcessGroup | None = None
+
+
+def join_sequence_group(size: int, timeout_minutes: float = 10) -> None:
+    """Split the ranks into sequence groups of `size` consecutive ranks; `size` divides the world size.
+
+    Consecutive ranks share a node if `size` divides the ranks per node. That matters: a sequence group exchanges far
+    more in every block than data-parallel ranks do in an iteration.
+    """
+    global _sequence_group
+    if size == sequence_size():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    _sequence_group = dist.new_subgroups(size, timeout=timeout)[0] if size > 1 else None
+
+
+def sequence_group() -> dist.ProcessGroup | None:
+    """Process group of the ranks that share this rank's samples; None without sequence parallelism."""
+    return _sequence_group
+
+
+def sequence_size() -> int:
+    return dist.get_world_size(_sequence_group) if _sequence_group is not None else 1
+
+
+def sequence_rank() -> int:
+    return rank() % sequence_size()
+
+
+def data_rank() -> int:
+    """Data-parallel rank: the index of this rank's sequence group."""
+    return rank() // sequence_size()
+
+
+def data_size() -> int:
+    return world_size() // sequence_size()
+
+
+def join_deepspeed() -> None:
+    """Make DeepSpeed use the existing process group and its timeout; otherwise it would create another group."""
+    import deepspeed  # optional, and takes seconds
+    from deepspeed.utils import groups
+
+    # An inference operator that is never called here. On a CPU, DeepSpeed would compile it at start and print so.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        deepspeed.comm.init_distributed(verbose=False)
+    vars(groups)["_WORLD_GROUP"] = dist.group.WORLD
+
+
+def shutdown() -> None:
+    global _sequence_group
+    _sequence_group = None
+    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
+        vars(groups)["_WORLD_GROUP"] = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
+    """Reduce over all ranks in place; `op` is `sum`, `min` or `max`."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op])
+    return tensor
+
+
+def data_sum(tensor: Tensor) -> Tensor:
+    """Sum over the data-parallel ranks in place: shared samples count once."""
+    return all_reduce(tensor).div_(sequence_size())
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """Return the values of all ranks in rank order; for small picklable objects."""
+    return _gather_objects(value, world_size(), None) if dist.is_initialized() else [value]
+
+
+def gather_objects_of_sequence(value: Any) -> list[Any]:
+    """Return the values of the ranks of this sequence group, as `all_gather_object` does."""
+    return _gather_objects(value, sequence_size(), _sequence_group) if _sequence_group is not None else [value]
+
+
+def _gather_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, source: int) -> Any:
+    """Return the value of rank `source` on every rank. It must be picklable, with tensors on the CPU."""
+    if not dist.is_initialized():
+        return value
+    values = [value if rank() == source else None]
+    dist.broadcast_object_list(values, src=source)
+    return values[0]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Fail on every rank if a block without collectives fails on one, so that no rank hangs. Collective.
+
+    Raises:
+        RankError: another rank failed; raised where this rank's block finished or was stopped.
+        Stopped: on all ranks, if it was raised on one and none failed.
+    """
+    if world_size() == 1:
+        yield
+        return
+    failure: Exception | Stopped | None = None
+    try:
+        yield
+    except (Exception, Stopped) as error:
+        failure = error
+    number = failure.number if isinstance(failure, Stopped) else 0
+    text = None if failure is None or number else f"{type(failure).__name__}: {failure}"
+    outcomes: list[tuple[int, str | None]] = all_gather_object((number, text))
+    if failure is not None and text is not None:
+        vars(failure)["on_all_ranks"] = True
+        raise failure
+    for other, (_, why) in enumerate(outcomes):
+        if why is not None:
+            raise RankError(f"rank {other} failed: {why}")
+    if stopped := max(number for number, _ in outcomes):
+        raise Stopped(stopped)
