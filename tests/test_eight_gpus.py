@@ -10,7 +10,7 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.files import read_metrics
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import LORA_FILE
 from tests.ranks import command_on_ranks
 from tests.test_docs import REPOSITORY, blocks, commands
 from tests.tiny_checkpoint import write_tiny_checkpoint

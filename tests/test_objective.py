@@ -136,11 +136,12 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     rows = trainer._rollout(samples, table, coefs, steps, conditioning, scorer, watch)
     rows.states, rows.log_probs = ({t: x.double() for t, x in of.items()} for of in (rows.states, rows.log_probs))
     batch = Batch(
+        process=trainer.process,
         table=table,
         coefs=coefs,
         trajectories=rows,
         conditioning=conditioning,
-        prompts=[sample.prompt for sample in samples],
+        keys=[sample.key for sample in samples],
         advantages=torch.linspace(-1.5, 1.5, rows.count, dtype=torch.float64),
         anchor_velocities={},
     )

@@ -10,7 +10,7 @@ from sage_fast.files import read_metrics
 from sage_fast.measure.plan import plan
 from sage_fast.models.hunyuan15.encoder import random_encoder
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import LORA_FILE
 from sage_fast.models.random_weights import random_module
 from sage_fast.settings import build, dump
 from tests.tiny import settings

@@ -12,7 +12,7 @@ import torch
 from sage_fast.cli import main
 from sage_fast.errors import UserError
 from sage_fast.files import read_metrics
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.resume import KEPT, check_kept, resumed_settings, value_of
 from sage_fast.run.train import train as train_run

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from sage_fast.files import read_json, read_metrics
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import LORA_FILE
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.weights import checkpoints, iteration_of
 from tests.fork_server import Fault, ForkServer

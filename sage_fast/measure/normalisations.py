@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.measure.harness import usual_dtype
-from sage_fast.ops import gated_norm, norm_modulate, norm_rotate
-from sage_fast.ops.gated_norm import gated_norm_reference
-from sage_fast.ops.norm_modulate import norm_modulate_reference
-from sage_fast.ops.norm_rotate import joined_reference
+from sage_fast.ops.gated_norm import gated_norm, gated_norm_reference
+from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_reference
+from sage_fast.ops.norm_rotate import joined_reference, norm_rotate
 
 SIZES = {"testbed batch 32": (32, 80, 7, 4, 16), "8192 tokens": (1, 8000, 192, 16, 128)}
 """name -> samples, video tokens, text tokens, heads, width of a head."""

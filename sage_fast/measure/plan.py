@@ -17,7 +17,7 @@ from sage_fast.measure.harness import H200_BF16_FLOPS
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import default_family
-from sage_fast.models.sequence import check_heads
+from sage_fast.models.sharing import check_heads
 from sage_fast.objective import stores_rollout_velocities, strategy_of, surrogate_of
 from sage_fast.rollout.schedule import (
     check_trainable,

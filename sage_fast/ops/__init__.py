@@ -1,24 +1,18 @@
 """The fused operators. Each is declared once with `torch.library`; implementations register behind the declaration.
 
 They run on whatever device their inputs are on; callers never ask which implementation serves them. The plain PyTorch
-reference in each file is the specification.
+reference in each file is the specification. The transitions of the algorithm are here by name; a model imports the
+files of those that it runs.
 """
 
 from sage_fast.ops._common import Row
 from sage_fast.ops._dispatch import implementation
-from sage_fast.ops.gated_norm import gated_norm
-from sage_fast.ops.norm_modulate import norm_modulate, residual_norm
-from sage_fast.ops.norm_rotate import norm_rotate
 from sage_fast.ops.transition_score import transition_score
 from sage_fast.ops.transition_step import transition_step
 
 __all__ = [
     "Row",
-    "gated_norm",
     "implementation",
-    "norm_modulate",
-    "norm_rotate",
-    "residual_norm",
     "transition_score",
     "transition_step",
 ]

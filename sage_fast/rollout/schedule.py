@@ -13,7 +13,7 @@ from sage_fast.config import Config
 from sage_fast.distributed import world_size
 from sage_fast.errors import UserError
 from sage_fast.models.protocol import Key
-from sage_fast.models.sequence import check_sequence_parallel
+from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.objective import FEEDBACKS, strategy_of, surrogate_of, uses_closed_form
 from sage_fast.section import require
 from sage_fast.seeding import derive_seed, permutation, sample_seeds
