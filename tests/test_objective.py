@@ -141,7 +141,7 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
         coefs=coefs,
         trajectories=rows,
         conditioning=conditioning,
-        prompts=[sample.prompt for sample in samples],
+        keys=[sample.key for sample in samples],
         advantages=torch.linspace(-1.5, 1.5, rows.count, dtype=torch.float64),
         anchor_velocities={},
     )

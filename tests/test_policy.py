@@ -22,8 +22,9 @@ from sage_fast.models.attention import ATTENTION
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.lora import LORA_FILE, load_lora
+from sage_fast.models.lora import load_lora
 from sage_fast.models.model import Model
+from sage_fast.models.policy import LORA_FILE
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.errors import UserError
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint

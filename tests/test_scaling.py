@@ -30,7 +30,7 @@ def test_the_formulas_are_the_plans() -> None:
         model__sequence_parallel=8, sampling__num_frames=81, sampling__height=480, sampling__width=832,
         sampling__steps=20, train__prompts_per_iteration=8, train__group_size=4, train__batch_size=1,
     )  # fmt: skip
-    planned, work = plan(config, {}, {}, ranks=8), Work()
+    planned, work = plan(config, ranks=8), Work()
     assert (planned.tokens, planned.latent_shape) == (work.tokens, work.latents)
     assert planned.flops["forward"] == work.forward
     assert planned.flops["decode"] == work.samples * work.decode

@@ -23,8 +23,7 @@ from sage_fast.config.load import dump
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.load import load_model
-from sage_fast.models.lora import LORA_FILE
-from sage_fast.models.policy import Policy
+from sage_fast.models.policy import LORA_FILE, Policy
 from sage_fast.models.protocol import Condition, Cost, Encoder, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.files import read_metrics

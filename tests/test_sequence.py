@@ -20,7 +20,8 @@ from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.load import choose_attention, find_spec, load_model
 from sage_fast.models.model import Model
-from sage_fast.models.sequence import SequenceParallel, check_sequence_parallel
+from sage_fast.models.sequence import SequenceParallel
+from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.rewards.composite import Pending
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.setup import load_setup

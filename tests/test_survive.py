@@ -23,7 +23,7 @@ import pytest
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import LORA_FILE
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.util.files import read_json, read_metrics

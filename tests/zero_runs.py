@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import LORA_FILE
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.tools.plan import plan

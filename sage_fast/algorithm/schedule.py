@@ -14,7 +14,7 @@ from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, TransitionTabl
 from sage_fast.config.fields import require
 from sage_fast.config.schema import Config
 from sage_fast.models.protocol import Key
-from sage_fast.models.sequence import check_sequence_parallel
+from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import world_size
 from sage_fast.util.seeding import derive_seed, permutation, sample_seeds

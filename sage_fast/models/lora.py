@@ -13,15 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from sage_fast.models.policy import ADAPTER, LORA_FILE
 from sage_fast.util.errors import UserError
-
-ADAPTER = "default"
-LORA_FILE = "pytorch_lora_weights.safetensors"
-
-
-def lora_file(part: str) -> str:
-    """File of the adapter of one part of a checkpoint."""
-    return LORA_FILE if part == "transformer" else f"{part}_{LORA_FILE}"
 
 
 def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) -> None:

@@ -15,9 +15,7 @@ import torch
 from diffusers.utils import logging
 from torch import Tensor, nn
 
-from sage_fast.models.lora import ADAPTER, lora_file
 from sage_fast.models.protocol import Conditions, Inputs
-from sage_fast.models.sequence import SequenceParallel
 from sage_fast.ops.transition_step import guided
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import sequence_size, world_size
@@ -25,6 +23,14 @@ from sage_fast.util.ranks import sequence_size, world_size
 Item = TypeVar("Item")
 State = dict[str, Tensor]
 """Trainable weights by name."""
+
+ADAPTER = "default"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+def lora_file(part: str) -> str:
+    """File of the adapter of one part of a checkpoint."""
+    return LORA_FILE if part == "transformer" else f"{part}_{LORA_FILE}"
 
 
 class WholeStates:
@@ -142,8 +148,8 @@ class Policy:
         """Serve attention by a kernel; called if `Spec.attention_shape` gives a shape."""
         raise NotImplementedError
 
-    def share_samples(self, sequence: SequenceParallel) -> None:
-        """Run on a part of the tokens; called if `Spec.heads` allows it."""
+    def share_samples(self, sequence: Any) -> None:
+        """Run on a part of the tokens, by a `SequenceParallel`; called if `Spec.heads` allows it."""
         raise NotImplementedError
 
     def refresh(self) -> None:

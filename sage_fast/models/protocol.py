@@ -54,7 +54,7 @@ class Condition:
         return dataclasses.replace(self, **{name: t.to(device, dtype) for name, t in self.tensors().items()})
 
 
-Encoder = Callable[[str], Any]
+Encoder = Callable[[str], Condition]
 """Prompt -> its `Condition`."""
 
 

@@ -1,7 +1,7 @@
 """Choose the implementation of the operators for each device. No other module does.
 
-The operators register their PyTorch reference for every device. This module replaces it with the fused implementations
-that are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
+Each operator registers itself here: its PyTorch reference for every device, replaced by the fused implementations that
+are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
 
 `SAGE_FAST_OPS=reference` in the environment disables the fused implementations. `SAGE_FAST_OPS=triton` with
 `TRITON_INTERPRET=1` runs Triton's interpreter on the CPU: slow, for checks only, with the rounding of a GPU
@@ -22,24 +22,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY
-from sage_fast.ops.gated_norm import gated_norm_backward_reference, gated_norm_reference
-from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
-from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
-from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
-from sage_fast.ops.transition_step import transition_step_reference
 from sage_fast.util.errors import UserError, nearest
 
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "gated_norm": gated_norm_reference,
-    "gated_norm_backward": gated_norm_backward_reference,
-    "norm_modulate": norm_modulate_reference,
-    "norm_modulate_backward": norm_modulate_backward_reference,
-    "norm_rotate": norm_rotate_reference,
-    "norm_rotate_backward": norm_rotate_backward_reference,
-    "transition_step": transition_step_reference,
-    "transition_score": transition_score_reference,
-    "transition_score_backward": transition_score_backward_reference,
-}
 _serving: dict[str, str] = {}
 
 
@@ -69,32 +53,36 @@ def _cpp(name: str) -> Callable[[], Callable[..., Any]]:
     return lambda: operator
 
 
-def _register() -> None:
+def _choose() -> dict[str, Callable[[str], Callable[[], Callable[..., Any]]]]:
+    """Device -> what makes the fused implementation of an operator there; says what serves each in `_serving`."""
     choice = os.environ.get("SAGE_FAST_OPS", "")
     if choice not in ("", "reference", "triton"):
         raise UserError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
     if choice == "reference":
-        return
+        return {}
+    fused: dict[str, Callable[[str], Callable[[], Callable[..., Any]]]] = {}
     if importlib.util.find_spec("triton") is not None:
-        for name, reference in _OPERATORS.items():
-            LIBRARY.impl(name, _serve(_triton(name), reference), "CUDA")
-        _serving["cuda"] = "Triton"
+        fused["cuda"], _serving["cuda"] = _triton, "Triton"
     if choice == "triton":
-        for name, reference in _OPERATORS.items():
-            LIBRARY.impl(name, _serve(_triton(name), reference), "CPU")
-        _serving["cpu"] = "Triton interpreter"
-        return
+        fused["cpu"], _serving["cpu"] = _triton, "Triton interpreter"
+        return fused
     extension = next(Path(__file__).parents[1].glob("_C.*so"), None)
     if extension is None:
         logging.getLogger("sage_fast").warning(
             "the C++ operators are not built; the CPU runs the slower PyTorch reference (reinstall where torch and "
             "a C++ compiler are available)"
         )
-        return
+        return fused
     torch.ops.load_library(extension)
-    for name, reference in _OPERATORS.items():
-        LIBRARY.impl(name, _serve(_cpp(name), reference), "CPU")
-    _serving["cpu"] = "C++"
+    fused["cpu"], _serving["cpu"] = _cpp, "C++"
+    return fused
 
 
-_register()
+_FUSED = _choose()
+
+
+def register(name: str, reference: Callable[..., Any]) -> None:
+    """Register an operator that LIBRARY defines: its reference for every device, and what is faster where it is."""
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    for device, fused in _FUSED.items():
+        LIBRARY.impl(name, _serve(fused(name), reference), device.upper())

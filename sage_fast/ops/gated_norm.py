@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._dispatch import register
 from sage_fast.ops.norm_modulate import check_rows, norm_modulate_backward_reference, norm_modulate_reference
 
 LIBRARY.define(
@@ -79,8 +80,8 @@ def gated_norm_backward_reference(
     return dx.to(total.dtype), dy.to(total.dtype).contiguous(), dgate, dscale, dshift
 
 
-LIBRARY.impl("gated_norm", gated_norm_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("gated_norm_backward", gated_norm_backward_reference, "CompositeExplicitAutograd")
+register("gated_norm", gated_norm_reference)
+register("gated_norm_backward", gated_norm_backward_reference)
 
 
 @torch.library.register_fake("sage_fast::gated_norm", lib=LIBRARY)

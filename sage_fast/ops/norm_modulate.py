@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._dispatch import register
 
 LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int room=0, int spare=0) -> Tensor")
 LIBRARY.define(
@@ -111,8 +112,8 @@ def norm_modulate_backward_reference(
     return dx.to(x.dtype).contiguous(), (grad * normed).sum(1)[:rows], grad.sum(1)[:rows]
 
 
-LIBRARY.impl("norm_modulate", norm_modulate_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("norm_modulate_backward", norm_modulate_backward_reference, "CompositeExplicitAutograd")
+register("norm_modulate", norm_modulate_reference)
+register("norm_modulate_backward", norm_modulate_backward_reference)
 
 
 @torch.library.register_fake("sage_fast::norm_modulate", lib=LIBRARY)

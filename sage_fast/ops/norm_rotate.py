@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, compute_dtype
+from sage_fast.ops._dispatch import register
 
 LIBRARY.define(
     "norm_rotate(Tensor joint, Tensor video_query, Tensor text_query, Tensor video_key, Tensor text_key,"
@@ -170,8 +171,8 @@ def norm_rotate_backward_reference(
     return d_joint, torch.stack(weight_grads)[: 4 if weights else 0]
 
 
-LIBRARY.impl("norm_rotate", norm_rotate_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("norm_rotate_backward", norm_rotate_backward_reference, "CompositeExplicitAutograd")
+register("norm_rotate", norm_rotate_reference)
+register("norm_rotate_backward", norm_rotate_backward_reference)
 
 
 @torch.library.register_fake("sage_fast::norm_rotate", lib=LIBRARY)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean, sample_numel
+from sage_fast.ops._dispatch import register
 
 LIBRARY.define(
     "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step)"
@@ -110,8 +111,8 @@ def transition_score_backward_reference(
     return dv.to(v.dtype).contiguous()
 
 
-LIBRARY.impl("transition_score", transition_score_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("transition_score_backward", transition_score_backward_reference, "CompositeExplicitAutograd")
+register("transition_score", transition_score_reference)
+register("transition_score_backward", transition_score_backward_reference)
 
 
 @torch.library.register_fake("sage_fast::transition_score", lib=LIBRARY)

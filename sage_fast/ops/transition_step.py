@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean
+from sage_fast.ops._dispatch import register
 from sage_fast.ops.philox import philox_normal
 
 LIBRARY.define(
@@ -85,7 +86,7 @@ def transition_step_reference(
     return x_next, coef.w * sample_mean((x_next.to(dtype) - mean).square()) + coef.k
 
 
-LIBRARY.impl("transition_step", transition_step_reference, "CompositeExplicitAutograd")
+register("transition_step", transition_step_reference)
 
 
 @torch.library.register_fake("sage_fast::transition_step", lib=LIBRARY)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sage_fast.ops import gated_norm, norm_modulate, norm_rotate
-from sage_fast.ops.gated_norm import gated_norm_reference
-from sage_fast.ops.norm_modulate import norm_modulate_reference
-from sage_fast.ops.norm_rotate import joined_reference
+from sage_fast.ops.gated_norm import gated_norm, gated_norm_reference
+from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_reference
+from sage_fast.ops.norm_rotate import joined_reference, norm_rotate
 from sage_fast.tools.harness import usual_dtype
 
 SIZES = {"testbed batch 32": (32, 80, 7, 4, 16), "8192 tokens": (1, 8000, 192, 16, 128)}

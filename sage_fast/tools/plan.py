@@ -23,7 +23,7 @@ from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import default_family
-from sage_fast.models.sequence import check_heads
+from sage_fast.models.sharing import check_heads
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.tools.harness import H200_BF16_FLOPS

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import sage_fast.ops.gated_norm
+import sage_fast.ops.norm_modulate
+import sage_fast.ops.norm_rotate  # noqa: F401  for torch.ops
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import implementation
 

@@ -15,10 +15,15 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
-from sage_fast.ops import gated_norm, implementation, norm_modulate, norm_rotate, residual_norm
-from sage_fast.ops.gated_norm import gated_norm_backward_reference, gated_norm_reference
-from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
-from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
+from sage_fast.ops import implementation
+from sage_fast.ops.gated_norm import gated_norm, gated_norm_backward_reference, gated_norm_reference
+from sage_fast.ops.norm_modulate import (
+    norm_modulate,
+    norm_modulate_backward_reference,
+    norm_modulate_reference,
+    residual_norm,
+)
+from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_backward_reference, norm_rotate_reference
 from tests.ops.accuracy import assert_accurate, double
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from sage_fast.models.attention import Attention
 from sage_fast.models.projection import Projection, gelu, with_room
-from sage_fast.ops import gated_norm, norm_rotate, residual_norm
+from sage_fast.ops.gated_norm import gated_norm
+from sage_fast.ops.norm_modulate import residual_norm
+from sage_fast.ops.norm_rotate import norm_rotate
 
 
 class TextToVideoBlock(nn.Module):

@@ -24,7 +24,7 @@ from sage_fast.models.hunyuan15.conditioning import Conditioning
 from sage_fast.models.hunyuan15.text import TextBatch
 from sage_fast.models.projection import Projection
 from sage_fast.models.sequence import SequenceParallel
-from sage_fast.ops import norm_modulate
+from sage_fast.ops.norm_modulate import norm_modulate
 
 
 class TextToVideoForward(nn.Module):

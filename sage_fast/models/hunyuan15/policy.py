@@ -84,7 +84,8 @@ class HunyuanVideo15Policy(Policy):
             sigmas: `[T]` in [0, 1].
             embeddings: key -> embedding; with guidance, of the negative prompts too.
         """
-        timesteps = 1000 * sigmas.to(self.device, torch.float32)
+        sigmas = sigmas.to(self.device, torch.float32)
+        timesteps = 1000 * sigmas
 
         def contextualize(embeddings: Sequence[TextEmbedding]) -> Tensor:
             once, times = collate(embeddings, self.device, self.dtype), (len(timesteps), 1, 1)  # of one length: no mask
@@ -102,7 +103,7 @@ class HunyuanVideo15Policy(Policy):
         self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding], keys: Sequence[Key], steps: Tensor
     ) -> Conditioning:
         """Conditioning at `steps`, with gradients."""
-        sigma = sigmas.to(self.device, torch.float32)[steps].expand(len(keys))
+        sigma = sigmas[steps].expand(len(keys))
         negatives = [embeddings[key].negative for key in keys]
         text, negative = (
             collate([embeddings[key] for key in row], self.device, self.dtype) for row in (keys, negatives)
