@@ -271,6 +271,7 @@ class PretendCuda(TorchDispatchMode):
             "device_count": lambda: 1,
             "current_device": lambda: 0,
             "set_device": lambda device: None,
+            "device": contextlib.nullcontext,
             "get_device_name": lambda device=None: "pretend CUDA",
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": lambda device=None: SimpleNamespace(
