@@ -11,7 +11,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from sage_fast.config import ModelConfig, SamplingConfig
 from sage_fast.errors import UserError
 from sage_fast.models.load import load_model, reachable
-from sage_fast.models.testbed.model import BASE
+from sage_fast.models.testbed import BASE
 
 REPOSITORY = "someone/tiny"
 

@@ -24,9 +24,7 @@ from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import default_family, families, family, split_path
 from sage_fast.models.sequence import SequenceParallel
 from sage_fast.models.sharing import check_heads
-
-BASE = Path(__file__).parent / "testbed" / "base"
-"""What `model.path = testbed` is: the pre-trained weights that ship with the package."""
+from sage_fast.models.testbed import BASE
 
 
 class _Layout(ConfigMixin):
