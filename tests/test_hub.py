@@ -10,7 +10,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.load import load_model, reachable
-from sage_fast.models.testbed.model import BASE
+from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError
 
 REPOSITORY = "someone/tiny"

@@ -165,7 +165,7 @@ def config_of(folder: Path, **overrides: Any) -> Config:
     return settings(
         model__path=f"{__name__}:Wan:{folder / 'wan'}", reward__name="any_video:brightness",
         reward__weights={"mean": 1.0}, data__prompts="prompts.txt", data__eval_prompts="prompts.txt",
-        sampling__steps=3, eval__steps=1, train__optimizer_steps=2, train__learning_rate=1e-4,
+        sampling__steps=3, eval__steps=1, train__optimizer_steps=2, train__learning_rate=1e-2,
         train__iterations=1, tracking__trackers=[], output="run", **overrides,
     )  # fmt: skip
 

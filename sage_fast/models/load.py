@@ -22,11 +22,9 @@ from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import default_family, families, family, split_path
 from sage_fast.models.sequence import SequenceParallel
 from sage_fast.models.sharing import check_heads
+from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
-
-BASE = Path(__file__).parent / "testbed" / "base"
-"""What `model.path = testbed` is: the pre-trained weights that ship with the package."""
 
 
 class _Layout(ConfigMixin):

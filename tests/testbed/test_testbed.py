@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sage_fast.config.load import load
 from sage_fast.models.load import load_model
-from sage_fast.models.testbed.model import BASE, TestbedTransformer, load_vae
+from sage_fast.models.testbed import BASE
+from sage_fast.models.testbed.model import TestbedTransformer, load_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.run.evaluation import generate

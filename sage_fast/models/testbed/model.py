@@ -15,6 +15,7 @@ from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder, Spec
 from sage_fast.models.random_weights import is_random
+from sage_fast.models.testbed import BASE
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
 
 LATENT_CHANNELS = 32  # as the real model's
@@ -22,7 +23,6 @@ LATENT_FRAMES = 5  # 17 video frames: the first one alone, then four to a latent
 LATENT_HEIGHT = 4
 LATENT_WIDTH = 4
 LATENT_SHAPE = (LATENT_CHANNELS, LATENT_FRAMES, LATENT_HEIGHT, LATENT_WIDTH)
-BASE = Path(__file__).parent / "base"  # the pre-trained weights that ship with the package
 
 
 class TestbedTransformer(HunyuanVideo15Transformer3DModel):
