@@ -45,7 +45,8 @@ class ModelConfig(Section):
     path: str = "testbed"
     """`testbed`, a local folder in diffusers format, or a hub id such as
     hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p` and `random:testbed` have
-    random weights, for measuring the time and memory of an iteration without a checkpoint."""
+    random weights, for measuring the time and memory of an iteration without a checkpoint. `package.module:Name:` in
+    front names a model family of your own."""
     dtype: DType = "bfloat16"
     """Storage type of frozen weights and activations. Latents are always float32."""
     tuning: Tuning = "lora"
