@@ -17,6 +17,7 @@ from sage_fast.models.attention import (
     ATTENTION,
     LARGEST_ERROR,
     Attention,
+    Backend,
     check_attention,
     measure_attention,
     try_attention,
@@ -191,8 +192,8 @@ def test_what_is_right_passes_with_room(dtype: torch.dtype) -> None:
 def with_candidates(monkeypatch: pytest.MonkeyPatch, **candidates: Attention) -> None:
     """What `auto` tries here, in place of the backends of a GPU."""
     for name, attention in candidates.items():
-        monkeypatch.setitem(ATTENTION, name, attention)
-    monkeypatch.setattr("sage_fast.models.attention.usable", lambda device, dtype: list(candidates))
+        backend = Backend(attend=attention, operators=(), cuda=False, half=False)
+        monkeypatch.setitem(ATTENTION, name, backend)
 
 
 def test_auto_drops_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +222,13 @@ def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest
     with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
     config = settings(model__dtype="float32")
     model = tiny_model(config)
-    model.choose_attention("auto", config.sampling)
+    choose_attention(model, "auto", config.sampling)
     assert model.attention == "sdpa"
     assert list(model.attention_milliseconds) == ["sdpa"]
     (note,) = model.notes
     assert note.startswith("attention 'cudnn' is skipped: its output under no_grad is not that with gradients")
     model = tiny_model(config)
-    model.choose_attention("cudnn", config.sampling)
+    choose_attention(model, "cudnn", config.sampling)
     assert model.attention == "cudnn"
     (note,) = model.notes
     assert note.startswith("model.attention = 'cudnn': its output under no_grad is not that with gradients")

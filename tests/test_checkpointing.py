@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sage_fast.models.checkpointing import MODES, is_attention
+from sage_fast.models.attention import ATTENTION, Backend, is_attention
+from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hunyuan15.spec import activation_bytes, attention_output_bytes
 from sage_fast.run import setup
 from sage_fast.util.errors import UserError
@@ -66,6 +67,14 @@ def test_attention_runs_once(mode: str, again: int) -> None:
 def test_the_kernels_of_every_backend_are_known(name: str) -> None:
     assert is_attention(name)
     assert not is_attention(name.replace("forward", "backward").replace("fwd", "bwd") + "_backward")
+
+
+@pytest.mark.parametrize("operator", ["sageattention::qk_int8", "aiter::fmha_fwd", "aten::flex_attention"])
+def test_a_backend_names_its_operators(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mode `attention` would compute it again otherwise, and the plan would count other memory."""
+    assert not is_attention(operator)
+    monkeypatch.setitem(ATTENTION, "mine", Backend(attend=ATTENTION["sdpa"], operators=(operator,)))
+    assert is_attention(operator)
 
 
 def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

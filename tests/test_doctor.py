@@ -1,5 +1,6 @@
 """`sage-fast doctor` on this machine, and on ones where something is wrong."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -49,7 +50,8 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_wrong_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = ATTENTION["sdpa"]
-    monkeypatch.setitem(ATTENTION, "sdpa", lambda q, k, v, mask: 1.1 * right(q, k, v, mask))
+    wrong = dataclasses.replace(right, attend=lambda q, k, v, mask: 1.1 * right(q, k, v, mask))
+    monkeypatch.setitem(ATTENTION, "sdpa", wrong)
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "wrong    attention sdpa" in printed

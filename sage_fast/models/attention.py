@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -81,47 +81,108 @@ def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return memory_efficient_attention(query, key, value)
 
 
-ATTENTION: dict[str, Attention] = {
-    "sdpa": _sdpa,
-    "cudnn": _without_mask(_cudnn),
-    "flash": _without_mask(_flash),
-    "flash3": _without_mask(_flash3),
-    "xformers": _without_mask(_xformers),
-}
-assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
-    "an attention backend is named in config.AttentionBackend and has its kernel in ATTENTION"
-)
-_PACKAGE = {"flash": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers"}
 CUDNN_CUDA = (12, 9)
 """Below this CUDA PyTorch turned cuDNN's attention off (its pull request 171627): with strided operands, such as our
 values, it reads out of bounds. `sdpa_kernel` would force it on."""
-INSTALL = {
-    "flash": "pip install 'sage-fast[flash-attn]' --no-build-isolation",
-    "flash3": "build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
-    "xformers": "pip install 'sage-fast[xformers]'",
+
+
+def _cudnn_lacks(device: torch.device) -> str:
+    built_for = tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
+    if built_for < CUDNN_CUDA:
+        newest = ".".join(map(str, CUDNN_CUDA))
+        return (
+            f"needs a PyTorch for CUDA {newest} or newer, below which it can read out of bounds, and this is for "
+            f"{torch.version.cuda}"
+        )
+    return "" if torch.backends.cudnn.is_available() else _does_not_run(device)
+
+
+def _flash3_lacks(device: torch.device) -> str:
+    return "" if torch.cuda.get_device_capability(device) >= (9, 0) else _does_not_run(device)
+
+
+def _does_not_run(device: torch.device) -> str:
+    return f"does not run on {torch.cuda.get_device_name(device)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A kernel of attention, called as an `Attention`.
+
+    Attributes:
+        attend: the kernel.
+        operators: parts of the names of its forward operators, whose outputs selective checkpointing keeps.
+        cuda: it runs on CUDA devices alone.
+        half: it runs in 16-bit types alone.
+        package: module that it needs.
+        install: how to get that.
+        lacks: (CUDA device) -> why it cannot run there, or an empty text.
+    """
+
+    attend: Attention
+    operators: tuple[str, ...]
+    cuda: bool = True
+    half: bool = True
+    package: str | None = None
+    install: str = ""
+    lacks: Callable[[torch.device], str] = lambda device: ""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return self.attend(query, key, value, mask)
+
+
+ATTENTION = {
+    "sdpa": Backend(attend=_sdpa, operators=("scaled_dot_product",), cuda=False, half=False),
+    "cudnn": Backend(attend=_without_mask(_cudnn), operators=("scaled_dot_product",), lacks=_cudnn_lacks),
+    "flash": Backend(
+        attend=_without_mask(_flash),
+        operators=("flash_attn::",),
+        package="flash_attn",
+        install="pip install 'sage-fast[flash-attn]' --no-build-isolation",
+    ),
+    "flash3": Backend(
+        attend=_without_mask(_flash3),
+        operators=("flash_attn_3::", "flash_attn3::"),
+        package="flash_attn_interface",
+        install="build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
+        lacks=_flash3_lacks,
+    ),
+    "xformers": Backend(
+        attend=_without_mask(_xformers),
+        operators=("efficient_attention", "xformers_flash::", "xformers_flash3::"),
+        half=False,
+        package="xformers",
+        install="pip install 'sage-fast[xformers]'",
+    ),
 }
+assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
+    "an attention backend is named in config.AttentionBackend and has its row in ATTENTION"
+)
+
+
+def is_attention(operator: Any) -> bool:
+    """Whether an operator is the forward of an attention kernel."""
+    name = str(operator)
+    forward = "backward" not in name and "bwd" not in name
+    return forward and any(part in name for backend in ATTENTION.values() for part in backend.operators)
+
+
+def _lack(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
+    """Why a backend cannot serve activations of `dtype` here; empty if it can."""
+    if not backend.cuda and device.type != "cuda":
+        return ""
+    if device.type != "cuda":
+        return f"needs a CUDA device, and this is the {device.type}"
+    if backend.package is not None and importlib.util.find_spec(backend.package) is None:
+        return f"is not installed: {backend.install}"
+    if why := backend.lacks(device):
+        return why
+    return "needs model.dtype = bfloat16" if backend.half and dtype not in (torch.bfloat16, torch.float16) else ""
 
 
 def usable(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Backends that this machine has for activations of `dtype`."""
-    if device.type != "cuda":
-        return ["sdpa"]
-    half = dtype in (torch.bfloat16, torch.float16)
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    has = {name: importlib.util.find_spec(package) is not None for name, package in _PACKAGE.items()}
-    fits = {
-        "sdpa": True,
-        "cudnn": half and torch.backends.cudnn.is_available() and _cuda_version() >= CUDNN_CUDA,
-        "flash": half and has["flash"],
-        "flash3": half and has["flash3"] and hopper,
-        "xformers": has["xformers"],
-    }
-    return [name for name in ATTENTION if fits[name]]
-
-
-def _cuda_version() -> tuple[int, ...]:
-    """That PyTorch was built for; empty for one without CUDA."""
-    return tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
+    """Return the names of the backends that can serve activations of `dtype` here."""
+    return [name for name, backend in ATTENTION.items() if not _lack(backend, device, dtype)]
 
 
 def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -129,22 +190,9 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
     Raises:
         UserError: the backend asked for is not there; says how to install it.
     """
-    names = usable(device, dtype)
-    if asked == "auto" or asked in names:
-        return
-    if device.type != "cuda":
-        why = f"needs a CUDA device, and this is the {device.type}"
-    elif asked in _PACKAGE and importlib.util.find_spec(_PACKAGE[asked]) is None:
-        why = f"is not installed: {INSTALL[asked]}"
-    elif asked == "cudnn" and _cuda_version() < CUDNN_CUDA:
-        newest = ".".join(map(str, CUDNN_CUDA))
-        why = f"needs a PyTorch for CUDA {newest} or newer, below which it can read out of bounds, and this is for "
-        why += str(torch.version.cuda)
-    elif dtype == torch.float32:
-        why = "needs model.dtype = bfloat16"
-    else:
-        why = f"does not run on {torch.cuda.get_device_name(device)}"
-    raise UserError(f"model.attention = {asked!r} {why}; expected one of auto, {', '.join(names)}")
+    if asked != "auto" and (why := _lack(ATTENTION[asked], device, dtype)):
+        expected = ", ".join(usable(device, dtype))
+        raise UserError(f"model.attention = {asked!r} {why}; expected one of auto, {expected}")
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from sage_fast.models.attention import is_attention
+
 MODES = ("none", "attention", "full")
 """From the fastest to the one that needs the least memory."""
-
-ATTENTION_OPERATORS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention", "flash_fwd")
-"""Parts of the names of attention's operators: PyTorch's, those of flash-attn 2 and 3, and those of xformers."""
 
 
 def set_checkpointing(transformer: Any, mode: str, *, gathered: bool = False) -> None:
@@ -36,9 +35,3 @@ def set_checkpointing(transformer: Any, mode: str, *, gathered: bool = False) ->
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def is_attention(operator: Any) -> bool:
-    """Whether an operator is the forward of an attention kernel."""
-    name = str(operator)
-    return any(part in name for part in ATTENTION_OPERATORS) and "backward" not in name and "bwd" not in name

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from sage_fast.models.attention import INSTALL
+from sage_fast.models.attention import ATTENTION
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import Save, best_device, head_line, save_nothing
 from sage_fast.tools.verdict import VERDICTS, Check, Verdict, in_one_line, tried
@@ -33,8 +33,8 @@ from sage_fast.util.files import write_json
 OPTIONAL = {
     "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),
     "nvtx": ("ranges in Nsight", "pip install nvtx"),
-    "flash-attn": ("an attention kernel", INSTALL["flash"]),
-    "xformers": ("an attention kernel", INSTALL["xformers"]),
+    "flash-attn": ("an attention kernel", ATTENTION["flash"].install),
+    "xformers": ("an attention kernel", ATTENTION["xformers"].install),
     "deepspeed": ("train.engine = zero1 to zero3, model.sequence_parallel", "pip install 'sage-fast[deepspeed]'"),
     "bitsandbytes": ("train.optimizer = adamw8bit", "pip install 'sage-fast[bitsandbytes]'"),
     "wandb": ("a tracker", "pip install wandb"),

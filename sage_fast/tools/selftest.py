@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.models.attention import ATTENTION, INSTALL, fastest, measure_attention, try_attention, usable
+from sage_fast.models.attention import ATTENTION, fastest, measure_attention, try_attention, usable
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.testbed.model import LATENT_SHAPE, TestbedTransformer
@@ -203,12 +203,12 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
     for name in ATTENTION:
         row = f"attention {name}"
         if name not in trials:
-            advice = INSTALL.get(name, "") if gpu else ""
+            advice = ATTENTION[name].install if gpu else ""
             yield Check(name=row, verdict="missing", found=f"not for {dtype} on this {device.type}", advice=advice)
             continue
         trial = trials[name]
         if trial.problem:
-            advice = f"model.attention = auto skips it{'; ' + INSTALL[name] if name in INSTALL else ''}"
+            advice = "; ".join(filter(None, ("model.attention = auto skips it", ATTENTION[name].install)))
             yield Check(name=row, verdict="wrong", found=trial.problem, advice=advice)
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
