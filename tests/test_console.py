@@ -13,7 +13,7 @@ import pytest
 from sage_fast.util import console
 
 SLOW = (
-    "import time\nfrom sage_fast import console\nconsole.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
+    "import time\nfrom sage_fast.util import console\nconsole.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
     "for _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
     "console.say('done')\n"
 )

@@ -167,7 +167,7 @@ def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
             assert shown["table"] == len(re.findall(r"^\|[-|: ]+\|$", text, re.M)), name
         else:
             assert shown["h3"] > 10, f"{name}: no docstrings"
-    assert "strictly falling from 1 to 0" in (site / "reference.html").read_text()
+    assert "strictly decreasing from 1 to 0" in (site / "reference.html").read_text()
 
 
 def test_the_site_loads_nothing_from_the_network(site: Path) -> None:

@@ -154,8 +154,7 @@ class Stop:
             self._asked, self.number = time.monotonic(), number
             if self.training:
                 self.tell(
-                    f"{self._name}: stopping after this iteration, or in {self.grace_seconds:g} s at most; a second "
-                    "signal stops at once"
+                    f"{self._name}: stopping after this iteration or {self.grace_seconds:g} s; a second one stops at once"
                 )
         elif time.monotonic() - self._asked > TWICE:
             self._end(f"at the second {signal.Signals(number).name}")

@@ -52,7 +52,7 @@ def commit() -> str | None:
 
     Without git or `.git`, return the environment variable COMMIT, or None.
     """
-    folder = Path(__file__).resolve().parents[1]
+    folder = Path(__file__).resolve().parents[2]
     git = ["git", "--git-dir=.git"]  # only this checkout, not a repository around it
     commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "--untracked-files=no"])
     try:
