@@ -153,9 +153,8 @@ class Stop:
         if not self.number:
             self._asked, self.number = time.monotonic(), number
             if self.training:
-                self.tell(
-                    f"{self._name}: stopping after this iteration or {self.grace_seconds:g} s; a second one stops at once"
-                )
+                limit = f"{self.grace_seconds:g} s"
+                self.tell(f"{self._name}: stopping after this iteration or {limit}; a second one stops at once")
         elif time.monotonic() - self._asked > TWICE:
             self._end(f"at the second {signal.Signals(number).name}")
 
