@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import sys
@@ -10,9 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.cli import guarded
+from sage_fast.util.console import hush, show
 from sage_fast.util.errors import UserError, nearest
 
+log = logging.getLogger("sage_fast.studies")
+
 PROGRAM = "python -m studies.paper"
+ABOUT = """\
+Claims of the SAGE-GRPO paper (arXiv 2603.21872), our questions about it and questions beyond it, decided on the
+testbed: a tiny HunyuanVideo 1.5 of moving shapes, not the 8.3 B model. A claim that does not hold here may hold there.
+`make reproduce` writes this page, verdicts included. It takes hours, can be stopped, and goes on.
+`make reproduce CLAIMS="all --quick"` shows in a quarter of an hour on two cores that everything works, and decides
+nothing; `make reproduce CLAIMS=list` names the claims."""
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -26,12 +36,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _study(options: argparse.Namespace) -> int:
-    if not options.quiet:
-        print("loading PyTorch and diffusers", flush=True)
-    from sage_fast.util.console import speaker
-    from studies.paper import page, training
+    show(quiet=options.quiet)
+    log.info("loading PyTorch and diffusers")
+    from studies import page
+    from studies.finding import Material
+    from studies.paper import training
     from studies.paper.claims import CLAIMS
-    from studies.paper.finding import Material
+    from studies.runs import facts
 
     known = {claim.name: claim for claim in CLAIMS}
     if "list" in options.claims:
@@ -43,23 +54,23 @@ def _study(options: argparse.Namespace) -> int:
     workers = (os.cpu_count() or 1) if options.workers is None else options.workers
     if workers < 1:
         raise UserError(f"--workers {workers}: expected at least 1")
-    say = speaker(options.quiet)
     chosen = [claim for name, claim in known.items() if name in options.claims or "all" in options.claims]
     folder = Path(options.output or ("runs/reproduce-quick" if options.quick else "runs/reproduce"))
     (folder / "results").mkdir(parents=True, exist_ok=True)  # fail now rather than after hours of work
     variants = dict.fromkeys(variant for claim in chosen for variant in claim.variants)
     archive = folder / ("runs-quick" if options.quick else "runs")  # quick runs are kept apart
-    runs = training.train_runs(variants, archive, quick=options.quick, workers=workers, quiet=options.quiet)
+    runs = training.train_variants(variants, archive, quick=options.quick, workers=workers)
     material = Material(quick=options.quick, runs=runs)
     findings = {}
     for claim in chosen:
-        findings[claim] = finding = claim.find(material)
+        with hush():
+            findings[claim] = finding = claim.find(material)
         page.write_finding(claim, finding, folder / "results")
-        say(f"{claim.name}: {finding.verdict}. {finding.text}")
-    facts = training.facts(runs, f"{PROGRAM} {shlex.join(options.claims)}{' --quick' * options.quick}")
+        log.info(f"{claim.name}: {finding.verdict}. {finding.text}")
+    provenance = facts(runs, f"{PROGRAM} {shlex.join(options.claims)}{' --quick' * options.quick}")
     if others := [name for name, claim in known.items() if claim not in findings]:
-        facts["Not decided here"] = ", ".join(others)
-    print(page.write_pages(findings, folder, facts, training.protocol_text(), quick=options.quick))
+        provenance["Not decided here"] = ", ".join(others)
+    print(page.write_pages(findings, folder, ABOUT, provenance, training.protocol_text(), quick=options.quick))
     return 0
 
 

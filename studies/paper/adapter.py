@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from sage_fast.report.charts import COLORS, GREY
-from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.finding import Claim, Finding, Material, Verdict
 
 if TYPE_CHECKING:
     from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
@@ -130,7 +130,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="lora-response",
         title="What bfloat16 lets through of a young adapter",
-        source="beyond the paper",
+        kind="beyond",
+        source="",
         says="In bfloat16, LoRA with one float32 accumulation lets more of a young adapter through than stock peft.",
         find=find_lora_response,
         size=(6.4, 3.4),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import special
 
-from sage_fast.report.charts import COLORS
-from sage_fast.report.scores import Difference, holm
+from sage_fast.report.charts import COLORS, GREY
+from sage_fast.report.scores import Difference, Interval, difference_of_runs, holm, t_quantile
+from studies.finding import LEVEL, MARGIN, Claim, Finding, Kind, Material, Verdict
 from studies.paper.figures import draw_courses, draw_differences, draw_scores
-from studies.paper.finding import LEVEL, SMALLEST, Claim, Finding, Material, Verdict
-from studies.paper.training import TrainedRun, difference, mean_interval
+from studies.runs import TrainedRun, difference, mean_interval
 
 Runs = Mapping[str, Sequence[TrainedRun]]
 PARTS = ("vq", "mq", "ta")
@@ -21,59 +24,129 @@ JUDGE = ("judge/alignment", "judge/naturalness")
 
 @dataclasses.dataclass(frozen=True)
 class Versus:
-    """A comparison: whether `first` is better than `second` in `part`."""
+    """A comparison: whether `first` is better than `second`."""
 
     first: str
     second: str
-    part: str = "reward"
 
     def __str__(self) -> str:
-        suffix = f", {self.part}" if self.part != "reward" else ""
-        return f"{self.first} over {self.second}{suffix}"
+        return f"{self.first} over {self.second}"
 
 
-def judge_better(differences: Mapping[str, Difference], smallest: float = SMALLEST) -> Verdict:
-    """Decide "each first is better than its second".
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The comparisons of a claim.
 
-    `held` if every difference is significantly positive after the correction. `not held` if one is significantly
-    negative, or if one excludes a gain that matters: its uncorrected interval ends below `smallest`.
+    Attributes:
+        pooled: mean of their differences: the one test of the claim.
+        single: each difference, with p corrected for their number; its own interval is not.
+        margin: smallest difference that matters.
+        seeds: number of seeds.
     """
-    if all(d.value > 0 and d.corrected < LEVEL for d in differences.values()):
-        return "held"
-    if any(d.high < smallest or (d.value < 0 and d.corrected < LEVEL) for d in differences.values()):
+
+    pooled: Difference
+    single: Mapping[str, Difference]
+    margin: float
+    seeds: int
+
+    def corrected(self, name: str) -> Interval:
+        """Return the interval of a single difference, corrected for their number by Bonferroni's method."""
+        difference, freedom = self.single[name], self.seeds - 1
+        wider = special.stdtrit(freedom, 1 - 0.025 / len(self.single)) / t_quantile(self.seeds)
+        half = float(wider) * (difference.high - difference.value)
+        return difference.value - half, difference.value + half
+
+    def excludes(self, name: str) -> bool:
+        """Whether the corrected interval of a single difference excludes a gain of the margin."""
+        return self.corrected(name)[1] < self.margin
+
+
+def judge_better(of: Compared) -> Verdict:
+    """Decide "first is better than second", over the comparisons taken together.
+
+    `not held` if the pooled difference, or a single one after the correction, excludes a gain of the margin. Otherwise
+    `held` if the pooled difference is significantly positive.
+    """
+    if of.pooled.high < of.margin or any(of.excludes(name) for name in of.single):
         return "not held"
-    return "not decidable"
+    return "held" if of.pooled.value > 0 and of.pooled.p < LEVEL else "not decidable"
 
 
-def judge_equal(differences: Mapping[str, Difference]) -> Verdict:
+def judge_equal(of: Compared) -> Verdict:
     """Decide "it makes no difference".
 
-    `held` if every interval lies within `SMALLEST` of 0, even if a smaller difference is significant. Otherwise
-    `not held` if a difference is significant after the correction.
+    `held` if every interval lies within the margin of 0, even if a smaller difference is significant; as all of them
+    have to, none is corrected. Otherwise `not held` if a difference is significant after the correction.
     """
-    if all(d.low > -SMALLEST and d.high < SMALLEST for d in differences.values()):
+    if all(-of.margin < d.low and d.high < of.margin for d in of.single.values()):
         return "held"
-    if any(d.corrected < LEVEL for d in differences.values()):
-        return "not held"
-    return "not decidable"
+    return "not held" if any(d.corrected < LEVEL for d in of.single.values()) else "not decidable"
 
 
-def compare(versus: Sequence[Versus], runs: Runs, part: str | None = None) -> dict[str, Difference]:
-    """Return the differences, corrected for their number."""
-    return holm({str(v): difference(runs[v.first], runs[v.second], part or v.part) for v in versus})
-
-
-def told(differences: Mapping[str, Difference], runs: Runs) -> str:
-    """Describe the runs in two sentences: the scores, then the differences with their corrected p-values."""
-    scores = ", ".join(f"{name} {mean:.3f} ± {half:.3f}" for name, (mean, half) in _scores(runs).items())
-    found = "; ".join(f"{name} {d}, p {d.corrected:.2g}" for name, d in differences.items())
-    return (
-        f"Held-out composite with 95 % interval over the seeds: {scores}. Differences, over seeds and prompts: {found}."
+def compare(versus: Sequence[Versus], runs: Runs, part: str = "reward") -> Compared:
+    """Compare runs that share their seeds and held-out prompts."""
+    sides = [
+        _mean_scores([runs[name] for name in names], part) for names in zip(*((v.first, v.second) for v in versus))
+    ]
+    used = {name: runs[name] for v in versus for name in (v.first, v.second)}
+    return Compared(
+        pooled=difference_of_runs(*sides),
+        single=holm({str(v): difference(runs[v.first], runs[v.second], part) for v in versus}),
+        margin=margin_of(used, part),
+        seeds=len(sides[0]),
     )
 
 
-def _scores(runs: Runs) -> dict[str, tuple[float, float]]:
-    return {name: mean_interval(seeds) for name, seeds in runs.items()}
+def _mean_scores(variants: Sequence[Sequence[TrainedRun]], part: str) -> list[dict[str, float]]:
+    """Return prompt -> mean score over the variants, for each seed."""
+    scores = [[run.score(part) for run in seeds] for seeds in zip(*variants)]
+    return [{prompt: float(np.mean([of[prompt] for of in seed])) for prompt in seed[0]} for seed in scores]
+
+
+def margin_of(runs: Runs, part: str = "reward") -> float:
+    """Return the smallest difference that matters: a share of the largest mean gain over the base model."""
+    return MARGIN * max(
+        float(np.mean([run.mean(part) - run.course(part)[0] for run in seeds])) for seeds in runs.values()
+    )
+
+
+def base_score(runs: Runs) -> float:
+    """Return the held-out composite before training."""
+    return float(np.mean([run.course()[0] for seeds in runs.values() for run in seeds]))
+
+
+def told(of: Compared, runs: Runs) -> str:
+    """Describe the runs: their scores, the pooled difference, then each difference."""
+    scores = ", ".join(f"{name} {_score(seeds)}" for name, seeds in runs.items())
+    return (
+        f"Held-out composite with 95 % interval over the seeds: base model {base_score(runs):.3f}, {scores}. "
+        f"{told_differences(of)} {told_margin(of)}"
+    )
+
+
+def told_margin(of: Compared) -> str:
+    """Name the margin, and the comparisons that exclude a gain of it."""
+    refuted = [name for name in of.single if of.excludes(name)]
+    return f"The margin is {of.margin:.3f}{'; a gain of it is excluded for ' * bool(refuted)}{', '.join(refuted)}."
+
+
+def told_differences(of: Compared) -> str:
+    """Describe the pooled difference, then each difference."""
+    pooled = f"{of.pooled}, p {of.pooled.p:.2g}"
+    if len(of.single) == 1:
+        return f"Difference, over seeds and prompts: {next(iter(of.single))} {pooled}."
+    each = "; ".join(f"{name} {_corrected(of, name)}" for name in of.single)
+    return f"Pooled over the {len(of.single)} comparisons: {pooled}. Each, corrected for their number: {each}."
+
+
+def _corrected(of: Compared, name: str) -> str:
+    low, high = of.corrected(name)
+    return f"{dataclasses.replace(of.single[name], low=low, high=high)}, p {of.single[name].corrected:.2g}"
+
+
+def _score(seeds: Sequence[TrainedRun], part: str = "reward") -> str:
+    mean, half = mean_interval(seeds, part)
+    return f"{mean:.3f} ± {half:.3f}"
 
 
 def rows_of(runs: Runs) -> list[dict[str, object]]:
@@ -97,32 +170,46 @@ def _late(run: TrainedRun, key: str) -> float:
     return float(np.mean(values[-max(len(values) // 3, 1) :]))
 
 
+def draw_compared(axes: Axes, of: Compared) -> None:
+    """Draw a row per difference with its corrected interval, and one for the pooled difference."""
+    rows = {}
+    for name, single in of.single.items():
+        low, high = of.corrected(name)
+        rows[name] = dataclasses.replace(single, low=low, high=high)
+    if len(rows) > 1:
+        rows["pooled"] = of.pooled
+    draw_differences(axes, rows, "difference of the held-out score, 95 % interval")
+
+
 def better(
     name: str,
     title: str,
+    kind: Kind,
     source: str,
     says: str,
     versus: Sequence[Versus],
     *,
-    judge: Callable[[Mapping[str, Difference]], Verdict] = judge_better,
+    judge: Callable[[Compared], Verdict] = judge_better,
 ) -> Claim:
     """Make a claim about held-out scores at the end of the runs; its figure shows courses and differences."""
     variants = tuple(dict.fromkeys(variant for v in versus for variant in (v.first, v.second)))
 
     def find(material: Material) -> Finding:
         runs = {variant: material.runs[variant] for variant in variants}
-        differences = compare(versus, runs)
+        of = compare(versus, runs)
 
         def draw(figure: Figure) -> None:
             left, right = figure.subplots(1, 2)
             draw_courses(left, runs)
             left.legend(ncols=1 + len(runs) // 6)
-            draw_differences(right, differences, "difference of the held-out score, 95 % interval")
+            draw_compared(right, of)
 
-        return Finding(verdict=judge(differences), text=told(differences, runs), draw=draw, rows=rows_of(runs))
+        return Finding(verdict=judge(of), text=told(of, runs), draw=draw, rows=rows_of(runs))
 
     height = max(3.4, 1.2 + 0.32 * len(versus))
-    return Claim(name=name, title=title, source=source, says=says, find=find, variants=variants, size=(10.0, height))
+    return Claim(
+        name=name, title=title, kind=kind, source=source, says=says, find=find, variants=variants, size=(10.0, height)
+    )
 
 
 SAMPLERS = ("dance", "flow", "cps", "sage")
@@ -132,8 +219,11 @@ ALL_SAMPLERS = (*SAMPLERS, "exact")
 def _find_equalizer(material: Material) -> Finding:
     versus = [Versus(f"{sampler}-equalized", sampler) for sampler in ALL_SAMPLERS]
     runs = {name: material.runs[name] for v in versus for name in (v.second, v.first)}
-    every = compare(versus, runs)
-    judged = {name: d for name, d in every.items() if "exact" not in name}
+    of, all_five = compare(versus[:-1], runs), compare(versus, runs)
+    text = (
+        f"{told(of, runs)} With exact, which is not in the paper, over five samplers: {all_five.pooled}, p "
+        f"{all_five.pooled.p:.2g}."
+    )
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots(1, len(ALL_SAMPLERS) + 1, sharey=False, width_ratios=[1] * len(ALL_SAMPLERS) + [1.6])
@@ -143,19 +233,18 @@ def _find_equalizer(material: Material) -> Finding:
             panel.sharey(axes[0])
         axes[0].set_ylabel("held-out composite")
         axes[0].legend()
-        short = {name.split("-")[0]: d for name, d in every.items()}
-        draw_differences(axes[-1], short, "equalized minus without")
+        short = {name.split("-")[0]: d for name, d in of.single.items()}
+        draw_compared(axes[-1], dataclasses.replace(of, single=short))
 
-    return Finding(verdict=judge_better(judged), text=told(every, runs), draw=draw, rows=rows_of(runs))
+    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs))
 
 
 KL = ("fixed", "stepwise", "moving")
 
 
 def _find_strategies(material: Material) -> Finding:
-    names = {"none": "sage-equalized", **{name: name for name in (*KL, "dual")}}
-    runs = {label: material.runs[variant] for label, variant in names.items()}
-    differences = compare([Versus("dual", label) for label in names if label != "dual"], runs)
+    runs = {name: material.runs[name] for name in (*KL, "dual")}
+    of = compare([Versus("dual", name) for name in KL], runs)
 
     def draw(figure: Figure) -> None:
         left, middle, right = figure.subplots(1, 3)
@@ -166,9 +255,9 @@ def _find_strategies(material: Material) -> Finding:
             middle.plot(np.arange(1, len(spread) + 1), spread, color=color)
         middle.set_xlabel("iteration")
         middle.set_ylabel("std of the rewards within a group")
-        draw_differences(right, differences, "difference of the held-out score, 95 % interval")
+        draw_compared(right, of)
 
-    return Finding(verdict=judge_better(differences), text=told(differences, runs), draw=draw, rows=rows_of(runs))
+    return Finding(verdict=judge_better(of), text=told(of, runs), draw=draw, rows=rows_of(runs))
 
 
 SCHEDULES = {"fixed": "dual", "two-stage": "two-stage", "milder": "milder"}
@@ -176,8 +265,9 @@ SCHEDULES = {"fixed": "dual", "two-stage": "two-stage", "milder": "milder"}
 
 def _find_schedules(material: Material) -> Finding:
     runs = {label: material.runs[variant] for label, variant in SCHEDULES.items()}
-    versus = [Versus("two-stage", other, part) for part in PARTS for other in ("fixed", "milder")]
-    differences = compare(versus, runs)
+    versus = [Versus("two-stage", other) for other in ("fixed", "milder")]
+    of = compare(versus, runs)
+    parts = " ".join(f"{part.upper()}: {told_differences(compare(versus, runs, part))}" for part in PARTS)
 
     def draw(figure: Figure) -> None:
         *panels, right = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.3])
@@ -185,158 +275,251 @@ def _find_schedules(material: Material) -> Finding:
             draw_courses(panel, runs, part, ylabel=" ")
             panel.set_title(part)
         panels[0].legend()
-        draw_differences(right, differences, "difference, 95 % interval")
+        draw_compared(right, of)
 
-    verdict = judge_better(differences, SMALLEST / len(PARTS))
-    return Finding(verdict=verdict, text=told(differences, runs), draw=draw, rows=rows_of(runs))
-
-
-GRID = {
-    "A": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}" for s in SAMPLERS[:3] for kl in ("none", "fixed")},
-          "sage, none": "sage-equalized", "sage, fixed": "fixed", "sage, dual": "dual"},
-    "B": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}-B" for s in SAMPLERS for kl in ("none", "fixed")},
-          "sage, dual": "sage-dual-B"},
-}  # fmt: skip
-"""Table 2: reward setting -> row -> variant."""
+    return Finding(verdict=judge_better(of), text=f"{told(of, runs)} {parts}", draw=draw, rows=rows_of(runs))
 
 
-def _find_grid(material: Material) -> Finding:
-    runs = {
-        f"{setting}: {row}": material.runs[variant] for setting, rows in GRID.items() for row, variant in rows.items()
-    }
-    versus = [
-        Versus(f"{setting}: sage, dual", f"{setting}: {row}")
-        for setting, rows in GRID.items()
-        for row in rows
-        if not row.startswith("sage")
+def table_of(runs: Runs) -> list[list[str]]:
+    """Return a table of held-out scores: the base model's, then a row per label."""
+    base = [
+        f"{np.mean([run.course(part)[0] for seeds in runs.values() for run in seeds]):.3f}"
+        for part in ("reward", *PARTS)
     ]
-    differences = compare(versus, runs)
-    judged: dict[str, Difference] = {}
-    for part in JUDGE:
-        judged |= {f"{name}, {part}": d for name, d in compare(versus, runs, part).items()}
+    rows = [
+        [name, _score(seeds), *(f"{mean_interval(seeds, part)[0]:.3f}" for part in PARTS)]
+        for name, seeds in runs.items()
+    ]
+    return [["", "composite", *PARTS], ["base model", *base], *rows]
+
+
+OURS = "sage, dual"
+
+
+def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
+    """Compare the row `OURS` with the rows of the baselines. `rows` is label -> variant."""
+    runs = {label: material.runs[variant] for label, variant in rows.items()}
+    versus = [Versus(OURS, label) for label in rows if not label.startswith("sage")]
+    of = compare(versus, runs)
+    judged = {f"{name}, {part}": d for part in JUDGE for name, d in compare(versus, runs, part).single.items()}
     fell = [name for name, d in holm(judged).items() if d.value < 0 and d.corrected < LEVEL]
-    best = max(runs, key=lambda name: mean_interval(runs[name])[0])
-    ahead = [d for d in differences.values() if d.value > 0]
     text = (
-        f"Of the {len(runs)} rows {best!r} has the highest held-out composite, {mean_interval(runs[best])[0]:.3f}; "
-        f"sage with the dual KL is ahead of a baseline in {len(ahead)} of {len(differences)} comparisons, and "
-        f"{sum(d.corrected < LEVEL for d in ahead)} of them stand after the correction. By the judge, which no run "
-        f"is trained on, it is behind a baseline in {len(fell)} of {len(judged)} comparisons that stand"
-        f"{': ' * bool(fell)}{'; '.join(fell)}."
+        f"{told_differences(of)} {told_margin(of)} By the judge, which no run is trained on, sage with "
+        f"the dual KL is behind a baseline in {len(fell)} of {len(judged)} comparisons that stand"
+        f"{': ' * bool(fell)}{'; '.join(fell)}. Scores, with 95 % interval over the seeds:"
     )
 
     def draw(figure: Figure) -> None:
         for panel, part in zip(figure.subplots(1, 3, sharey=True), ("reward", *JUDGE)):
             draw_scores(panel, runs, part, "composite" if part == "reward" else part)
 
-    return Finding(verdict=judge_better(differences), text=text, draw=draw, rows=rows_of(runs))
+    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs), table=table_of(runs))
 
 
-SEARCHED = {"dance": (0.5,), "flow": (0.5,), "cps": (0.5,), "sage": (0.5, 0.7, 1.4), "exact": (0.5, 0.7, 1.4)}
+def methods(name: str, title: str, kind: Kind, source: str, says: str, rows: Mapping[str, str]) -> Claim:
+    """Make a claim about methods; `rows` is label -> variant, and the row `OURS` is judged."""
+    return Claim(
+        name=name, title=title, kind=kind, source=source, says=says, find=partial(_find_methods, rows),
+        variants=tuple(rows.values()), size=(13.0, 1.2 + 0.3 * len(rows)),
+    )  # fmt: skip
+
+
+METHODS = {
+    "A": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}" for s in SAMPLERS[:3] for kl in ("none", "fixed")},
+          "sage, none": "sage-equalized", "sage, fixed": "fixed", OURS: "dual"},
+    "B": {**{f"{s}, {kl}": f"{s}{'-fixed' * (kl == 'fixed')}-B" for s in SAMPLERS for kl in ("none", "fixed")},
+          OURS: "sage-dual-B"},
+    "published": {**{f"{s}, none": f"{s}-B-published" for s in SAMPLERS[:3]}, OURS: "sage-dual-B-published"},
+}  # fmt: skip
+"""Table 2: reward setting -> row -> variant; `published` is setting B with the published eta of each."""
+
+SEARCHED = {
+    "dance": (0.3, 0.5, 0.7, 1.4), "flow": (0.5, 0.7, 1.4), "cps": (0.5, 0.7), "sage": (0.5, 0.7, 1.4),
+    "exact": (0.5, 0.7, 1.4, 1.5),
+}  # fmt: skip
 ETAS = {
     sampler: dict(sorted({1.0: f"{sampler}-equalized", **{eta: f"{sampler}-eta-{eta}" for eta in etas}}.items()))
     for sampler, etas in SEARCHED.items()
 }
 """Sampler -> eta -> variant."""
-EXACT = (*(variant for etas in ETAS.values() for variant in etas.values()), "sage-equal-noise", "exact-dual", "dual")
+SEARCH = tuple(variant for etas in ETAS.values() for variant in etas.values())
+
+
+def searched(variants: Sequence[str], runs: Runs) -> tuple[list[str], list[TrainedRun]]:
+    """Return for each seed the variant with the highest mean score of the other seeds, and its run of this seed."""
+    scores = {name: np.array([run.mean() for run in runs[name]]) for name in variants}
+    seeds = range(len(runs[variants[0]]))
+    chosen = [max(variants, key=lambda name: float(np.delete(scores[name], seed).mean())) for seed in seeds]
+    return chosen, [runs[name][seed] for seed, name in zip(seeds, chosen)]
+
+
+def _best(samplers: Sequence[str], runs: Runs) -> tuple[dict[str, list[TrainedRun]], str]:
+    """Return `<sampler> at its best` -> runs, and a sentence on what was chosen."""
+    best, said = {}, []
+    for sampler in samplers:
+        of = {variant: f"{eta:g}" for eta, variant in ETAS[sampler].items()}
+        chosen, best[f"{sampler} at its best"] = searched(tuple(of), runs)
+        said.append(f"{sampler} {', '.join(of[variant] for variant in chosen)}")
+    return best, f"Best eta on the other four seeds, for each seed: {'; '.join(said)}."
+
+
+def _table_of_etas(runs: Runs) -> list[list[str]]:
+    """Return a table of held-out scores: a row per sampler with the equalizer and without KL, a column per eta."""
+    etas = sorted({eta for of in ETAS.values() for eta in of})
+    rows = [[sampler, *(_score(runs[of[eta]]) if eta in of else "" for eta in etas)] for sampler, of in ETAS.items()]
+    return [["eta", *(f"{eta:g}" for eta in etas)], *rows]
+
+
+def _draw_etas(axes: Axes, samplers: Sequence[str], runs: Runs) -> None:
+    for sampler in samplers:
+        means, halves = zip(*(mean_interval(runs[variant]) for variant in ETAS[sampler].values()))
+        axes.errorbar(list(ETAS[sampler]), means, yerr=halves, marker="o", markersize=4, capsize=3, label=sampler)
+    axes.axhline(base_score(runs), color=GREY, linestyle="--", linewidth=1, label="base model")
+    axes.set_xlabel("eta")
+    axes.set_ylabel("held-out composite, 95 % interval")
+    axes.legend(ncols=2, fontsize=8)
+
+
+def _find_search(material: Material) -> Finding:
+    runs = {name: material.runs[name] for name in SEARCH}
+    best, chosen = _best(ALL_SAMPLERS, runs)
+    of = compare([Versus("sage at its best", f"{s} at its best") for s in SAMPLERS[:3]], best)
+
+    def draw(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        _draw_etas(left, ALL_SAMPLERS, runs)
+        draw_compared(right, of)
+
+    text = f"{told(of, best)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
+    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs), table=_table_of_etas(runs))
+
+
+EXACT = (*SEARCH, "sage-equal-noise", "exact-dual", "dual")
 
 
 def _find_exact(material: Material) -> Finding:
-    def best(sampler: str) -> str:
-        return max(ETAS[sampler].values(), key=lambda variant: mean_interval(material.runs[variant])[0])
-
     runs = {name: material.runs[name] for name in EXACT}
+    best, chosen = _best(("sage", "exact"), runs)
     versus = [
         Versus("exact-equalized", "sage-equalized"),
         Versus("exact-equalized", "sage-equal-noise"),
         Versus("exact-dual", "dual"),
-        Versus(best("exact"), best("sage")),
+        Versus("exact at its best", "sage at its best"),
     ]
-    differences = compare(list(dict.fromkeys(versus)), runs)
+    of = compare(versus, runs | best)
+    compared = {name: (runs | best)[name] for v in versus for name in (v.first, v.second)}
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
-        for sampler, etas in ETAS.items():
-            means, halves = zip(*(mean_interval(runs[variant]) for variant in etas.values()))
-            left.errorbar(list(etas), means, yerr=halves, marker="o", markersize=4, capsize=3, label=sampler)
-        left.set_xlabel("eta")
-        left.set_ylabel("held-out composite, 95 % interval")
-        left.legend()
-        draw_differences(right, differences, "difference of the held-out score, 95 % interval")
+        _draw_etas(left, ALL_SAMPLERS, runs)
+        draw_compared(right, of)
 
-    compared = {name: runs[name] for v in versus for name in (v.first, v.second)}
-    return Finding(verdict=judge_better(differences), text=told(differences, compared), draw=draw, rows=rows_of(runs))
+    text = f"{told(of, compared)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
+    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs), table=_table_of_etas(runs))
 
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        name="equalizer", title="The temporal gradient equalizer", source="paper, Figure 3",
-        says="With the equalizer the reward ends higher, with each sampler.",
+        name="equalizer", title="The temporal gradient equalizer", kind="paper", source="Figure 3",
+        says="With the equalizer the reward ends higher, over the paper's four samplers taken together.",
         find=_find_equalizer, size=(14.0, 3.4),
         variants=tuple(name for sampler in ALL_SAMPLERS for name in (sampler, f"{sampler}-equalized")),
     ),
     Claim(
-        name="kl-strategies", title="KL strategies where the KL acts", source="paper, Figure 8",
-        says="The dual KL ends with a higher reward than none, fixed, stepwise and moving.",
-        find=_find_strategies, size=(13.0, 3.6), variants=("sage-equalized", *KL, "dual"),
+        name="kl-strategies", title="KL strategies where the KL acts", kind="paper", source="Figure 8",
+        says="Where the KL acts (lambda 0.2) the dual KL ends above fixed, stepwise and moving, taken together.",
+        find=_find_strategies, size=(13.0, 3.6), variants=(*KL, "dual"),
+    ),
+    Claim(
+        name="kl-schedules", title="Schedules of lambda", kind="paper", source="Figure 7",
+        says="The two-stage schedule ends above a fixed lambda and a milder schedule, taken together.",
+        find=_find_schedules, size=(14.0, 3.4), variants=tuple(SCHEDULES.values()),
+    ),
+    methods(
+        "methods", "Methods, KL and rewards", "paper", "Table 2, Setting B",
+        "With alignment-focused rewards SAGE-GRPO with the dual KL ends above the baselines, with and without KL, all "
+        "at eta 1, taken together.", METHODS["B"],
+    ),
+    methods(
+        "methods-published", "Methods at their published eta", "ours", "Table 2, Setting B, which states no eta",
+        "With alignment-focused rewards SAGE-GRPO with the dual KL ends above the baselines without KL, each at its "
+        "published eta (dance 0.3, flow and cps 0.7, sage 0.5), taken together.", METHODS["published"],
+    ),
+    methods(
+        "methods-A", "Methods with averaged rewards", "ours",
+        "Table 2, Setting A, where the paper has it below each baseline without KL",
+        "With averaged rewards SAGE-GRPO with the dual KL ends above the baselines, with and without KL, all at eta 1, "
+        "taken together.", METHODS["A"],
     ),
     better(
-        "kl-paper-lambda", "KL strategies at the paper's lambda", "paper, Figure 8 and Appendix A.6",
+        "samplers", "The samplers alone", "ours", "Table 1",
+        "Without equalizer and KL, at eta 1, sage ends above dance, flow and cps, taken together.",
+        [Versus("sage", other) for other in SAMPLERS[:3]],
+    ),
+    Claim(
+        name="eta-search", title="Each sampler at its best eta", kind="ours", source="Table 1, without its eta",
+        says="With the equalizer and without KL sage at its best eta ends above dance, flow and cps at theirs, taken "
+             "together.",
+        find=_find_search, size=(11.0, 3.8), variants=SEARCH,
+    ),
+    better(
+        "kl-acts", "A KL against none", "ours", "Table 2, which has it both ways",
+        "KLs that act (lambda 0.2) end above none, the four taken together.",
+        [Versus(name, "sage-equalized") for name in (*KL, "dual")],
+    ),
+    better(
+        "kl-paper-lambda", "KL strategies at the paper's lambda", "ours",
+        "Figure 8 and Appendix A.6 say that it makes one",
         "At lambda 1e-7 to 1e-5 it makes no difference to have a KL, whichever it is.",
         [Versus(f"{name}-paper-lambda", "sage-equalized") for name in (*KL, "dual")], judge=judge_equal,
     ),
-    Claim(
-        name="kl-schedules", title="Schedules of lambda", source="paper, Figure 7",
-        says="The two-stage schedule ends higher than a fixed lambda and than a milder schedule, in VQ, MQ and TA.",
-        find=_find_schedules, size=(14.0, 3.4), variants=tuple(SCHEDULES.values()),
-    ),
     better(
-        "kl-feedback", "Feedback on lambda", "paper, Equation 42",
-        "Feedback in the printed direction is better than none and than the usual direction.",
+        "kl-feedback", "Feedback on lambda", "ours", "Equation 42, which the paper compares with nothing",
+        "Feedback in the printed direction ends above none and the usual direction, taken together.",
         [Versus("two-stage-paper", "two-stage"), Versus("two-stage-paper", "two-stage-ppo")],
     ),
-    Claim(
-        name="methods", title="Methods, KL and rewards", source="paper, Table 2",
-        says="SAGE-GRPO with the dual KL is better than each baseline, with and without KL, for both rewards.",
-        find=_find_grid, size=(13.0, 5.2),
-        variants=tuple(dict.fromkeys(variant for rows in GRID.values() for variant in rows.values())),
+    better(
+        "velocity-term", "The velocity term in closed form", "ours", "Equation 15 has the sampled one",
+        "The KL to the rollout policy in closed form is better than the sampled one.",
+        [Versus("dual", "velocity-term-sampled")],
     ),
     Claim(
-        name="exact", title="The closed-form sampler", source="beyond the paper",
-        says="Training on rollouts of `exact` is better than on those of `sage`: at the same eta with and without KL, "
-             "at the same injected noise, and each at its best eta.",
+        name="exact", title="The closed-form sampler", kind="beyond", source="arXiv 2605.23522 (Precise)",
+        says="Runs on rollouts of `exact` end above those of `sage`, taken together: at the same eta with and without "
+             "KL, at the same injected noise, and each at its best eta.",
         find=_find_exact, size=(11.0, 3.8),
         variants=EXACT,
     ),
     better(
-        "velocity-term", "The velocity term in closed form", "beyond the paper, Equation 15",
-        "The KL to the rollout policy in closed form is better than the sampled one.",
-        [Versus("dual", "velocity-term-sampled")],
+        "dance-precise", "The SDE of dance in closed form", "beyond", "arXiv 2605.23522 (Precise)",
+        "At dance's published eta its SDE in closed form ends above its Euler step.",
+        [Versus("dance-precise-eta-0.3", "dance-eta-0.3")],
     ),
     better(
-        "ratio", "The ratio that is clipped", "beyond the paper",
+        "ratio", "The ratio that is clipped", "beyond", "",
         "In float32 it makes no difference which ratio is clipped.",
         [Versus("ratio-centred", "dual"), Versus("ratio-normalised", "dual")], judge=judge_equal,
     ),
     better(
-        "bfloat16", "Training in bfloat16", "beyond the paper",
+        "bfloat16", "Training in bfloat16", "beyond", "",
         "A policy whose frozen weights and activations are bfloat16 ends where one in float32 does.",
         [Versus("bfloat16", "dual")], judge=judge_equal,
     ),
-    better("ema", "Averaged weights", "beyond the paper", "An average of the weights scores higher than the last ones.",
+    better("ema", "Averaged weights", "beyond", "", "An average of the weights scores higher than the last ones.",
            [Versus("dual", "no-ema")]),
-    better("initial-noise", "Shared initial noise", "beyond the paper",
+    better("initial-noise", "Shared initial noise", "beyond", "",
            "Groups with initial noise of their own for each sample are better than groups that share it.",
            [Versus("dual", "shared-initial-noise")]),
-    better("groups", "Group size against prompts", "beyond the paper",
-           "At 32 videos an iteration, 4 prompts with 8 videos each are better than 2, 8 and 16 prompts.",
+    better("groups", "Group size against prompts", "beyond", "",
+           "At 32 videos an iteration, 4 prompts with 8 videos each end above 2, 8 and 16 prompts, taken together.",
            [Versus("dual", f"groups-{name}") for name in ("2x16", "8x4", "16x2")]),
-    better("fewer-steps", "Fewer noisy or trained steps", "beyond the paper",
+    better("fewer-steps", "Fewer noisy or trained steps", "beyond", "",
            "A window of noisy steps, or a part of the trained steps, ends where all 8 steps do (with fewer than 4 "
            "trained steps there are also fewer updates, one for each).",
            [Versus(name, "steps-8") for name in
             ("window-4", "window-2", "window-1", "fraction-1/2", "fraction-1/4", "fraction-1/8")], judge=judge_equal),
-    better("nft", "DiffusionNFT", "beyond the paper, arXiv 2509.16117",
-           "SAGE-GRPO with the dual KL is better than DiffusionNFT, with as many videos for the same prompts.",
+    better("nft", "DiffusionNFT", "beyond", "our variant of arXiv 2509.16117",
+           "SAGE-GRPO with the dual KL ends above DiffusionNFT with either beta, with as many videos for the same "
+           "prompts.",
            [Versus("dual", "nft"), Versus("dual", "nft-beta-0.1"), Versus("exact-dual", "nft")]),
 )  # fmt: skip

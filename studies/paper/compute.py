@@ -10,8 +10,10 @@ from matplotlib.figure import Figure
 from sage_fast.report.charts import BLUE, GREY, ORANGE
 from sage_fast.report.scores import holm
 from sage_fast.tools.plan import plan
-from studies.paper.finding import LEVEL, SMALLEST, Claim, Finding, Material, Verdict
-from studies.paper.training import config_of, difference, full_size, mean_interval, protocol
+from studies.finding import LEVEL, Claim, Finding, Material, Verdict
+from studies.paper.comparisons import margin_of
+from studies.paper.training import config_of, protocol
+from studies.runs import difference, full_size, mean_interval
 
 DEFAULT = "dual"
 """The variant with the settings of configs/demo.yaml."""
@@ -80,7 +82,8 @@ def _find(material: Material) -> Finding:
         axes.set_xlabel("exaFLOPs of the run with the 8.3 B model (sage-fast train --dry-run)")
         axes.set_ylabel("gain of the held-out composite, mean of the seeds")
 
-    excluded = all(d.high < SMALLEST for d in ahead.values())
+    margin = margin_of(material.runs)
+    excluded = all(d.high < margin for d in ahead.values())
     verdict: Verdict = "not held" if better else "held" if excluded else "not decidable"
     return Finding(verdict=verdict, text=text, draw=draw, rows=rows)
 
@@ -89,7 +92,8 @@ CLAIMS = (
     Claim(
         name="compute",
         title="Reward for compute",
-        source="beyond the paper",
+        kind="beyond",
+        source="",
         says="No variant that costs as much or less than the demo's settings ends higher.",
         find=_find,
         variants=tuple(protocol()),

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 
 from sage_fast.report.charts import COLORS, GREY
 from sage_fast.report.scores import Difference
-from studies.paper.finding import LEVEL
-from studies.paper.training import TrainedRun, mean_interval
+from studies.finding import LEVEL
+from studies.runs import TrainedRun, mean_interval
 
 
 def draw_courses(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str = "reward", ylabel: str = "") -> None:

@@ -10,7 +10,7 @@ from sage_fast.algorithm.objective import KLController
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Feedback, KLConfig
 from sage_fast.report.charts import COLORS, GREY
-from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.finding import Claim, Finding, Material, Verdict
 from studies.paper.mixture import Mixture, follow_printed_score, follow_table, sample
 
 STEPS, SHIFT, ETA = 40, 5.0, 1.0
@@ -123,7 +123,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="print",
         title="The formulas as printed",
-        source="paper, the score below Equation 7, and Equation 42",
+        kind="paper",
+        source="the score below Equation 7, and Equation 42",
         says="The score below Eq. 7 keeps the distribution, and the feedback of Eq. 42 keeps the KL near its target.",
         find=find_print,
     ),

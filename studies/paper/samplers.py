@@ -12,17 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from sage_fast.algorithm.transitions import SAGE_CLAMP, SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import SAGE_CLAMP, TransitionTable, sigma_schedule, transition_table
 from sage_fast.report.charts import COLORS, GREY
 from sage_fast.testbed.manifold import manifold_distances
-from studies.paper.finding import Claim, Finding, Material, Verdict
+from studies.finding import Claim, Finding, Material, Verdict
 from studies.paper.mixture import Mixture, sample
-from studies.paper.training import shipped
+from studies.runs import shipped
 
 if TYPE_CHECKING:
     from sage_fast.run.setup import Setup
 
-NOISY = [name for name in SAMPLERS if name != "ode"]
+NOISY = ("sage", "flow", "dance", "cps", "exact")
 COLOR = dict(zip(NOISY, COLORS)) | {"ode": GREY}
 
 # -- step-noise -------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def _on_testbed(
     from scripts.pretrain_testbed import encode_prompts
 
     setup = load_setup(shipped("demo"), rewards=False)
-    setup.encode(None, quiet=True)
+    setup.encode()
     prompts, repeats = (setup.eval_prompts[:8], 1) if quick else (setup.eval_prompts, 2)
     videos = {
         key: torch.cat([_videos(setup, table, prompts, repeat) for repeat in range(repeats)])
@@ -284,7 +284,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="step-noise",
         title="Noise of a step",
-        source="paper, Table 1 and Figure 9",
+        kind="paper",
+        source="Table 1 and Figure 9",
         says=(
             "At step 0 the noise of sage is near zero on flow's schedule (a), and less than two thirds of flow's under "
             "the same clamp (b); with each one's defaults it lies below flow's at most steps (c)."
@@ -295,7 +296,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         name="excess-noise",
         title="Distance from the data",
-        source="paper, Figures 1 and 2",
+        kind="paper",
+        source="Figures 1 and 2",
         says="At the same eta, rollouts of sage stay nearer to the data than those of flow and dance.",
         find=find_excess_noise,
         size=(8.6, 3.8),

@@ -8,14 +8,21 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from studies.paper.training import TrainedRun
+from studies.runs import TrainedRun
 
-SMALLEST = 0.05
-"""Smallest difference of the composite that matters here: about a tenth of the demo's whole gain."""
+MARGIN = 0.1
+"""Smallest difference that matters, as a share of what the compared runs gain over the base model."""
 LEVEL = 0.05
 """Significance level of corrected p-values."""
 
 Verdict = Literal["held", "not held", "not decidable"]
+Kind = Literal["paper", "ours", "beyond"]
+KINDS: Mapping[Kind, str] = {
+    "paper": "Claims of the paper",
+    "ours": "Our questions about the paper",
+    "beyond": "Questions beyond the paper",
+}
+"""Kind of a claim -> heading."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +34,14 @@ class Finding:
         text: two sentences with the numbers.
         draw: draws into an empty figure whose colours and fonts are set.
         rows: data of figure and text, column -> value.
+        table: what is shown as a table: a row of headings, then the others.
     """
 
     verdict: Verdict
     text: str
     draw: Callable[[Figure], None]
     rows: Sequence[Mapping[str, object]]
+    table: Sequence[Sequence[str]] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +64,8 @@ class Claim:
     Attributes:
         name: name on the command line and of its files.
         title: heading.
-        source: figure, table or equation of the paper, or "beyond the paper".
+        kind: whether the paper claims it, we ask it about the paper, or it goes beyond the paper.
+        source: where the paper, or which other paper, speaks of it; what it says there if that is something else.
         says: the claim in one sentence.
         find: decides the claim.
         variants: variants of the protocol whose runs it needs.
@@ -64,8 +74,16 @@ class Claim:
 
     name: str
     title: str
+    kind: Kind
     source: str
     says: str
     find: Callable[[Material], Finding]
     variants: tuple[str, ...] = ()
     size: tuple[float, float] = (8.6, 3.4)
+
+    @property
+    def label(self) -> str:
+        """Kind and source in a few words."""
+        return {"paper": "Paper", "ours": "Ours", "beyond": "Beyond the paper"}[self.kind] + f", {self.source}" * bool(
+            self.source
+        )

@@ -6,21 +6,17 @@ import base64
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.report.charts import inline_picture, picture
 from sage_fast.report.html import render
 from sage_fast.util.files import write_atomic
-from studies.paper.finding import Claim, Finding
+from studies.finding import KINDS, Claim, Finding
 
 TEMPLATE = Path(__file__).parent / "results.html.j2"
 PAGE, MARKDOWN = "results.html", "results.md"
-ABOUT = """\
-Claims of the SAGE-GRPO paper (arXiv 2603.21872), and questions beyond it, decided on the testbed: a tiny HunyuanVideo
-1.5 of moving shapes, not the 8.3 B model. `make reproduce` writes this page, verdicts included. It takes hours, can be
-stopped, and goes on. `make reproduce CLAIMS="all --quick"` shows in a quarter of an hour on two cores that everything
-works, and decides nothing; `make reproduce CLAIMS=list` names the claims."""
 ABOUT_QUICK = "Made with `--quick`: no verdict of a claim that trains means anything. "
 
 
@@ -42,18 +38,25 @@ def data(finding: Finding) -> str:
 
 
 def write_pages(
-    findings: Mapping[Claim, Finding], folder: Path, facts: Mapping[str, str], protocol: Sequence[str], *, quick: bool
+    findings: Mapping[Claim, Finding],
+    folder: Path,
+    about: str,
+    facts: Mapping[str, str],
+    protocol: Sequence[str],
+    *,
+    quick: bool,
 ) -> Path:
     """Write the page of all findings and the same as Markdown; return the path of the page.
 
     Args:
         findings: in the order of the page.
         folder: where to write the pages; has a `results/` with the files of `write_finding`.
+        about: first paragraph.
         facts: provenance: command, seeds, commits, versions, device.
         protocol: paragraphs.
         quick: state at the top that nothing is decided.
     """
-    about = quick * ABOUT_QUICK + ABOUT
+    about = quick * ABOUT_QUICK + about
     drawn = [
         {
             "claim": claim,
@@ -63,7 +66,8 @@ def write_pages(
         }
         for claim, finding in findings.items()
     ]
-    write_atomic(folder / PAGE, render(TEMPLATE, drawn=drawn, facts=facts, protocol=protocol, about=about))
+    kinds = by_kind(findings)
+    write_atomic(folder / PAGE, render(TEMPLATE, kinds=kinds, drawn=drawn, facts=facts, protocol=protocol, about=about))
     write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol, about))
     return folder / PAGE
 
@@ -71,9 +75,12 @@ def write_pages(
 def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str], about: str) -> str:
     """Return the Markdown of docs/results.md; it links figures and data in `results/`."""
     lines = ["# Results", "", about, ""]
-    lines += ["| " + " | ".join(("claim", "source", "verdict")) + " |", "|---|---|---|"]
-    lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source} | {f.verdict} |" for c, f in findings.items()]
-    lines += ["", "## How it was made", ""]
+    for heading, counted, chosen in by_kind(findings):
+        lines += [f"## {heading}", "", f"{counted}.", ""]
+        lines += _table([("claim", "source", "verdict")])
+        lines += [f"| [{c.says}](#{_anchor(c.title)}) | {c.source or '-'} | {f.verdict} |" for c, f in chosen.items()]
+        lines += [""]
+    lines += ["## How it was made", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "## Protocol", "", "\n\n".join(protocol)]
     for claim, finding in findings.items():
@@ -81,12 +88,31 @@ def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protoc
             "",
             f"## {claim.title}",
             "",
-            f"*{claim.source}.* {claim.says} **{finding.verdict.capitalize()}.**",
+            f"*{claim.label}.* {claim.says} **{finding.verdict.capitalize()}.**",
             "",
         ]
         lines += [f"![{claim.title}](results/{claim.name}.svg)", "", finding.text, ""]
+        lines += [*_table(finding.table), ""] if finding.table else []
         lines += [f"[Data](results/{claim.name}.csv)."]
     return "\n".join(lines) + "\n"
+
+
+def by_kind(findings: Mapping[Claim, Finding]) -> list[tuple[str, str, dict[Claim, Finding]]]:
+    """Return heading, a line that counts the verdicts, and findings of each kind of claim that there is."""
+    found = []
+    for kind, heading in KINDS.items():
+        chosen = {claim: finding for claim, finding in findings.items() if claim.kind == kind}
+        verdicts = Counter(finding.verdict for finding in chosen.values())
+        counted = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("not held", "not decidable"))
+        if chosen:
+            found.append((heading, f"{verdicts['held']} of {len(chosen)} held, {counted} at this size", chosen))
+    return found
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; the first row is its heading."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def _anchor(title: str) -> str:

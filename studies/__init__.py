@@ -1,0 +1,1 @@
+"""Studies on the testbed: claims of the SAGE-GRPO paper (`paper`), and recipes at equal compute (`race`)."""

@@ -1,0 +1,249 @@
+"""The training runs of a study: a file each, made in parallel processes; what is missing is made, the rest is kept."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sage_fast.cli import guarded
+from sage_fast.config.load import build, dump, leaves, load, parse_yaml
+from sage_fast.config.schema import Config
+from sage_fast.ops import implementation
+from sage_fast.report.scores import Difference, difference_of_runs, mean_and_half, means_by_prompt
+from sage_fast.run.grid import run_many
+from sage_fast.util.console import hush, show, shows
+from sage_fast.util.errors import RunError, UserError
+from sage_fast.util.files import read_json, write_json
+
+log = logging.getLogger("sage_fast.studies")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """The result of a run.
+
+    Attributes:
+        seed: seed of the run.
+        evaluations: evaluations on held-out prompts by iteration; the first is of the base model.
+        rows: metrics of the iterations.
+        environment: commit, date, device and versions of the run.
+    """
+
+    seed: int
+    evaluations: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]]
+    environment: Mapping[str, Any]
+
+    def score(self, part: str = "reward") -> dict[str, float]:
+        """Return prompt -> mean score over its videos and the evaluations of the last third of the run.
+
+        While the policy still moves, a single evaluation is largely luck.
+
+        Args:
+            part: `reward` (with weights 1, 1, 1, whatever the run was trained on), `vq`, `judge/alignment`, ...
+        """
+        last = self.evaluations[-1]["iteration"]
+        late = [evaluation for evaluation in self.evaluations if evaluation["iteration"] > 2 * last / 3]
+        prompts = [prompt for evaluation in late for prompt in evaluation["prompts"]]
+        return means_by_prompt(prompts, [value for evaluation in late for value in scores_of(evaluation, part)])
+
+    def mean(self, part: str = "reward") -> float:
+        """Return the mean of `score` over the prompts."""
+        return statistics.fmean(self.score(part).values())
+
+    def course(self, part: str = "reward") -> dict[int, float]:
+        """Return iteration -> mean held-out score."""
+        return {e["iteration"]: statistics.fmean(scores_of(e, part)) for e in self.evaluations}
+
+
+def difference(first: Sequence[TrainedRun], second: Sequence[TrainedRun], part: str = "reward") -> Difference:
+    """Return the difference paired over seeds and held-out prompts, which both must share."""
+    return difference_of_runs([run.score(part) for run in first], [run.score(part) for run in second])
+
+
+def mean_interval(runs: Sequence[TrainedRun], part: str = "reward") -> tuple[float, float]:
+    """Return the mean held-out score over the seeds, and the half-width of its 95 % interval over the seeds."""
+    return mean_and_half([run.mean(part) for run in runs])
+
+
+def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
+    """Return the score of each video. The composite has weights 1, 1, 1 to make runs with other weights comparable.
+
+    Raises:
+        RunError: a video has no score because its reward failed.
+    """
+    columns = [evaluation["parts"][name] for name in (("vq", "mq", "ta") if part == "reward" else (part,))]
+    if any(None in column for column in columns):
+        raise RunError(f"a held-out video of iteration {evaluation['iteration']} has no {part} that is a number")
+    return [sum(values) for values in zip(*columns)]
+
+
+def shipped(name: str, *overlays: Mapping[str, Any]) -> Config:
+    """Load a shipped configuration with overlays."""
+    return load(str(files("sage_fast.configs") / f"{name}.yaml"), overlays=overlays)
+
+
+def full_size(config: Config) -> Config:
+    """Return the same algorithm with a LoRA on the 8.3 B model, for videos of 480 x 832 and 81 frames."""
+    large = shipped("hunyuanvideo15-480p")
+    size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
+    return dataclasses.replace(
+        config,
+        model=large.model,
+        sampling=dataclasses.replace(config.sampling, **size),
+        train=dataclasses.replace(config.train, batch_size=large.train.batch_size),
+    )
+
+
+def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, str]:
+    """Return the provenance of the findings: this process and the runs."""
+    import torch
+
+    from sage_fast.util.environment import PACKAGES, environment
+
+    here = environment(torch.device("cpu"), implementation(torch.device("cpu")))
+    every = [run for seeds in runs.values() for run in seeds]
+    environments = [run.environment for run in every] or [here]
+    found = {"Command": command, "Findings": f"by commit {here['commit']}, {here['date']}"}
+    if every:
+        iterations = every[0].evaluations[-1]["iteration"]
+        seeds = ", ".join(map(str, sorted({run.seed for run in every})))
+        commits = ", ".join(sorted({str(e["commit"]) for e in environments}))
+        dates = sorted(e["date"] for e in environments)
+        found["Runs"] = f"{len(runs)} variants, seeds {seeds}, {iterations} iterations each"
+        found["Runs made"] = f"by commit {commits}, {dates[0]} to {dates[-1]}"
+    found["Devices"] = ", ".join(sorted({e["device"] for e in environments}))
+    found["Versions"] = ", ".join(sorted({f"{name} {e[name]}" for e in environments for name in PACKAGES if name in e}))
+    return found
+
+
+def train_runs(study: str, runs: Mapping[str, Config], folder: Path, *, quick: bool, workers: int) -> list[TrainedRun]:
+    """Train the runs that `folder` lacks, then read all.
+
+    Each run is a file, written atomically. An interruption loses only the runs in progress; the same call continues. A
+    file with other settings (after a change of the protocol) or without a run is replaced, with a message.
+
+    Args:
+        study: module whose `settings_of(run, quick)` gives the settings of a run.
+        runs: name of the file, without its ending -> settings.
+        folder: folder of the files.
+        quick: passed to `settings_of`.
+        workers: parallel processes.
+
+    Raises:
+        RunError: a worker process failed or was killed.
+        Stopped: a signal came.
+    """
+    missing = [name for name, config in runs.items() if not _is_of(_file(folder, name), config)]
+    if missing:
+        folder.mkdir(parents=True, exist_ok=True)
+        workers = min(workers, len(missing))
+        log.info(f"{len(runs)} runs, {len(missing)} of them to be made, {workers} at once")
+        # Set by `env`: the number of threads is fixed when torch is imported.
+        command = ["env", f"OMP_NUM_THREADS={max((os.cpu_count() or 1) // workers, 1)}", *WORKER, study, str(folder)]
+        command += ["--quick"] * quick + ["--quiet"] * (not shows())
+        jobs = [(f"process {i + 1}", [*command, *missing[i::workers]]) for i in range(workers)]
+        run_many(jobs, _ended, workers=workers)
+    return [_read(_file(folder, name), config.seed) for name, config in runs.items()]
+
+
+WORKER = [sys.executable, "-m", "studies.runs"]
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def _ended(name: str, status: int) -> None:
+    if status:
+        why = "; killed, as by the system when memory runs out: fewer --workers take less" * (status < 0)
+        raise RunError(
+            f"{name} ended with status {status}{why}; runs that are whole are kept, and the same command goes on"
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a worker of `train_runs`; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m studies.runs")
+    parser.add_argument("study")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
+    options = parser.parse_args(arguments)
+    show(quiet=options.quiet)
+    return guarded("studies", lambda: _make(options))
+
+
+def _make(options: argparse.Namespace) -> int:
+    """Train runs in sequence in this process, for as long as the parent process lives."""
+    settings_of = importlib.import_module(options.study).settings_of
+    parent, begun, count = os.getppid(), time.monotonic(), len(options.runs)
+    for done, name in enumerate(options.runs, start=1):
+        if os.getppid() != parent:
+            return 1
+        score = train_one(settings_of(name, options.quick), _file(options.folder, name))
+        left = (time.monotonic() - begun) / done * (count - done) / 60
+        log.info(f"{name}: {score:.3f}; {done} of {count} runs of this process, about {left:.0f} minutes left")
+    return 0
+
+
+@hush()
+def train_one(config: Config, file: Path) -> float:
+    """Train and evaluate as `sage-fast train` does, but without a run folder; return the last held-out score."""
+    import torch
+
+    from sage_fast.run.evaluation import evaluate
+    from sage_fast.run.setup import load_setup
+    from sage_fast.trainer import Trainer
+    from sage_fast.util.environment import environment
+
+    setup = load_setup(config)
+    setup.encode()
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    evaluations = [evaluate(setup, iteration=0).to_json()]
+    rows = []
+    for index in range(config.train.iterations):
+        rows.append(trainer.iteration(index))
+        if (index + 1) % config.eval.interval == 0 or index + 1 == config.train.iterations:
+            with trainer.engine.averaged_weights():
+                evaluations.append(evaluate(setup, iteration=index + 1).to_json())
+    scores = [statistics.fmean(scores_of(evaluation, "reward")) for evaluation in evaluations]
+    facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))
+    write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
+    return scores[-1]
+
+
+def _is_of(file: Path, config: Config) -> bool:
+    """Whether the file holds a run with these settings; settings newer than the run count as their defaults."""
+    if not file.is_file():
+        return False
+    try:
+        tree = read_json(file)
+        if not tree.keys() >= {"settings", "environment", "evaluations", "rows"}:
+            raise UserError(f"{file}: holds no run")
+        if build(leaves(parse_yaml(str(tree["settings"])))) != config:
+            raise UserError(f"{file}: a run with other settings")
+    except ValueError as error:
+        log.info(f"{error}; it is made again")
+        return False
+    return True
+
+
+def _read(file: Path, seed: int) -> TrainedRun:
+    tree = read_json(file)
+    return TrainedRun(seed=seed, evaluations=tree["evaluations"], rows=tree["rows"], environment=tree["environment"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
