@@ -7,9 +7,15 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /opt/sage-fast
 COPY . .
 
-# The README's, in the environment that the image has.
+# The README's, in the environment that the image has, with the versions that are tested. torch and triton are its own.
+ARG PIP_CONSTRAINT=/opt/sage-fast/constraints.txt
+RUN sed -i -E '/^(torch|triton|setuptools)==/d' constraints.txt
 RUN pip install torch numpy setuptools ninja
 RUN pip install --no-build-isolation '.[deepspeed]'
+
+# Nothing runs as root. `docker run --user "$(id -u):$(id -g)"` writes the runs of the mounted folder as yours.
+ENV HOME=/tmp USER=sage
+USER 1000:1000
 
 # Configuration, prompts, rewards and runs are those of the folder that is mounted here.
 WORKDIR /work

@@ -31,6 +31,11 @@ else:
         py_limited_api=True,
         optional=True,
     )
-    arguments = {"ext_modules": [extension], "cmdclass": {"build_ext": BuildOperators}}
+    arguments = {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": BuildOperators},
+        # Not a single symbol of Python is used, so one wheel serves every version from `requires-python` on.
+        "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
+    }
 
 setup(**arguments)

@@ -35,7 +35,7 @@ MEANS = ("ratio/clip_fraction", "ratio/mean", "kl/anchor", "kl/gradient_share")
 def trainer(config: Config) -> Trainer:
     setup = load_setup(config)
     with tempfile.TemporaryDirectory() as folder:
-        setup.encode(Path(folder), quiet=True)
+        setup.encode(Path(folder))
     return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sage_fast.benchmarks.operators import SIZES, Case, check
 
-from sage_fast.tools.harness import synchronize
+from sage_fast.util.environment import synchronize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -6,6 +6,7 @@ both models if both paths run.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,10 @@ from sage_fast.ops import implementation
 from sage_fast.run.setup import load_setup
 from sage_fast.tools.harness import Save, head_line, save_nothing
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress, say
+from sage_fast.util.console import hush, progress
 from sage_fast.util.environment import environment
+
+log = logging.getLogger(__name__)
 
 PATHS = ("stock", "eager")
 """`stock` is diffusers' forward and decode, `eager` is ours."""
@@ -41,7 +44,8 @@ def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: S
     result: dict[str, Any] = {}
     rounds_and_names = [(index, name) for index in range(rounds + 1) for name in trainers]
     for index, name in progress(rounds_and_names, "iterations", len(rounds_and_names), "iteration"):
-        rows[name].append(trainers[name].iteration(index))
+        with hush():
+            rows[name].append(trainers[name].iteration(index))
         if name != list(trainers)[-1]:
             continue
         if index == 0:
@@ -54,18 +58,19 @@ def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: S
 
 
 def _trainer(config: Config, name: str) -> Trainer:
-    say(f"loading the model for {name}")
+    log.info(f"loading the model for {name}")
     setup = load_setup(config)
     for note in setup.model.notes:
-        say(f"note: {note}")
+        log.info(f"note: {note}")
     if name == "stock":
         policy = setup.model.policy
         transformer = policy.networks["transformer"]
         setup.model.policy = StockPolicy(transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale)
         batches = isinstance(transformer, TestbedTransformer)
         setup.model.decoder = StockDecoder(setup.model.decoder.vae, batches)
-    setup.encode(quiet=True)
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet=True)
+    with hush():
+        setup.encode()
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     if name == "stock":
         trainer.graphs = None  # the stock forward synchronises with the host
     return trainer

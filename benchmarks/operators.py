@@ -223,7 +223,7 @@ def check(case: Case) -> None:
 
 
 def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequence[Case]) -> Callable[[], float]:
-    """Return a function that measures the seconds of one run: of the next case on the CPU, the mean of all on CUDA.
+    """Return a function that times one run: of the next case on the CPU, the mean over all cases on CUDA.
 
     On CUDA one graph holds the whole rotation: with one graph per case, the launch would dominate a kernel of
     microseconds. All results are kept until the end of the capture, so each has its own memory and none overwrites
@@ -270,7 +270,7 @@ def measure(operator: str, shape: Sequence[int], device: torch.device, repetitio
 
 
 def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = save_nothing) -> dict[str, Any]:
-    """Measure every operator at `sizes`. Return what `sage-fast bench` writes as JSON; call `save` with it per row."""
+    """Measure every operator at `sizes`; return the result, as in the JSON, and pass it to `save` after each row."""
     device = best_device()
     names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if name != "tiny"])
     rows: list[dict[str, Any]] = []

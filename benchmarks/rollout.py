@@ -30,10 +30,9 @@ from sage_fast.tools.harness import (
     save_nothing,
     usual_dtype,
 )
-from sage_fast.tools.verdict import in_one_line
 from sage_fast.util.console import Progress
 from sage_fast.util.environment import environment
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, in_one_line
 
 WARM_UPS = 2
 """Calls of a contender before it is timed: one that compiles and allocates, one in steady state."""
@@ -136,7 +135,7 @@ def run(
         rounds: interleaved rounds per row.
         parts: a subset of PARTS; all by default.
         paths: a subset of PATHS; all by default.
-        budget: seconds for the whole benchmark; no limit by default. Rows that do not fit the rest are not run.
+        budget: seconds for the whole benchmark; no limit by default. Rows that do not fit the remainder are not run.
         save: called with the result after every row.
     """
     clock = Budget(budget)
@@ -192,7 +191,7 @@ def run(
 
 
 def failures(result: Mapping[str, Any]) -> int:
-    """Return the number of paths that failed for another reason than lack of memory."""
+    """Return the number of paths that failed for a reason other than lack of memory."""
     return sum(why != OUT_OF_MEMORY for row in result["rows"] for why in row["failed"].values())
 
 

@@ -1,4 +1,4 @@
-"""One size of `sage-fast bench rollout`: its inputs, and what is compared at it."""
+"""One size of `sage-fast bench rollout`: its inputs and its contenders."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from sage_fast.benchmarks.stock import StockDecoder, StockPolicy
 from torch import Tensor
 
+from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention import ATTENTION, fastest, measure_attention
@@ -27,8 +28,7 @@ from sage_fast.models.random_weights import random_module
 from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.tools.plan import training_flops
-from sage_fast.tools.verdict import in_one_line
+from sage_fast.util.errors import in_one_line
 
 STEPS = 10
 FORWARDS = ("stock", "stock padded", "eager", "compiled")
@@ -39,14 +39,14 @@ PARTS = {
     "train": FORWARDS,
     "decode": ("contiguous", "channels last", "stock"),
 }
-"""part -> the paths that can take it. The first two of decode are ours, by the layout of weights and activations in
-memory; the stock one, which knows no tiles at 480p, may end in an error after which nothing runs."""
+"""part -> the paths that it can take. The first two paths of decode are ours, named by memory layout. The stock one
+comes last: it cannot tile at 480p, and may fail in a way after which nothing runs."""
 PATHS = tuple(dict.fromkeys(path for paths in PARTS.values() for path in paths))
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """One rung: latents `[batch, C, *space]` and the tokens of a prompt."""
+    """Latents `[batch, C, *space]` and the number of text tokens."""
 
     batch: int
     space: tuple[int, int, int]
@@ -65,16 +65,16 @@ SIZES = {
 GPU_SIZES = ("5x16x16", "9x30x52", "480p 81 frames")
 CPU_SIZES = ("testbed batch 1", "testbed batch 32")
 GATE_SPACE = (3, 8, 8)
-"""Latents at most that the decoders' gate compares: a layout that is right there is right everywhere."""
+"""Largest latents (T, H, W) that the decoders' gate compares: a layout that is correct there is correct everywhere."""
 
 
 def spec_of(testbed: bool) -> HunyuanVideo15:
-    """The model of a rung."""
+    """Return the spec of a rung's model."""
     return Testbed() if testbed else HunyuanVideo15()
 
 
 def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
-    """The architecture with random weights, made on the device, and a LoRA adapter that is not zero."""
+    """Return the transformer with random weights, allocated on the device, and a nonzero LoRA adapter."""
     transformer = random_module(spec_of(testbed).meta("transformer"), dtype, device)
     add_lora(transformer, rank=16 if testbed else 64, alpha=16, targets=ModelConfig().lora_targets, seed=0)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -86,21 +86,21 @@ def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) 
 
 
 def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
-    """path of `decode` -> a decoder of the same random weights, in memory of its own, as the layouts differ."""
+    """Return path of `decode` -> decoder, all with the same random weights; each has its own copy (layouts differ)."""
     vae = random_module(spec_of(testbed).meta("vae"), dtype, device).requires_grad_(False)
     contiguous, channels_last = (VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True))
-    channels_last.plans = contiguous.plans  # as much at a time, whatever is free by then
+    channels_last.plans = contiguous.plans  # the same portions, however much memory is free by then
     stock = StockDecoder(vae, batches=testbed)
     return {"stock": stock, "contiguous": contiguous, "channels last": channels_last}
 
 
 class Rung:
-    """A size, its inputs, and the contenders as functions of nothing.
+    """A size, its inputs, and the contenders as functions without arguments.
 
     Args:
         transformer: shared by all contenders.
-        size: of the inputs.
-        decoders: path -> decoder, if the decode takes part; from `random_decoders`.
+        size: size of the inputs.
+        decoders: path -> decoder, from `random_decoders`; needed only for the part `decode`.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Rung:
         self._run_blocks_by(block_forward)
         self.stock, padded = (StockPolicy(transformer, dtype=dtype) for _ in range(2))
         padded.padded = True
-        # Eager, compiled and graphed are one policy: a second one would lay out the weights of all blocks again, and
-        # take them from the first, whenever its turn comes.
+        # Eager, compiled and graphed share one policy. Two policies over one transformer would take the weights from
+        # each other, and lay out those of all blocks again, at every turn.
         self.policies: dict[str, HunyuanVideo15Policy] = {"stock": self.stock, "stock padded": padded}
         self.policies |= {"eager": self.ours, "compiled": self.ours}
         self.size = size
@@ -146,7 +146,7 @@ class Rung:
         return policy.conditioning_table(self.table.sigmas[:-1], self.embeddings).of(self.prompts)
 
     def flops(self, part: str) -> float:
-        """Model FLOPs of a part at the unpadded prompt, by the formulas of the plan."""
+        """Return the model FLOPs of a part with the unpadded prompt, by the plan's formulas."""
         config, size = self.transformer.config, self.size
         if part == "decode":
             return size.batch * decode_flops(self.decoders["stock"].vae.decoder, self.shape)
@@ -158,32 +158,31 @@ class Rung:
         return forward * (STEPS if part == "rollout" else 1)
 
     def checkpointing(self, part: str) -> str:
-        """The mode that a part runs with."""
+        """Return the checkpointing mode that a part runs with."""
         return "full" if part == "train" and not self.size.testbed else "none"
 
     # -- the gate -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def check(self, gate: str, paths: Collection[str] = PATHS) -> dict[str, str]:
-        """The gate: path -> what is wrong with it, of those among `paths` whose results are not the stock ones.
+        """Compare results with stock; return path -> problem, for the paths that differ or fail.
 
-        If stock fails, which is among the problems then, the first path that does not is what the others are compared
-        with.
+        If stock itself fails, that is one of the problems, and the first path that runs becomes the reference.
 
         Args:
-            gate: `decode`, which compares videos, or `forward`, velocities, for all other parts.
-            paths: to be compared.
+            gate: `decode` compares videos; `forward` compares velocities, and serves all other parts.
+            paths: paths to compare.
         """
         run = self._video if gate == "decode" else self._velocity
         limit = 1e-4 if self.x.dtype == self.ours.dtype else 0.05
-        graphed = gate != "decode" and "graphed" in paths  # replays what runs eagerly
+        graphed = gate != "decode" and "graphed" in paths  # it replays the eager path
         present = self._present(PARTS[gate], {*paths, "eager"} if graphed else paths)
         problems = {}
         expected = None
         for path in dict.fromkeys(["stock", *present]):
             try:
                 found = run(path).float()
-            except Exception as error:  # of a compiler, a kernel or memory: the other paths are still to be had
+            except Exception as error:  # from a compiler, a kernel or lack of memory: the other paths can still run
                 problems[path] = in_one_line(error)
                 continue
             expected = found if expected is None else expected
@@ -202,16 +201,16 @@ class Rung:
     def _video(self, path: str) -> Tensor:
         return self.decoders[path](self.x[:, :, : GATE_SPACE[0], : GATE_SPACE[1], : GATE_SPACE[2]].contiguous())
 
-    def _present(self, of_part: Collection[str], paths: Collection[str]) -> list[str]:
-        """Those of a part's paths that are asked for and can be taken here."""
-        absent = {"stock padded"} if self.size.testbed else set()  # pads by 1985 tokens: of interest at real sizes only
-        return [path for path in of_part if path in paths and path not in absent]
+    def _present(self, possible: Collection[str], paths: Collection[str]) -> list[str]:
+        """Return the paths of a part, `possible`, that are requested and can run here."""
+        absent = {"stock padded"} if self.size.testbed else set()  # pads by 1985 tokens: meaningful at real sizes only
+        return [path for path in possible if path in paths and path not in absent]
 
     # -- contenders ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _blocks_of(self, path: str) -> Iterator[None]:
-        """Run the blocks compiled for the path of that name."""
+        """Run compiled blocks within this context if `path` is `compiled`."""
         if path == "compiled":
             self._run_blocks_by(self.compiled_block)
         try:
@@ -224,9 +223,9 @@ class Rung:
             block.function = function
 
     def contenders(self, part: str, paths: Collection[str] = PATHS) -> dict[str, Callable[[], Any]]:
-        """path -> a function that runs `forward`, `step`, `rollout`, `train` (forward and backward) or `decode` once.
+        """Return path -> a function that runs a part once; `train` is a forward and a backward.
 
-        Without a path that needs what is not here: CUDA for graphs, few enough tokens for them to pay.
+        Paths that cannot run here are left out: graphs need CUDA, and few enough tokens to pay off.
         """
         present = self._present(PARTS[part], paths)
         set_checkpointing(self.transformer, self.checkpointing(part))
@@ -270,7 +269,7 @@ class Rung:
     def _graphed(self, part: str, graphs: StepGraphs) -> dict[str, Callable[[], Any]]:
         schedule = self.schedule(self.ours)
         with torch.no_grad():
-            for _ in range(2):  # a shape is recorded when it comes for the second time
+            for _ in range(2):  # a shape is recorded the second time it appears
                 graph = graphs.prepare(self.coefs, schedule, self.seeds, self.x)
         if graph is None:
             return {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from sage_fast.algorithm.flops import training_flops
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.spec import (
@@ -30,7 +31,7 @@ from sage_fast.models.hunyuan15.spec import (
 from sage_fast.models.load import find_spec
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import H200_BF16_FLOPS
-from sage_fast.tools.plan import plan, training_flops
+from sage_fast.tools.plan import plan
 from sage_fast.util.environment import environment
 
 REPOSITORY = Path(__file__).parent.parent
@@ -337,7 +338,7 @@ def measure(file: Path) -> None:
     for name, given in SMALL.items():
         config = small_config(given)
         setup = load_setup(config)
-        setup.encode(quiet=True)
+        setup.encode()
         trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
         trainer.iteration(0)
         seconds = []

@@ -1,4 +1,4 @@
-"""diffusers' own forward and decode behind our interfaces: what benchmarks and tests compare with."""
+"""diffusers' own forward and decode behind our interfaces: the baseline of benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.testbed.model import allow_batches
 
 PADDED_TEXT, PADDED_GLYPHS, IMAGE_TOKENS = 1000, 256, 729
-"""What the published pipeline pads a prompt to."""
+"""Token counts to which the published pipeline pads a prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StockConditioning:
-    """What the stock forward is given: it computes everything else in every forward."""
+    """Inputs of the stock forward, which computes everything else in every forward."""
 
     sigma: Tensor
     text: TextBatch
@@ -91,7 +91,7 @@ class StockPolicy(HunyuanVideo15Policy):
 
 
 class StockDecoder(VideoDecoder):
-    """diffusers' own decode of the testbed's autoencoder, or of a published one, a video at a time."""
+    """diffusers' own decode. With `batches`, it patches the autoencoder; otherwise it decodes one video at a time."""
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, batches: bool) -> None:
         super().__init__(vae, channels_last=False)

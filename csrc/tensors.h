@@ -1,4 +1,4 @@
-// Converts tensors of torch's stable ABI to the arrays of the inner loops, and runs those in parallel over samples.
+// Converts tensors of torch's stable ABI to the arrays of the inner loops, and runs these in parallel over samples.
 #pragma once
 
 #include "arguments.h"

@@ -1,4 +1,4 @@
-"""Shared by the kernels: launch options; for the transitions, rows, noise in registers and the second reduction stage.
+"""Code shared by the kernels: launch options; for the transitions, rows, noise in registers and the second reduction.
 
 Tiles. A sample is `numel` contiguous elements, cut into tiles of BLOCK elements held as `[BLOCK // VEC, VEC]`. A thread
 owns VEC neighbours and a warp 32 VEC. So every access of an aligned sample is one vector instruction over contiguous
@@ -109,7 +109,7 @@ def _mean(a, b, x, v):
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Run ten rounds of Philox4x32: tl.philox with one 64-bit product for two 32-bit ones: half the multiplies."""
+    """Run ten rounds of Philox4x32, like tl.philox but with one 64-bit product for two 32-bit ones: half as many."""
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
@@ -247,7 +247,7 @@ def vec(*tensors: Tensor | None) -> int:
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:
-    """Return the tensors as contiguous ones, which the kernels need; a copy costs one more read and write."""
+    """Make the tensors contiguous, as the kernels need; a copy costs one more read and write."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 

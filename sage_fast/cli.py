@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
+import math
 import os
 import select
 import sys
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sage_fast import __version__
-from sage_fast.util.errors import RunError, Stopped, UserError, reason
+from sage_fast.util.errors import RunError, Stopped, UserError, nearest, reason
 from sage_fast.util.files import make_folder_of, writing
 from sage_fast.util.profiling import ranges, tools_of_environment
+
+log = logging.getLogger("sage_fast.cli")
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import Config
@@ -103,7 +107,7 @@ def _parser(show_settings: Collection[str] = ()) -> argparse.ArgumentParser:
             subparser.usage = f"sage-fast {name} {first['metavar']}{several} [OPTION ...] [--SETTING VALUE ...]"
             subparser.epilog = "Settings, such as --sampling.eta 0.7, are listed by `sage-fast train --help`."
         if settings and name in show_settings:
-            from sage_fast.config.load import add_settings
+            from sage_fast.config.command_line import add_settings
 
             subparser.epilog = "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
             add_settings(subparser)
@@ -149,9 +153,14 @@ def _run(arguments: list[str]) -> int:
         import argcomplete
 
         argcomplete.autocomplete(_parser(COMMANDS), always_complete_options=False)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        raise UserError(f"no such command; {nearest(arguments[0], COMMANDS)}")
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     options, rest = _parser(["train"] if help_asked else ()).parse_known_args(arguments)
     overrides = _overrides(options.command, rest)
+    from sage_fast.util.console import show
+
+    show(quiet=getattr(options, "quiet", False))
     with ranges(*tools_of_environment()):
         return COMMANDS[options.command].run(options, overrides)
 
@@ -166,7 +175,7 @@ def _output_is_closed() -> bool:
 def _overrides(command: str, rest: list[str]) -> Overrides:
     if not rest:
         return {}
-    from sage_fast.config.load import overrides_of
+    from sage_fast.config.command_line import overrides_of
 
     overrides = overrides_of(rest)
     if not COMMANDS[command].settings:
@@ -174,25 +183,19 @@ def _overrides(command: str, rest: list[str]) -> Overrides:
     return overrides
 
 
-def _tell(options: Options, *lines: str) -> None:
-    """Print lines on rank 0 and flush, unless --quiet."""
-    if not getattr(options, "quiet", False) and os.environ.get("RANK", "0") == "0":
-        print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
-
-
-def _tell_loading(options: Options) -> None:
+def _announce(options: Options) -> None:
     """Announce the imports that follow, which take seconds."""
-    _tell(options, f"sage-fast {options.command}: loading PyTorch and diffusers")
+    log.info(f"sage-fast {options.command}: loading PyTorch and diffusers")
 
 
 def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     """Return the settings of a YAML file or run folder and the iteration of its weights; announce both."""
-    from sage_fast.run.weights import load_run
+    from sage_fast.run.sources import load_run
 
-    config, iteration = load_run(options.config, overrides, lambda line: _tell(options, line))
+    config, iteration = load_run(options.config, overrides)
     if iteration is not None:
-        _tell(options, f"weights of iteration {iteration}: {config.model.weights}")
-    _tell_loading(options)
+        log.info(f"weights of iteration {iteration}: {config.model.weights}")
+    _announce(options)
     return config, iteration or 0
 
 
@@ -204,7 +207,8 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     argument("folder", metavar="FOLDER", help="new folder, or one without files of those names"),
     argument(
         "--config", metavar="NAME", default="demo",
-        help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), paper-480p or official-480p (the authors' code)",
+        help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), hunyuanvideo15-480p-distilled (of the checkpoint "
+             "that needs no guidance), paper-480p or official-480p (the authors' code)",
     ),
 )  # fmt: skip
 def _init(options: Options, overrides: Overrides) -> int:
@@ -219,13 +223,15 @@ def _init(options: Options, overrides: Overrides) -> int:
     argument("config", metavar="CONFIG", help="YAML file; with --resume also a run folder"),
     argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop"),
     argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs"),
+    argument("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)"),
     argument("--resume", action="store_true", help="continue the run in the output folder, with its own settings"),
     argument("--quiet", action="store_true", help="print nothing but errors"),
     settings=True,
 )  # fmt: skip
 def _train(options: Options, overrides: Overrides) -> int:
     from sage_fast.config.load import load
-    from sage_fast.run.resume import resumed_settings
+    from sage_fast.run.early import check_early, check_output
+    from sage_fast.run.resume import launcher, resumed_settings
 
     notes: list[str] = []
     if options.resume:
@@ -233,26 +239,37 @@ def _train(options: Options, overrides: Overrides) -> int:
     else:
         config = load(options.config, overrides)
     _check_gpus(options)
-    _tell_loading(options)
+    ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    check_early(config, ranks)
+    if not options.dry_run and launcher() is None:  # torchrun may be restarting the run that is there
+        check_output(config, resume=options.resume)
+    _announce(options)
     if options.dry_run:
         from sage_fast.tools.plan import dry_run
 
-        print(dry_run(config, options.gpus or int(os.environ.get("WORLD_SIZE", "1"))))
+        print(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80)))
         return 0
+    from sage_fast.report.comparison import report_run
     from sage_fast.run.folder import is_restart
     from sage_fast.run.train import train
 
     restarted = not options.resume and is_restart(config)
     if restarted:
         config, notes = resumed_settings(options.config, overrides)
-        _tell(options, f"restarted by torchrun: resuming the run in {config.output}")
-    _tell(options, *notes)
+        log.info(f"restarted by torchrun: resuming the run in {config.output}")
+    for note in notes:
+        log.info(note)
     with writing(config.output):
-        train(config, resume=options.resume or restarted, quiet=options.quiet)
+        train(config, resume=options.resume or restarted, report=report_run)
     return 0
 
 
 def _check_gpus(options: Options) -> None:
+    if options.gpu_memory is not None:
+        if not 0 < options.gpu_memory < math.inf:
+            raise UserError(f"--gpu-memory {options.gpu_memory:g}: expected GB above 0, such as 80")
+        if not options.dry_run:
+            raise UserError("--gpu-memory goes with --dry-run; a run takes what its GPUs have")
     if options.gpus is None:
         return
     if options.gpus < 1:
@@ -275,7 +292,7 @@ def _embed(options: Options, overrides: Overrides) -> int:
     config, _ = _load(options, overrides)
     from sage_fast.run.embed import embed_prompts
 
-    _tell(options, embed_prompts(config, options.prompts, quiet=options.quiet))
+    log.info(embed_prompts(config, options.prompts))
     return 0
 
 
@@ -298,8 +315,7 @@ def _sample(options: Options, overrides: Overrides) -> int:
     prompts += read_prompts(options.prompts, config.sampling) if options.prompts else []
     from sage_fast.run.sample import sample
 
-    tell = functools.partial(_tell, options)
-    for path in sample(config, prompts, Path(options.folder), quiet=options.quiet, tell=tell):
+    for path in sample(config, prompts, Path(options.folder)):
         print(path)
     return 0
 
@@ -319,14 +335,14 @@ def _sample(options: Options, overrides: Overrides) -> int:
     settings=True,
 )  # fmt: skip
 def _eval(options: Options, overrides: Overrides) -> int:
-    from sage_fast.run.sources import read_sources, settings_for, told
+    from sage_fast.run.sources import notes_on, read_sources, settings_for
 
     make_folder_of(options.json)
-    tell = functools.partial(_tell, options)
-    sources = read_sources(options.source, overrides, tell)
+    sources = read_sources(options.source, overrides)
     config = settings_for(sources, overrides)
-    tell(*told(sources, config))
-    _tell_loading(options)
+    for note in notes_on(sources, config):
+        log.info(note)
+    _announce(options)
     from sage_fast.run.eval_command import run_eval
 
     run_eval(
@@ -335,8 +351,6 @@ def _eval(options: Options, overrides: Overrides) -> int:
         scorers=options.scorer,
         folder=None if options.folder is None else Path(options.folder),
         json=None if options.json is None else Path(options.json),
-        quiet=options.quiet,
-        tell=tell,
     )
     return 0
 
@@ -367,7 +381,7 @@ def _compare(options: Options, overrides: Overrides) -> int:
     if options.videos < 1:
         raise UserError(f"--videos {options.videos}: expected at least 1")
     sources = {label: Path(source) for label, source in labelled(options.run).items()}
-    _tell(options, f"sage-fast compare: reading {', '.join(sources)}")
+    log.info(f"sage-fast compare: reading {', '.join(sources)}")
     from sage_fast.report.blind import blind_study
     from sage_fast.report.compare import write_compare
 
@@ -410,12 +424,13 @@ def _sde(options: Options, overrides: Overrides) -> int:
     argument("config", metavar="CONFIG", help="YAML file; its rewards are served"),
     argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"),
     argument("--port", type=int, default=8000, help="0 picks a free port (default: 8000)"),
+    argument("--largest", type=int, metavar="MIB", default=1024, help="largest request in MiB (default: 1024)"),
     settings=True,
 )  # fmt: skip
 def _serve(options: Options, overrides: Overrides) -> int:
     from sage_fast.run.serve import serve_reward
 
-    return serve_reward(options.config, overrides, options.host, options.port)
+    return serve_reward(options.config, overrides, options.host, options.port, options.largest)
 
 
 @command(
@@ -423,10 +438,44 @@ def _serve(options: Options, overrides: Overrides) -> int:
     argument("run", metavar="RUN", help="run folder"),
 )  # fmt: skip
 def _report(options: Options, overrides: Overrides) -> int:
-    _tell(options, f"sage-fast report: reading {options.run}")
+    log.info(f"sage-fast report: reading {options.run}")
     from sage_fast.report.page import write_report
 
     print(write_report(Path(options.run)))
+    return 0
+
+
+BASE = argument("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
+
+
+@command(
+    "export", "write the weights of a run for diffusers, peft, ComfyUI and the original code, with a model card",
+    argument("run", metavar="RUN", help="run folder; its newest weights are used"),
+    argument("folder", metavar="FOLDER", help="new or empty folder"),
+    BASE,
+)  # fmt: skip
+def _export(options: Options, overrides: Overrides) -> int:
+    _announce(options)
+    from sage_fast.run.export import export
+
+    print(*export(Path(options.run), Path(options.folder), options.base), sep="\n")
+    return 0
+
+
+@command(
+    "push", "upload the weights of a run to the Hugging Face hub, in the formats of `export`, with a model card",
+    argument("run", metavar="RUN", help="run folder; its newest weights are used"),
+    argument("repo", metavar="REPO", help="such as someone/name; created if missing"),
+    BASE,
+    argument("--private", action="store_true", help="create a private repository"),
+    argument("--dry-run", action="store_true", help="list the files and their sizes, and upload nothing"),
+)  # fmt: skip
+def _push(options: Options, overrides: Overrides) -> int:
+    _announce(options)
+    from sage_fast.run.export import push
+
+    run, repo, dry_run = Path(options.run), options.repo, options.dry_run
+    print(*push(run, repo, options.base, private=options.private, dry_run=dry_run), sep="\n")
     return 0
 
 
@@ -443,7 +492,7 @@ def _report(options: Options, overrides: Overrides) -> int:
     argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU"),
 )  # fmt: skip
 def _bench(options: Options, overrides: Overrides) -> int:
-    _tell_loading(options)
+    _announce(options)
     make_folder_of(options.json)
     from sage_fast.benchmarks.command import bench
 
@@ -492,7 +541,7 @@ def _profile(options: Options, overrides: Overrides) -> int:
     argument("--json", metavar="FILE", help="write every row to FILE"),
 )  # fmt: skip
 def _doctor(options: Options, overrides: Overrides) -> int:
-    _tell_loading(options)
+    _announce(options)
     make_folder_of(options.json)
     from sage_fast.tools.doctor import doctor
 

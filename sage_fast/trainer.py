@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.flops import forwards
 from sage_fast.algorithm.objective import (
     KLController,
     Loss,
@@ -47,17 +48,10 @@ from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.rollout.trajectories import Trajectories, on_device
-from sage_fast.util.console import Progress, say_wrapped, speaker
+from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
-from sage_fast.util.ranks import (
-    all_gather_object,
-    data_rank,
-    data_size,
-    data_sum,
-    together,
-    world_size,
-)
+from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, together, world_size
 
 
 class Trainer:
@@ -65,16 +59,16 @@ class Trainer:
 
     Args:
         config: validated settings.
-        model: policy and autoencoder.
+        model: policy and decoder.
         reward: composite reward.
         prompts: training prompts.
-        embeddings: key -> condition, of every training prompt, the negative ones and the empty one.
-        quiet: print neither progress nor notes.
+        embeddings: key -> condition, for every training prompt, including the negative and the empty one.
 
     Attributes:
-        pause: called between the steps of a rollout, on each rank on its own; may raise `Stopped`.
-        before_update: called before each optimizer step, on all ranks; may raise `Stopped`, on all of them.
-        mid_iteration: this iteration has begun to change the state, which a checkpoint must not hold now.
+        pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
+        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
+        forwards: forwards of the latest iteration, as `work.forwards` counts them.
+        mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
     """
 
     def __init__(
@@ -84,7 +78,6 @@ class Trainer:
         reward: Scorer,
         prompts: Sequence[str],
         embeddings: Mapping[Any, Condition],
-        quiet: bool = True,
     ) -> None:
         self.config = config
         self.model = model
@@ -93,8 +86,7 @@ class Trainer:
         self.prompts = prompts
         self.embeddings = embeddings
         self.device = self.policy.device
-        self.quiet = quiet
-        self.engine = make_engine(self.policy, config.train, speaker(quiet))
+        self.engine = make_engine(self.policy, config.train)
         self.replay = Replay(self.policy, config, embeddings)
         self.process = surrogate_of(config.objective).process
         self.kl = KLController(config.kl)
@@ -109,17 +101,19 @@ class Trainer:
         self.log_ratio_bias = scored.log_ratio_bias(reduction).to(self.device, torch.float32)
         self.pause: Callable[[], object] = lambda: None
         self.before_update: Callable[[], object] = lambda: None
+        self.forwards: dict[str, int] = {}
         self.mid_iteration = False
-        self._first_step = 0  # of this process; not 0 after a resume
-        self.graphs = step_graphs(self.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
+        self._first_step = 0  # optimizer step at which this process started; not 0 after a resume
+        self.graphs = step_graphs(self.policy) if config.sampling.cuda_graphs else None
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 
     def iteration(self, index: int) -> dict[str, object]:
-        """One round of the algorithm; returns its metrics.
+        """Run one round of the algorithm; return its metrics.
 
         Raises:
-            RewardError: a reward failed and `reward.on_failure = stop`, or on more than `reward.max_dropped`.
+            RewardError: a reward failed, and `reward.on_failure = stop` or more than `reward.max_dropped` samples
+                failed.
             NonFiniteError: a loss or gradient is not finite.
             ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
@@ -127,8 +121,8 @@ class Trainer:
         table = iteration_table(self.full_table, self.config, index)
         steps = trained_steps(table, self.config, index)
         coefs, scored = (
-            of.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
-            for of in (table, self.process.table(table))
+            transitions.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+            for transitions in (table, self.process.table(table))
         )
 
         samples = draw_samples(self.config, self.prompts, index)
@@ -139,7 +133,7 @@ class Trainer:
             needed = {*keys, *(self.embeddings[key].negative for key in keys)}
             embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
             conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, speaker(self.quiet), in_step=self.policy.in_step)
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
         with together():
             trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
             scorer.finish()
@@ -166,19 +160,27 @@ class Trainer:
             advantages=advantages.flatten()[mine].float().to(self.device),
             anchor_velocities={},
         )
+        anchored = position_steps(self.config, steps, index)
         with watch("anchor"):
-            self.process.score_old(self.replay, batch, self.quiet)
-            batch.anchor_velocities = self._anchor_velocities(batch, position_steps(self.config, steps, index))
+            self.process.score_old(self.replay, batch)
+            batch.anchor_velocities = self._anchor_velocities(batch, anchored)
         gated = self.config.train.parity_gate and self.process.scores_rollout
         if gated and self.engine.steps == self._first_step:
-            tell = functools.partial(say_wrapped, tell=speaker(self.quiet))
-            found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer, tell)
+            found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer)
             for name, value in found.items():
                 metrics.set(name, value)
         updates = update_schedule(self.config, index, samples, steps, kept.flatten().tolist())
+        self.forwards = forwards(
+            self.config,
+            samples=len(samples),
+            steps=len(table),
+            trained=len(steps),
+            transitions=sum(map(len, updates)),
+            anchored=0 if self.anchor is None or self.anchor_is_current else len(anchored),
+        )
         own = {number: i for i, number in enumerate(mine)}
         shares = [[(own[sample], step) for sample, step in update if sample in own] for update in updates]
-        with watch("train"), Progress("train", sum(map(len, shares)), "transition", quiet=self.quiet) as bar:
+        with watch("train"), Progress("train", sum(map(len, shares)), "transition") as bar:
             for update, share in zip(updates, shares):
                 self._update(batch, share, len(update), metrics, watch, bar)
         self._refresh_anchor()
@@ -209,7 +211,7 @@ class Trainer:
         scorer: VideoScorer,
         watch: Stopwatch,
     ) -> Trajectories:
-        """Make this rank's samples; on a GPU the videos of a run are decoded beside the rollout of the next one."""
+        """Generate this rank's samples; on a GPU, decoding one batch overlaps the rollout of the next."""
         prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
@@ -224,7 +226,7 @@ class Trainer:
             offload=self.config.sampling.offload_trajectories,
         )
         runs = self.replay.runs(keys, self.config.sampling.batch_size)
-        with Progress("rollout", len(runs) * len(table), quiet=self.quiet, pause=self.pause) as bar:
+        with Progress("rollout", len(runs) * len(table), pause=self.pause) as bar:
             for rows, real in self.policy.states.lockstep(runs, runs[-1]):
                 with watch("rollout"):
                     latents = rollout(
@@ -249,7 +251,7 @@ class Trainer:
     def _update(
         self, batch: Batch, mine: Sequence[Transition], total: int, metrics: Metrics, watch: Stopwatch, bar: Progress
     ) -> None:
-        """One optimizer step on `total` transitions, `mine` of them on this rank, accumulated over micro-batches."""
+        """Make one optimizer step on `total` transitions, `mine` on this rank, accumulated over micro-batches."""
         self.before_update()
         if total == 0:
             metrics.count("update/skipped", 1)
@@ -257,7 +259,7 @@ class Trainer:
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
         runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
-        # One that is trained stands in: others may not be finite.
+        # The stand-in must be a trained transition: others may not be finite.
         stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
         for micro, real in self.policy.states.lockstep([transitions[rows] for rows in runs], stand_in):
             loss, policy, kl = self._loss(batch, micro, metrics if real else Metrics())
@@ -265,8 +267,8 @@ class Trainer:
             if not real:
                 continue
             losses.append(dataclasses.replace(loss, total=loss.total.detach(), policy=loss.policy.detach()))
-            of_all = (loss.total.detach(), loss.kl, policy.square(), kl.square())
-            sums += torch.stack([values.sum() for values in of_all])
+            values = (loss.total.detach(), loss.kl, policy.square(), kl.square())
+            sums += torch.stack([value.sum() for value in values])
             bar.update(len(micro))
         record_losses(metrics, losses)
         with watch.waiting():
@@ -278,7 +280,7 @@ class Trainer:
             with watch("optimizer"):
                 norm, update = self.engine.step()
         except NonFiniteError:
-            self.mid_iteration = was  # the weights were left as they were
+            self.mid_iteration = was  # the weights are unchanged
             raise
         metrics.add("grad_norm", torch.tensor([norm]))
         metrics.add("update/relative", update.relative[None])
@@ -289,7 +291,7 @@ class Trainer:
         self.kl.update(share if self.kl.row.holds_share else observed)
 
     def _loss(self, batch: Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
-        """The loss, and the norms of the gradients of its two parts on the velocity, the KL's without lambda."""
+        """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
         scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
@@ -311,13 +313,15 @@ class Trainer:
         return loss, policy, kl
 
     def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
-        """step -> the anchor's `[N, ...]` velocities: one forward each, none while the anchor is the rollout policy,
-        whose velocities at all trained steps are there."""
+        """Return step -> the anchor's velocities `[N, ...]`.
+
+        One forward each; none while the anchor is the rollout policy, whose velocities are already stored.
+        """
         if self.anchor is None:
             return {}
         if self.anchor_is_current:
             return batch.trajectories.velocities
-        return self.replay.anchor_velocities(batch, steps, self.anchor, self.quiet)
+        return self.replay.anchor_velocities(batch, steps, self.anchor)
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
@@ -330,7 +334,7 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, object]:
-        """Counters that a resume needs beside the engine's state and `anchor`; small, JSON."""
+        """Return the JSON counters that a resume needs in addition to the engine's state and `anchor`."""
         return {
             "kl": self.kl.state_dict(),
             "anchor_step": self.anchor_step,
@@ -338,7 +342,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict, anchor: State | None) -> None:
-        """Go on from what `state_dict` and `anchor` were; the engine has been restored before.
+        """Restore `state_dict` and `anchor`; restore the engine first.
 
         Raises:
             UserError: `kl.strategy` has become one with an anchor.

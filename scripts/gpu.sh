@@ -121,9 +121,9 @@ import torch
 from sage_fast.tools import harness
 from sage_fast.tools import selftest
 device = harness.best_device()
-arguments = selftest.inputs("transition_step", device, harness.usual_dtype(device), large=True)
+arguments = selftest.inputs("transition_step", device)
 for _ in range(3):
-    x_next, _ = selftest.fused("transition_step")(*arguments)
+    x_next, _ = selftest.OPERATORS["transition_step"](*arguments)
 print("transition_step of", list(x_next.shape))'
 BLOCK_CODE='
 import torch

@@ -10,6 +10,7 @@ wrong way, which leaves reinforcement learning something to improve.
 import argparse
 import copy
 import json
+import logging
 import math
 from pathlib import Path
 
@@ -21,8 +22,11 @@ from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, lo
 from sage_fast.models.testbed.text import embed
 from sage_fast.testbed.corruptions import ATTRIBUTES, random_clip
 from sage_fast.testbed.judge import JudgeNetwork, judge_loss
-from sage_fast.testbed.world import BACKGROUND, all_scenes, parse, render, train_prompts
-from sage_fast.util.console import progress, speaker
+from sage_fast.testbed.render import render
+from sage_fast.testbed.world import BACKGROUND, all_scenes, parse, train_prompts
+from sage_fast.util.console import progress, show
+
+log = logging.getLogger("sage_fast.pretrain_testbed")
 
 SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real model
 PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
@@ -42,7 +46,6 @@ def pretrain(
     videos_per_prompt: int = 32,
     judge_steps: int = 2500,
     judge_batch: int = 32,
-    quiet: bool = False,
 ) -> None:
     """Train the autoencoder, the transformer and the judge; write `vae/`, `transformer/` and `judge/` into `folder`.
 
@@ -57,15 +60,15 @@ def pretrain(
 
     with torch.random.fork_rng(devices=[]):
         if missing("judge"):
-            judge = train_judge(torch.Generator().manual_seed(seed), steps=judge_steps, batch=judge_batch, quiet=quiet)
+            judge = train_judge(torch.Generator().manual_seed(seed), steps=judge_steps, batch=judge_batch)
             judge.half().save_pretrained(folder / "judge")
         if missing("vae"):
-            vae = train_vae(seed, steps=vae_steps, decoder_steps=decoder_steps, batch=vae_batch, quiet=quiet)
+            vae = train_vae(seed, steps=vae_steps, decoder_steps=decoder_steps, batch=vae_batch)
             vae.half().save_pretrained(folder / "vae")
         if missing("transformer"):
             vae, generator = load_vae(folder), torch.Generator().manual_seed(seed)
             latents = vae.config.scaling_factor * encode_prompts(vae, train_prompts(), videos_per_prompt, generator)
-            transformer = train_flow(latents, generator, steps=steps, batch=batch, quiet=quiet)
+            transformer = train_flow(latents, generator, steps=steps, batch=batch)
             transformer.half().save_pretrained(folder / "transformer")
 
     record = {
@@ -84,26 +87,24 @@ def pretrain(
     (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def train_vae(seed: int, *, steps: int, decoder_steps: int, batch: int, quiet: bool) -> AutoencoderKLHunyuanVideo15:
+def train_vae(seed: int, *, steps: int, decoder_steps: int, batch: int) -> AutoencoderKLHunyuanVideo15:
     """Train an autoencoder on rendered videos: first both halves, then the decoder alone.
 
     Decoder steps are cheaper, and only the decoder's output is seen.
     """
     vae = allow_batches(tiny_vae()).train()
     # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it first.
-    _reconstruct(vae, seed, steps=steps, batch=batch, foreground=8.0, quiet=quiet)
+    _reconstruct(vae, seed, steps=steps, batch=batch, foreground=8.0)
     vae.half().float()  # train the decoder on the encoder as stored, in half precision
     vae.encoder.requires_grad_(False)
     # The remaining error is a haze over the background: it covers most of the frame, but each pixel weighs little.
-    _reconstruct(vae, seed, steps=decoder_steps, batch=batch, foreground=3.0, quiet=quiet)
+    _reconstruct(vae, seed, steps=decoder_steps, batch=batch, foreground=3.0)
     latents = encode_prompts(vae.eval(), train_prompts(), 1, torch.Generator().manual_seed(seed))
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
     return vae
 
 
-def _reconstruct(
-    vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, batch: int, foreground: float, quiet: bool
-) -> None:
+def _reconstruct(vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, batch: int, foreground: float) -> None:
     """Train what requires gradients on freshly rendered videos. A pixel of a shape weighs 1 + `foreground`."""
     for weight in vae.parameters():
         if weight.ndim == 5:  # channels innermost, in weights and input, is a fifth faster
@@ -114,7 +115,7 @@ def _reconstruct(
         [p for p in vae.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.99), weight_decay=1e-4
     )
     error = kl = torch.zeros(())
-    for step in progress(range(steps), "autoencoder", steps, quiet=quiet):
+    for step in progress(range(steps), "autoencoder", steps):
         _set_cosine_lr(optimizer, 1e-3, step, steps)
         picks = torch.randint(len(prompts), (batch,), generator=generator).tolist()
         video = _to_vae(torch.stack([render(parse(prompts[i]), generator) for i in picks]))
@@ -129,7 +130,7 @@ def _reconstruct(
         kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
         _update(optimizer, (weight * error.abs()).mean() + KL_WEIGHT * kl)
     rms = error.detach().square().mean().sqrt()
-    speaker(quiet)(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
+    log.info(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
 
 
 @torch.no_grad()
@@ -144,9 +145,7 @@ def encode_prompts(
     return torch.stack(latents)
 
 
-def train_flow(
-    latents: Tensor, generator: torch.Generator, *, steps: int, batch: int, quiet: bool
-) -> TestbedTransformer:
+def train_flow(latents: Tensor, generator: torch.Generator, *, steps: int, batch: int) -> TestbedTransformer:
     """Train by flow matching on scaled latents [train prompts, videos, *LATENT_SHAPE]; return the averaged weights."""
     model = TestbedTransformer().train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
@@ -154,7 +153,7 @@ def train_flow(
     no_text = embed("")[None]
     unprompted = round(PROMPT_DROPOUT * batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
-    for step in progress(range(steps), "transformer", steps, quiet=quiet):
+    for step in progress(range(steps), "transformer", steps):
         _set_cosine_lr(optimizer, 2e-3, step, steps)
         prompt = torch.randint(latents.shape[0], (batch,), generator=generator)
         x0 = latents[prompt, torch.randint(latents.shape[1], (batch,), generator=generator)]
@@ -173,23 +172,23 @@ def train_flow(
         _update(optimizer, loss)
         decay = min(EMA_DECAY, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1.0 - decay)
-    speaker(quiet)(f"transformer: loss {loss.detach():.3f} in the last step")
+    log.info(f"transformer: loss {loss.detach():.3f} in the last step")
     return average
 
 
-def train_judge(generator: torch.Generator, *, steps: int, batch: int, quiet: bool) -> JudgeNetwork:
+def train_judge(generator: torch.Generator, *, steps: int, batch: int) -> JudgeNetwork:
     """Train the judge on clips of all 96 captions, clean and corrupted."""
     judge = JudgeNetwork().train()
     scenes = all_scenes()
     optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3, weight_decay=1e-2)
-    for step in progress(range(steps), "judge", steps, quiet=quiet):
+    for step in progress(range(steps), "judge", steps):
         _set_cosine_lr(optimizer, 2e-3, step, steps)
         chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
         videos, clean, visible = zip(*(random_clip(scene, generator) for scene in chosen))
         visible_by_attribute = {name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES}
         loss = judge_loss(judge, torch.stack(videos), chosen, torch.tensor(clean), visible_by_attribute)
         _update(optimizer, loss)
-    speaker(quiet)(f"judge: loss {loss.detach():.3f} in the last step")
+    log.info(f"judge: loss {loss.detach():.3f} in the last step")
     return judge.eval()
 
 
@@ -234,4 +233,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    pretrain(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    show(quiet=options.quiet)
+    pretrain(options.folder, seed=options.seed)

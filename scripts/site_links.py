@@ -12,10 +12,12 @@ from posixpath import normpath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 REPOSITORY = Path(__file__).parent.parent
 OUTSIDE = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Page of the site -> its file, for files outside docs/."""
+WORKER = "javascripts/search_from_disk.js"
 LINK = re.compile(r'(?P<before>\]\(|\b(?:src|href)=")(?P<path>[\w./-]+)')
 
 
@@ -50,3 +52,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return link["before"] + (in_site(file) if (REPOSITORY / file).is_file() else link["path"])
 
     return LINK.sub(relative, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Take the theme's stand-in for workers from the site, where the theme would load one from the network."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", get_relative_url(WORKER, page.url))
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    return output.replace("https://unpkg.com/iframe-worker/shim", f"/{WORKER}")

@@ -1,6 +1,8 @@
 """Settings that must stand before any test module is imported."""
 
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from sage_fast.util import console
 from tests import faults
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker for each core, so a thread for each worker
@@ -23,11 +26,22 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# nohup and a shell's & leave signals ignored, which tests send and which a run then leaves ignored.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test that is not marked `gpu` sees none, nor do its fixtures and the processes that it starts."""
+    """Hide the GPU from a test that is not marked `gpu`, and leave charts out of pages unless it is marked `charts`.
+
+    Its fixtures see the same, and the processes that it starts have no GPU. Charts take longer than a tiny run.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        page = sys.modules.get("sage_fast.report.page")  # not imported for tests of other things
+        if page is not None and item.get_closest_marker("charts") is None:
+            patch.setattr(page, "_charts", lambda data: [])
         if item.get_closest_marker("gpu") is None:
             patch.setattr(torch.cuda, "is_available", lambda: False)
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -77,6 +91,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _unshown() -> Iterator[None]:
+    """A command that runs in this process shows messages; the next test begins as a script does, without them."""
+    yield
+    console.PACKAGE.handlers.clear()
+    console.PACKAGE.setLevel(logging.NOTSET)
+    console.PACKAGE.propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,9 @@ class ForkServer:
 def serve() -> None:
     import torch
 
+    import sage_fast.report.comparison
     import sage_fast.report.page
+    import sage_fast.run.trackers
     import sage_fast.run.train
     from sage_fast.cli import main
 

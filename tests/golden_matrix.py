@@ -104,7 +104,7 @@ def tiny(overrides: dict[str, Any]) -> str:
 def loaded(overrides: dict[str, Any]) -> str:
     """As the command loads it: one iteration and an evaluation."""
     setup = load_setup(load(DEMO, {key: str(value) for key, value in (FEW | overrides).items()}))
-    setup.encode(quiet=True)
+    setup.encode()
     trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     return digest([trainer.iteration(0), evaluate(setup, iteration=1).to_json()], trainer)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-import sage_fast.run.train  # noqa: F401  for all ranks
+import sage_fast.report.page
+import sage_fast.run.train  # for all ranks
 from sage_fast.cli import main
 
 
@@ -56,6 +57,7 @@ def _become(
         for stream in (1, 2):
             os.dup2(screen.fileno(), stream)
     torch.set_num_threads(1)
+    sage_fast.report.page._charts = lambda data: []  # they take longer than the runs
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -163,8 +163,8 @@ def test_compiled_blocks_never_fall_back_to_eager() -> None:
     assert [row["part"] for row in result["rows"]] == ["forward", "step", "rollout", "train"] * 2
     assert all(row["seconds"]["compiled"] > 0 for row in result["rows"])
     with torch._dynamo.config.patch(recompile_limit=5):
-        result = rollout_bench.run(**compiled)
-    assert [list(row["failed"]) for row in result["rows"][:4]] == [[], [], [], ["compiled"]]
+        result = rollout_bench.run(**compiled | {"names": ["tiny"]})
+    assert [list(row["failed"]) for row in result["rows"]] == [[], [], [], ["compiled"]]
     assert result["rows"][3]["failed"]["compiled"].startswith("FailOnRecompileLimitHit")
 
 

@@ -1,9 +1,13 @@
 """Checkpoints that are damaged, the ones that are kept, files that appear whole, and the lock of a run folder."""
 
+import contextlib
 import errno
 import json
+import logging
 import os
 import resource
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +16,9 @@ import torch
 
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked, remove_partials
+from sage_fast.run.manifest import checkpoints, iteration_of
 from sage_fast.run.train import train
-from sage_fast.run.weights import checkpoints, iteration_of
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import say_nothing
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import append_line, aside, write_atomic
 from tests.tiny import perturb, settings, tiny_trainer
@@ -48,7 +51,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a checkpoint that is truncated, lacks a file, or has a flipped bit",
     "skipped for the sound one before, with a note; without one refused",
 )
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = settings(train__ema_decay=0.9)
     trainer = tiny_trainer(config)
     trainer.iteration(0)
@@ -59,12 +64,13 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(damage: str, tmp_pat
     file, act, fault = DAMAGE[damage]
     act(tmp_path / "checkpoints" / "iteration-000002" / file)
 
-    resumed, told = tiny_trainer(config), list[str]()
-    found = load_checkpoint(tmp_path, resumed.engine, told.append)
+    resumed = tiny_trainer(config)
+    caplog.set_level(logging.INFO)
+    found = load_checkpoint(tmp_path, resumed.engine)
     assert found is not None
     assert found[0] == 1
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.policy.snapshot().items())
-    text = " ".join(" ".join(told).split())
+    text = " ".join(" ".join(caplog.messages).split())
     assert f"checkpoint iteration-000002 is damaged and is skipped: {fault}" in text
 
     act(tmp_path / "checkpoints" / "iteration-000001" / file)
@@ -113,11 +119,14 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
-def test_what_cannot_be_removed_is_told_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_is_noted_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As on NFS, where a file that something has open keeps its folder from being removed."""
     for iteration in (1, 2, 3):
         (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
-    rmdir, told = os.rmdir, list[str]()
+    rmdir = os.rmdir
+    caplog.set_level(logging.INFO)
 
     def busy(path: str, **options: int) -> None:
         if "iteration-000001" in str(path):
@@ -125,11 +134,13 @@ def test_what_cannot_be_removed_is_told_and_ends_nothing(tmp_path: Path, monkeyp
         rmdir(path, **options)
 
     monkeypatch.setattr(os, "rmdir", busy)
-    prune_checkpoints(tmp_path, 1, False, told.append)
+    prune_checkpoints(tmp_path, 1, False)
     assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [3]
-    remove_partials(tmp_path, told.append)
-    assert [" ".join(line.split()).startswith("note: ") for line in told] == [True, True]
-    assert all("iteration-000001.old.partial': Directory not empty" in " ".join(line.split()) for line in told)
+    remove_partials(tmp_path)
+    assert [" ".join(line.split()).startswith("note: ") for line in caplog.messages] == [True, True]
+    assert all(
+        "iteration-000001.old.partial': Directory not empty" in " ".join(line.split()) for line in caplog.messages
+    )
 
 
 def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:
@@ -140,7 +151,7 @@ def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:
         "eval__interval": 1,
         "train__keep_checkpoints": 1,
     }
-    run = train(settings(**config, tracking__trackers=[], sampling__steps=2), quiet=True)
+    run = train(settings(**config, tracking__trackers=[], sampling__steps=2))
     rewards = {i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2, 3)}
     best = max(rewards, key=lambda i: sum(rewards[i]))
     assert [iteration_of(folder) for folder in checkpoints(run)] == [best, 4]
@@ -189,6 +200,27 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert file.read_text() == "first\nthird\n"
 
 
+@pytest.mark.fault("a process that a reward forked outlives the run", "the run folder is free again")
+def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").touch()
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        with pytest.raises(UserError, match="another run is using it"), locked(tmp_path / "run"):
+            pytest.fail("the fork has let go what the run holds")
+    try:
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            with contextlib.suppress(UserError), locked(tmp_path / "run"):
+                return
+        pytest.fail("the fork holds the lock")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_run_is_refused_before_anything_is_loaded(
     resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,7 +231,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(
         raise AssertionError("loaded")
 
     monkeypatch.setattr("sage_fast.run.train.load_setup", load)
-    with locked(tmp_path / "run", say_nothing):
+    with locked(tmp_path / "run"):
         if resume:
             from sage_fast.run.folder import claim_output
 
@@ -207,7 +239,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(
         with pytest.raises(
             UserError, match=rf"another run is using it \(process {os.getpid()} on .*nothing was changed"
         ):
-            train(config, resume=resume, quiet=True)
+            train(config, resume=resume)
     with pytest.raises(AssertionError, match="loaded"):  # the lock has been given back
-        train(config, resume=resume, quiet=True)
+        train(config, resume=resume)
     assert (tmp_path / "run").exists() == resume, "a run that did not begin leaves no folder"

@@ -17,7 +17,8 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
-from sage_fast.run.weights import newest_weights
+from sage_fast.run.sources import newest_weights
+from sage_fast.run.train import time_left
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import read_metrics, saving, writing
@@ -59,7 +60,8 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     for name, setting in settings_of(Config).items():
         assert f"\n  --{name} " in done.stdout
         assert setting.range in words
-    assert "--sampling.sampler {sage,flow,dance,cps,exact,ode}\n        Rule of a denoising step" in done.stdout
+    samplers = "sage,flow,dance,cps,dance-precise,precise,exact,ode"
+    assert f"--sampling.sampler {{{samplers}}}\n        Rule of a denoising step" in done.stdout
     assert "(at least 0 and at most 10; default: 1.0)" in done.stdout
     for command in ("sample", "eval", "profile"):
         done = subprocess.run([sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True)
@@ -111,11 +113,45 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
         assert quiet.stdout == b""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["train", str(DEMO), "--data.prompts", "missing.txt"], 2, "prompt file 'missing.txt': no such file"),
+        (["train", str(DEMO), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
+        (["train", str(DEMO), "--output", str(DEMO.parent)], 2, "already holds other files"),
+        (["train", str(DEMO), "--resume", "--output", str(DEMO.parent)], 2, "no run to resume there"),
+        (["init", "mine", "--config", "demmo"], 2, "did you mean 'demo'?"),
+        (["evaluate", "runs/demo"], 2, "sage-fast evaluate: no such command; expected one of init, train, "),
+        (["evaluate", "runs/demo"], 2, "did you mean 'eval'?"),
+        (["init", "mine"], 0, "wrote config.yaml, my_rewards.py, prompts.txt, heldout.txt"),
+        (["init", "real", "--config", "hunyuanvideo15-480p"], 0, "wrote config.yaml, prompts.txt, heldout.txt"),
+    ],
+)
+def test_what_needs_no_pytorch_does_not_wait_for_it(
+    arguments: list[str], status: int, message: str, tmp_path: Path
+) -> None:
+    code = WITHOUT_TORCH + f"sys.exit(main({arguments!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert message in done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run") / "demo"
     assert train(run) == 0
     return run
+
+
+def test_a_run_says_how_long_it_still_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", str(DEMO), "--output", str(tmp_path / "run"), *SMALL, "--train.iterations", "3"]
+    assert main(words) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  kl " in line]
+    assert [bool(re.match(r" *\d+[smhd] left  kl ", line)) for line in lines] == [True, True, False]
+    assert max(map(len, lines)) <= 80
+    known = {0: "", 0.6: "1s left", 98: "98s left", 100: "2m left", 7200: "2h left", 3600 * 20.1: "20h left",
+             86400 * 30: "30d left"}  # fmt: skip
+    assert {seconds: time_left(seconds) for seconds in known} == known
 
 
 def test_a_run_leaves_everything(finished_run: Path) -> None:
@@ -203,7 +239,11 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     assert "resumed after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
         [
-            {key: value for key, value in row.items() if not key.startswith(("time/", "memory/", "log_prob/"))}
+            {
+                key: value
+                for key, value in row.items()
+                if not key.startswith(("time/", "throughput/", "memory/", "log_prob/"))
+            }
             for row in read_metrics(folder / "metrics.jsonl")
         ]
         for folder in (finished_run, run)
@@ -264,6 +304,56 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--gpus 0: expected at least 1" in capsys.readouterr().err
     assert main([*command, "--gpus", "8"]) == 2
     assert "torchrun --nproc-per-node 8 -m sage_fast train" in capsys.readouterr().err
+
+
+REAL = str(DEMO.parent / "hunyuanvideo15-480p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reward.name", "videoalgin"], "did you mean 'videoalign'?"),
+        (["--reward.args", "{}"], "reward.name = 'videoalign': reward.args.path is missing; VideoAlignReward"),
+        (["--reward.args.pth", "x"], "args: VideoAlignReward takes no 'pth'"),
+        (["--reward.args.path", "./nowhere"], "reward.args.path = './nowhere': no such folder; expected one that holds "
+                                              "model_config.json, or a hub id"),
+        (["--reward.args.path", "configs"], "reward.args.path = 'configs': expected a folder that holds model_config"),
+        (["--reward.args.base", "configs"], "reward.args.base = 'configs': expected a folder that holds config.json"),
+        (["--reward.name", "json:dumps"], "takes no args"),
+        (["--reward.name", "my_rewards:MyReward"], "no module 'my_rewards'"),
+        (["--eval.judge", "videoalign"], "eval.judge = 'videoalign': path is missing"),
+        (["--data.prompts", "none.jsonl"], "prompt file 'none.jsonl': no such file"),
+        (["--data.eval_prompts", "testbed:heldout"], "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
+                                                     "moving shapes, not for model.path = 'hunyuanvideo-community/"),
+        (["--gpu-memory", "0"], "--gpu-memory 0: expected GB above 0"),
+    ],
+)  # fmt: skip
+def test_dry_run_finds_what_the_run_would_stop_at(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", REAL, "--dry-run", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-7").mkdir()
+    for file in ("model_config.json", "checkpoint-7/model.pth", "config.json"):
+        (tmp_path / file).write_text("{}")  # is there; a run reads it
+    given = ["--reward.args", f"{{path: {tmp_path}, base: Qwen/Qwen2-VL-2B-Instruct}}"]
+    assert main(["train", REAL, "--dry-run", *given, "--gpu-memory", "96"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "configs/prompts/train.txt: 64 prompts",
+        "configs/prompts/heldout.txt: 32 held-out prompts, of which 32 are evaluated",
+        "reward videoalign: 0.5 vq + 0.5 mq + 1 ta",
+        "reward.args.base = 'Qwen/Qwen2-VL-2B-Instruct': no folder and not in the hub's",
+        "a GPU of 96 GB, in which it fits",
+    ):
+        assert f"\n  {line}" in printed
+    assert "reward.args.path" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert main(["train", REAL, "--gpu-memory", "96"]) == 2
+    assert "--gpu-memory goes with --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -409,3 +499,4 @@ def test_a_full_disk_is_named_by_what_is_written(tmp_path: Path) -> None:
         assert reason(error.value).startswith(f"'{tmp_path}': ")
         assert "File name too long" in reason(error.value)
     assert reason(ConnectionError("no answer")) == "ConnectionError: no answer"
+    assert reason(ConnectionError()) == "ConnectionError: "

@@ -255,8 +255,16 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         ),
         ("seed: 1" + ":59" * 300 + ".0", "line 1, column 7: cannot read .* as float: int too large"),
         ("seed: 0x_\n", "line 1, column 7: cannot read '0x_' as int"),
+        ('seed: !!int ""\n', "line 1, column 7: cannot read '' as int"),
+        ('seed: !!float ""\n', "line 1, column 7: cannot read '' as float"),
         ("seed: !!bool perhaps\n", "line 1, column 7: cannot read 'perhaps' as bool"),
         ("reward: {args: &a {x: [*a]}}\n", "line 1, column 16: found a value that contains itself"),
+        (
+            "reward:\n  args:\n    a0: &a0 [1]\n"
+            + "".join(f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)),
+            "aliases that stand for more than 1,000,000 values",
+        ),
+        ('output: "a\\0b"\n', r"output = 'a\\x00b': expected text without the character NUL"),
         ("kl: {strategy: yes}\n", "kl.strategy = True: expected one of none, fixed"),
         (
             "tracking: {trackers: wandb}\n",
@@ -363,7 +371,7 @@ def test_several_rewards_replace_the_one_of_the_layer_below_and_it_them(tmp_path
         assert load(tmp_path / "dumped.yaml") == config
     reward = load(several, {"reward.name": "testbed-judge", "reward.weights": "{alignment: 1}"}).reward
     assert (reward.name, reward.several, reward.args) == ("testbed-judge", [], {})
-    with pytest.raises(UserError, match=r"^reward.weights = .*reward.several stands in its place"):
+    with pytest.raises(UserError, match=r"^reward.weights = .*reward.several takes its place"):
         load(several, {"reward.weights": "{mq: 1}"})
-    with pytest.raises(UserError, match=r"^reward.name = .*reward.several stands in its place"):
+    with pytest.raises(UserError, match=r"^reward.name = .*reward.several takes its place"):
         load(one, {"reward.name": "testbed-judge", "reward.several": text})

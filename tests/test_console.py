@@ -1,5 +1,6 @@
 """What a user sees: a bar on a terminal, plain lines in a log, nothing when quiet."""
 
+import logging
 import os
 import pty
 import select
@@ -13,9 +14,10 @@ import pytest
 from sage_fast.util import console
 
 SLOW = (
-    "import time\nfrom sage_fast.util import console\nconsole.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
-    "for _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
-    "console.say('done')\n"
+    "import logging, time\nfrom sage_fast.util import console\n"
+    "console.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
+    "console.show()\nfor _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
+    "logging.getLogger('sage_fast.run').info('done')\n"
 )
 
 
@@ -41,20 +43,91 @@ def test_a_terminal_shows_a_bar() -> None:
     assert "\r" in shown
 
 
-def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def speak() -> None:
+    assert list(console.progress(range(3), "sample", 3, "step")) == [0, 1, 2]
+    LOG.info("noted")
+    LOG.warning("warned")
+
+
+ALL = "sample: 1 of 3 steps\nsample: 2 of 3 steps\nnoted\nwarned\n"
+LOG = logging.getLogger("sage_fast.run.example")
+
+
+def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the first rank, unless quiet or hushed; errors always. A library that configures logging doubles no line."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
-    assert list(console.progress(range(3), "sample", 3, "step", quiet=True)) == [0, 1, 2]
-    console.speaker(True)("nothing")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
+    console.show()
+    console.show()
+    speak()
+    assert capfd.readouterr() == (ALL, "")
+    with console.hush():
+        speak()
+        LOG.error("wrong")
+    assert capfd.readouterr() == ("wrong\n", "")
+    speak()
+    assert capfd.readouterr() == (ALL, "")
+    console.show(quiet=True)
+    with console.hush():
+        speak()
+    speak()
+    monkeypatch.setenv("RANK", "1")
+    console.show()
+    speak()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_script_sees_warnings_and_what_it_asks_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Importing the package shows nothing and sets up nothing."""
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
+    code = "import logging, sage_fast.util.console as c; assert not c.PACKAGE.handlers and not c.shows()\n"
+    code += "log = logging.getLogger('sage_fast.x'); log.info('noted'); log.warning('warned')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "warned\n")
+    caplog.set_level(logging.INFO)
+    speak()
+    assert caplog.messages == ["noted", "warned"]  # its own handlers get messages, and no progress
+    assert capfd.readouterr().out == ""
+
+
+def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its stderr is no terminal; tqdm.auto picks the class that draws there."""
+    updates: list[int] = []
+
+    class Bar:
+        def __init__(self, **options: object) -> None:
+            updates.append(0)
+
+        def update(self, count: int) -> None:
+            updates.append(count)
+
+        def close(self) -> None:
+            updates.append(-1)
+
+    monkeypatch.setattr(console, "IN_NOTEBOOK", True)
+    monkeypatch.setattr(console, "tqdm", Bar)
+    list(console.progress(range(2), "sample", 2))
+    assert updates == []
+    console.show()
+    list(console.progress(range(2), "sample", 2))
+    list(console.progress([], "sample", 0))
+    assert updates == [0, 1, 1, -1]
     assert capfd.readouterr() == ("", "")
 
 
 LOGGED = """
-import os, sys, warnings
+import logging, os, sys, warnings
 from pathlib import Path
 from sage_fast.util import console
 console.log_to(Path(sys.argv[1]))
-console.say("said")
-console.speaker(True)("said quietly")
+log = logging.getLogger("sage_fast.run")
+log.info("hidden before")
+console.show()
+log.info("said")
+with console.hush():
+    log.info("said quietly")
 list(console.progress(range(3), "sample", 3, "step"))
 print("printed", flush=True)
 warnings.warn("warned")
@@ -81,7 +154,12 @@ def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path
     text = log.read_text()
     assert "\r" not in text
     assert "sample:" not in text
-    assert [line.split(" ", 2)[2] for line in text.splitlines()[1:4]] == ["said", "said quietly", "printed"]
+    assert [line.split(" ", 2)[2] for line in text.splitlines()[1:5]] == [
+        "hidden before",
+        "said",
+        "said quietly",
+        "printed",
+    ]
     assert "UserWarning: warned" in text
     last = "ValueError: what ended it" if end == "error" else "Fatal Python error: Aborted"
     for where in (text, screen) if end == "error" else (text,):

@@ -62,9 +62,9 @@ class HangsOnce(BrightnessReward):
 
 @pytest.mark.fault(
     "a reward hangs on one of two ranks under `torchrun --max-restarts`",
-    "ends after `reward.timeout_seconds`; torchrun goes on with the run",
+    "ends after `reward.timeout_seconds`; torchrun restarts it, and it resumes",
 )
-@pytest.mark.fault("fewer evaluation videos than ranks", "evaluated as ever")
+@pytest.mark.fault("fewer evaluation videos than ranks", "evaluated as usual")
 def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

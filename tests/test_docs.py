@@ -23,7 +23,8 @@ import pytest
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.config.load import load
+from sage_fast.config.load import leaves, load
+from sage_fast.run.early import check_early
 from tests import faults
 
 REPOSITORY = Path(__file__).parent.parent
@@ -210,3 +211,20 @@ def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
     told = {setting: value[1] for setting, *cells in rows if (value := re.match(r" `(.+?)`", cells[column]))}
     assert told.keys() == given - {"model.path", "data.prompts", "data.eval_prompts", "reward.name", "reward.args"}
     assert load(file, told) == load(file)
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_shipped_configuration_names_prompts_that_are_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    check_early(load(file), 1)
+
+
+def test_the_distilled_configuration_differs_where_the_page_says() -> None:
+    ours, distilled = (leaves(yaml.safe_load((REPOSITORY / "configs" / f"hunyuanvideo15-480p{name}.yaml").read_text()))
+                       for name in ("", "-distilled"))  # fmt: skip
+    differ = {key for key in ours if ours[key] != distilled[key]}
+    assert ours.keys() == distilled.keys()
+    assert differ == {"output", "model.path", "sampling.steps", "eval.steps", "train.timestep_fraction"}
+    (row,) = re.findall(r"^\| `configs/hunyuanvideo15-480p-distilled.yaml` \|(.*)\|$",
+                        (REPOSITORY / "docs" / "choosing.md").read_text(), re.M)  # fmt: skip
+    assert set(re.findall(r"`(\w+\.\w+)`", row)) == differ - {"output"}

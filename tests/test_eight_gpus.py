@@ -9,11 +9,13 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.models.policy import LORA_FILE
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.rewards.videoalign import VideoAlignReward
 from sage_fast.util.files import read_metrics
 from tests.ranks import command_on_ranks
 from tests.test_docs import REPOSITORY, blocks, commands
 from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.tiny_rewards import published_weights, write_qwen2_vl, write_video_reward
 
 PAGE = REPOSITORY / "docs" / "eight_gpus.md"
 PUBLISHED = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
@@ -27,13 +29,25 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def make_small(config: Path, model: Path) -> None:
-    """A new user's file, with the sizes of the tiny checkpoint."""
+    """A new user's file with the page's section `reward`, and the sizes of the tiny checkpoint."""
     tree = yaml.safe_load(config.read_text())
     assert tree["model"]["path"] == PUBLISHED
+    (section,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    tree |= yaml.safe_load(section)
     for section, settings in SMALL.items():
         tree.setdefault(section, {}).update(settings)
     tree["model"]["path"] = str(model)
+    tree["reward"]["args"]["min_frame_pixels"] = 28 * 28
     config.write_text(yaml.safe_dump(tree))
+
+
+def download(repository: str, folder: Path) -> None:
+    """Tiny models in the published layouts, in place of `hf download`."""
+    if repository == "KwaiVGI/VideoReward":
+        write_video_reward(folder, published_weights(write_qwen2_vl(folder.parent / "of-these-weights")))
+    else:
+        assert repository == VideoAlignReward.__init__.__kwdefaults__["base"]
+        write_qwen2_vl(folder)
 
 
 def test_every_command_of_the_page(
@@ -43,9 +57,8 @@ def test_every_command_of_the_page(
     monkeypatch.chdir(tmp_path)
     told: dict[str, str] = {"ranks": ""}
     started: list[list[str]] = []
-    *shell, python = blocks(PAGE)
-    assert python.kind == "python"
-    for words in [words for block in shell for words in commands(block)]:
+    (python,) = (block for block in blocks(PAGE) if block.kind == "python")
+    for words in [words for block in blocks(PAGE) if block is not python for words in commands(block)]:
         if words[0] == "torchrun":
             assert words[:5] == ["torchrun", "--nproc-per-node", "8", "-m", "sage_fast"]
             started.append([re.sub("^300$", "3", word) for word in words[5:]])
@@ -56,24 +69,31 @@ def test_every_command_of_the_page(
             for file, count in (("prompts.txt", 4), ("heldout.txt", 2)):  # the user's own
                 lines = Path(file).read_text().splitlines(keepends=True)
                 Path(file).write_text("".join(lines[:count]))
+        elif words[0] == "hf":
+            download(words[2], Path(words[words.index("--local-dir") + 1]))
         elif words[0] == "sage-fast":
             assert main(words[1:]) == 0
             told[words[1]] = capsys.readouterr().out
             started.append(words[1:])
-    assert [words[0] for words in started] == ["init", "train", "embed", "train", "train", "eval", "sample"]
-    assert "8 ranks" in told["train"] or "8 GPUs" in told["train"]
+    did = ["init", "train", "embed", "train", "train", "eval", "sample", "eval", "export"]
+    assert [words[0] for words in started] == did
+    assert "one iteration on 8 GPUs" in told["train"]
+    assert "reward videoalign: 0.5 mq + 1 ta + 0.5 vq" in told["train"]
+    assert "not in the hub's cache" not in told["train"]  # both folders of the page are found
     texts = 1 + len(Path("prompts.txt").read_text().splitlines()) + len(Path("heldout.txt").read_text().splitlines())
     assert f"embeddings: {texts} texts, of which {texts} were encoded now" in told["ranks"]
-    assert len(list(Path("embeddings").glob("*.safetensors"))) == texts
+    assert len(list(Path("embeddings").glob("*.safetensors"))) == texts + 1  # that of `sample`
     run = Path("runs/first")
     assert not (run / "embeddings").exists()
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert "resumed after 2 iterations" in told["ranks"]
     table = Path("evaluation/evaluation.md").read_text()
-    assert "| color | steady |" in table
+    assert "| mq | mq_raw | ta | ta_raw | vq | vq_raw |" in table
     assert Path("evaluation/evaluation.html").is_file()
+    assert Path("evaluation-6/evaluation.md").read_text() != table  # guided
+    assert (Path("exported") / LORA_FILE).is_file()
     assert (run / "report.html").is_file()
-    assert Path("samples/00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 300
+    assert Path("samples/00-a-red-fox-trots-through-fresh-snow.mp4").stat().st_size > 300
 
     code = python.text
     for theirs, ours in (

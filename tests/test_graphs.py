@@ -4,6 +4,7 @@ Without a GPU a recording runs its Python again over the same buffers: everythin
 runs. The tests at the end need one.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,8 +18,7 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout import graphs as module
 from sage_fast.rollout.graphs import CudaRecorder, Run, StepGraphs, step_graphs
-from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.util.seeding import sample_seeds
+from sage_fast.tools import replays
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
 
@@ -38,18 +38,11 @@ def rerun(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
 
 
 def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graphs: StepGraphs | None = None) -> Any:
-    """Final latents and everything that was recorded."""
-    device = policy.device
-    table = transition_table(sigma_schedule(STEPS, 3.0), "sage", 0.7)
-    seeds = sample_seeds(0, index, 0, range(len(prompts)))
-    kept: list[tuple[Tensor, ...]] = []
-    latents = rollout(
-        policy, table, table.coefficients(2560).to(device),
-        policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)), prompts, seeds,
-        initial_latents(seeds, LATENT_SHAPE, device),
-        record=lambda t, *tensors: kept.append(tuple(tensor.clone() for tensor in tensors)), graphs=graphs,
-    )  # fmt: skip
-    return latents, kept
+    return replays.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
+
+
+def difference(graphs: StepGraphs, batches: list[list[str]]) -> str:
+    return replays.replay_problem(graphs, embeddings(PROMPTS), batches)
 
 
 def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) -> Any:
@@ -58,21 +51,20 @@ def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) 
     return roll(policy, prompts, 0, graphs)
 
 
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    assert torch.equal(ours[0], theirs[0])
-    for mine, other in zip(ours[1], theirs[1], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
     graphs = StepGraphs(policy, rerun, max_memory=1000)
-    for index, prompts in enumerate((PROMPTS[:1] * 2, PROMPTS[1:2] * 2, PROMPTS[2:] * 2)):
-        assert_same_bits(roll(policy, prompts, index, graphs), roll(policy, prompts, index))
-        assert len(graphs) == min(index, 1)  # recorded when the shape comes for the second time
-    for _ in range(2):  # a prompt for each sample
-        assert_same_bits(roll(policy, PROMPTS[:2], 2, graphs), roll(policy, PROMPTS[:2], 2))
+    batches = [[prompt] * 2 for prompt in PROMPTS]
+    assert not difference(graphs, batches[:1])
+    assert len(graphs) == 0  # recorded when the shape comes for the second time
+    assert not difference(graphs, batches)
+    assert len(graphs) == 1
+    assert not difference(graphs, [PROMPTS[:2]] * 2)  # a prompt for each sample
     assert len(graphs) == 2
 
 
@@ -104,12 +96,11 @@ def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (1, 2, 3):
         twice(policy, PROMPTS[:1] * count, graphs)
     assert len(graphs) == 2  # 100 bytes each
-    said: list[str] = []
-    graphs = StepGraphs(policy, rerun, max_memory=50, say=said.append)
+    graphs = StepGraphs(policy, rerun, max_memory=50)
     for _ in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
     assert len(graphs) == 0
-    assert len(said) == 1
+    assert len(graphs.refused) == 1
     graphs = StepGraphs(policy, rerun, max_memory=10**6)
     monkeypatch.setattr(module, "MAX_GRAPHS", 3)
     for count in range(1, 6):
@@ -117,29 +108,29 @@ def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(graphs) == 3
 
 
-def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     policy = tiny_model(settings()).policy
-    said: list[str] = []
+    caplog.set_level(logging.INFO)
 
     def fail(run: Run) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand a page of advice")
 
-    graphs = StepGraphs(policy, fail, max_memory=1000, say=said.append)
+    graphs = StepGraphs(policy, fail, max_memory=1000)
     for _ in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
-    assert said == ["no CUDA graph for this rollout: operation not permitted when stream is capturing"]
+    assert caplog.messages == ["no CUDA graph for this rollout: operation not permitted when stream is capturing"]
     graphs.record = rerun  # after a failure nothing more is recorded, of other shapes neither
     twice(policy, PROMPTS[:2], graphs)
     assert len(graphs) == 0
 
     monkeypatch.setattr(module, "MAX_TOKENS", 2 * 87 - 1)
-    graphs = StepGraphs(policy, rerun, max_memory=1000, say=said.append)
+    graphs = StepGraphs(policy, rerun, max_memory=1000)
     roll(policy, PROMPTS[:1], 0, graphs)
-    assert len(said) == 1
+    assert len(caplog.messages) == 1
     for count in (2, 3):
         roll(policy, PROMPTS[:1] * count, 0, graphs)
-    assert len(said) == 2
-    assert "a step has 174 tokens" in said[1]
+    assert len(caplog.messages) == 2
+    assert "a step has 174 tokens" in caplog.messages[1]
 
 
 def test_another_threads_calls_do_not_spoil_a_capture() -> None:
@@ -158,7 +149,7 @@ def test_another_threads_calls_do_not_spoil_a_capture() -> None:
 
 
 def test_the_cpu_has_none() -> None:
-    assert step_graphs(tiny_model(settings()).policy, print) is None
+    assert step_graphs(tiny_model(settings()).policy) is None
 
 
 def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
@@ -179,11 +170,9 @@ def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
 def test_replay_gives_the_same_bits_on_a_gpu(guidance: float, dtype: torch.dtype) -> None:
     policy = tiny_model(settings(sampling__guidance_scale=guidance), dtype).policy
     policy.transformer.cuda()
-    said: list[str] = []
-    graphs = StepGraphs(policy, CudaRecorder(), max_memory=2**30, say=said.append)
-    for index in range(3):
-        assert_same_bits(roll(policy, PROMPTS[:1] * 2, index, graphs), roll(policy, PROMPTS[:1] * 2, index))
-    assert not said
+    graphs = StepGraphs(policy, CudaRecorder(), max_memory=2**30)
+    assert not difference(graphs, [PROMPTS[:1] * 2] * 3)
+    assert not graphs.refused
     assert len(graphs) == 1
 
 

@@ -61,14 +61,14 @@ def write(folder: Path, tree: Any, name: str = "grid.yaml") -> Path:
 def test_the_grid_of_the_paper() -> None:
     """Methods x KL x rewards, each cell with what its names say, and everything else as in the base."""
     cells = read_grid(PAPER, {"train.iterations": "7"})
-    axes = (("dance", "flow", "cps", "sage", "exact"), ("none", "fixed", "dual"), ("A", "B"))
+    axes = (("dance", "flow", "cps", "sage", "precise"), ("none", "fixed", "dual"), ("A", "B"))
     assert [cell.name for cell in cells] == [f"{'-'.join(names)}-seed0" for names in itertools.product(*axes)]
     weights = {"A": {"vq": 1.0, "mq": 1.0, "ta": 1.0}, "B": {"vq": 0.5, "mq": 0.5, "ta": 1.0}}
     for cell in cells:
         method, kl, reward, _ = cell.name.split("-")
         config = cell.config
         assert (config.sampling.sampler, config.kl.strategy, config.reward.weights) == (method, kl, weights[reward])
-        assert config.objective.equalizer == (method in ("sage", "exact"))
+        assert config.objective.equalizer == (method in ("sage", "precise"))
         assert config.objective.surrogate == ("log_prob" if config.objective.equalizer else "clip")
         assert (config.objective.log_prob == "unscaled") == (method == "cps")
         assert (config.train.iterations, config.eval.steps) == (7, 40)

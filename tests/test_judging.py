@@ -17,9 +17,11 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.report.blind import CRITERIA, count_votes
-from sage_fast.report.hacking import changes, verdict
+from sage_fast.report.hacking import verdict
+from sage_fast.report.page import changes
+from sage_fast.report.playback import for_browser, read_video
 from sage_fast.report.scores import paired_table
-from sage_fast.report.videos import for_browser, read_video, save_mp4
+from sage_fast.report.videos import save_mp4
 from sage_fast.report.videoset import (
     VideoSet,
     as_json,
@@ -425,6 +427,8 @@ def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert main(["compare", str(one), str(two), str(running), "--folder", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(out / "comparison.html")
     page = (out / "comparison.html").read_text()
+    assert '<th scope="col">videos / prompts</th>' in page
+    assert page.count("<td>5 / 5</td>") == 2 * 3, "each row says how many videos and prompts it has"
     assert "running is shown before training." in page
     assert "<two>" not in page
     assert "<td>sampling.eta</td><td>1.0</td><td>0.5</td><td>1.0</td>" in page

@@ -14,7 +14,7 @@ import torch
 
 from sage_fast.cli import main
 from sage_fast.config.load import load
-from sage_fast.report.videos import read_video
+from sage_fast.report.playback import read_video
 from sage_fast.report.videoset import read_folder
 from sage_fast.run.init import init
 from sage_fast.util.files import read_metrics
@@ -173,16 +173,31 @@ def test_init_writes_what_its_configuration_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The settings that are the user's own point at the files beside them; all others are those that ship."""
-    shipped = CONFIGS / f"{name}.yaml"
     init(tmp_path, name)
     monkeypatch.chdir(tmp_path)
-    assert sorted(os.listdir()) == FILES
-    ours = (tmp_path / "config.yaml").read_text().splitlines()
-    theirs = [line for line in shipped.read_text().splitlines() if not line.startswith("  args:")]  # of VideoAlign
-    differing = [line.split(":")[0].strip() for line, other in zip(ours, theirs, strict=True) if line != other]
-    assert differing == ["output", "prompts", "eval_prompts", "name", "weights"]
+    ours, theirs = ((file / of).read_text() for file, of in ((tmp_path, "config.yaml"), (CONFIGS, f"{name}.yaml")))
+    pairs = zip(ours.splitlines(), theirs.splitlines(), strict=True)
+    differing = [line.split(":")[0].strip() for line, other in pairs if line != other]
+    own_reward = ["name", "weights"] if name == "demo" else []
+    assert differing == ["output", "prompts", "eval_prompts", *own_reward]
+    assert sorted(os.listdir()) == [file for file in FILES if file != "my_rewards.py" or own_reward]
     assert main(["train", "config.yaml", "--dry-run"]) == 0
     assert "parameters" in capsys.readouterr().out
+
+
+def test_init_of_the_real_model_trains_on_its_reward_and_on_prompts_for_real_videos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init(tmp_path, "hunyuanvideo15-480p")
+    monkeypatch.chdir(tmp_path)
+    config = load("config.yaml")
+    assert config.reward == load(CONFIGS / "hunyuanvideo15-480p.yaml").reward
+    assert config.reward.name == "videoalign"
+    train, heldout = (Path(file).read_text().splitlines() for file in ("prompts.txt", "heldout.txt"))
+    assert len(heldout) == len(set(heldout)) == config.eval.num_prompts
+    assert len(train) == len(set(train)) >= 2 * config.train.prompts_per_iteration
+    assert not set(train) & set(heldout)
+    assert all(len(prompt.split()) > 8 for prompt in train + heldout)  # no caption of the testbed
 
 
 @pytest.mark.parametrize("name", SHIPPED)

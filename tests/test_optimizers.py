@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sage_fast.config.engines import OPTIMIZERS
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.hunyuan15.policy import freeze_dead_ends
 from sage_fast.models.policy import Policy
-from sage_fast.parallel import Engine
-from sage_fast.parallel.optimizers import OPTIMIZERS, learning_rate
+from sage_fast.parallel.optimizers import learning_rate
+from sage_fast.parallel.plain import PlainEngine
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.tools.plan import plan
@@ -33,7 +35,8 @@ def first_step(optimizer: str, gradient: Tensor, name: str = "weight", **overrid
     weight, bias = nn.Parameter(torch.zeros_like(gradient)), nn.Parameter(torch.zeros(1))
     weight.grad = gradient
     parameters = {name: weight, "proj_out.bias": bias}
-    for made in OPTIMIZERS[optimizer].make(parameters, TrainConfig(learning_rate=1e-3, **overrides), IS_MUON):
+    make = pkgutil.resolve_name(OPTIMIZERS[optimizer].build)
+    for made in make(parameters, TrainConfig(learning_rate=1e-3, **overrides), IS_MUON, {}):
         made.step()
     return weight.detach()
 
@@ -69,9 +72,25 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else() -> None:
     assert {"x_embedder.proj.weight", "proj_out.weight", "transformer_blocks.0.attn.to_q.bias"} <= set(adamw)
 
 
-def test_muon_asks_for_full_tuning_when_the_settings_are_made() -> None:
-    with pytest.raises(UserError, match=r"train.optimizer = 'muon': needs model.tuning = full.*nearest.*adamw"):
-        settings(train__optimizer="muon")
+def test_muon_takes_the_factors_of_an_adapter() -> None:
+    """The first update gives every B the learning rate's size, without a preferred direction. A follows with the
+    second, since its gradient is 0 while B is."""
+    trainer = tiny_trainer(settings(train__optimizer="muon", train__learning_rate=1e-2, train__weight_decay=0))
+    (muon,) = trainer.engine.optimizers
+    assert len(muon.param_groups[0]["params"]) == len(trainer.policy.parameters())
+    before = trainer.policy.snapshot()
+    trainer.iteration(0)
+    first = trainer.policy.snapshot()
+    trainer.iteration(1)
+    second = trainer.policy.snapshot()
+    for name, factor in first.items():
+        if ".lora_A." in name:
+            assert torch.equal(factor, before[name]), name
+            assert not torch.equal(factor, second[name]), name
+        else:
+            singular = torch.linalg.svdvals(factor)
+            assert singular[0] == pytest.approx(0.2e-2 * max(factor.shape) ** 0.5, rel=0.3), name
+            assert singular[1] > singular[0] / 2, name
 
 
 def test_8_bits_ask_for_an_eps_that_bounds_an_update() -> None:
@@ -141,7 +160,7 @@ def test_state_is_as_large_as_the_plan_says(optimizer: str) -> None:
     config = settings(train__optimizer=optimizer, train__eps=1e-10, model__tuning="full")
     policy = tiny_model(config).policy
     freeze_dead_ends(policy.transformer)
-    engine = Engine(policy, config.train)
+    engine = PlainEngine(policy, config.train)
     for p in engine.parameters:
         p.grad = torch.ones_like(p)
     engine.step()

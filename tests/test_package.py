@@ -1,8 +1,10 @@
 """What an installation promises: names, imports, optional parts."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -47,6 +49,26 @@ def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected | {"sage_fast/_C.abi3.so"}
     assert {"sage_fast/py.typed", "sage_fast/configs/demo.yaml", "sage_fast/kernels/transition_step.py"} <= names
+
+
+def test_the_wheel_installs_on_every_later_python(wheel: Path) -> None:
+    """It is tagged for Python's stable ABI, and the extension holds to that: no symbol of Python at all."""
+    assert re.fullmatch(r"sage_fast-[\d.]+-cp311-abi3-linux_\w+", wheel.stem)
+    with zipfile.ZipFile(wheel) as files:
+        (metadata,) = (files.read(name).decode() for name in files.namelist() if name.endswith("WHEEL"))
+        extension = files.read("sage_fast/_C.abi3.so")
+    assert "Tag: cp311-abi3-linux_" in metadata
+    assert b"transition_step" in extension
+    assert not re.search(rb"\0_?Py[A-Z_]\w+\0", extension)
+
+
+def test_every_extra_is_in_the_readme() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    install = (REPOSITORY / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    for extra in project["optional-dependencies"]:
+        assert f"`{extra}`" in install
+    assert project["authors"]
+    assert project["urls"]
 
 
 def test_without_the_extension_the_reference_serves_and_says_so(tmp_path: Path) -> None:

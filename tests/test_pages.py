@@ -15,6 +15,7 @@ import pytest
 from sage_fast.cli import main
 from sage_fast.report.blind import CRITERIA, count_votes
 from sage_fast.report.page import write_report
+from tests.test_docs import site  # noqa: F401  a fixture
 from tests.test_judging import run_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -23,6 +24,7 @@ if CHROMIUM is None:
 sync_api: Any = pytest.importorskip("playwright.sync_api", reason="no playwright: the pages are not opened")
 axe: Any = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: the pages are not opened")
 
+pytestmark = pytest.mark.charts
 WIDTHS = (390, 1400)
 
 
@@ -134,3 +136,48 @@ def test_a_voter_votes(width: int, browser: Any, folder: Path, tmp_path: Path) -
     assert [(rate.wins, rate.same, rate.losses) for rate in rates] == [(3, 0, 0), (3, 0, 0), (0, 3, 0)]
     assert complaints == []
     page.context.close()
+
+
+def test_small_videos_are_not_blown_up(browser: Any, folder: Path) -> None:
+    """32 pixels are shown at 160 at most, at any width of the page; and no wider than their place."""
+    for name in ("comparison", "report"):
+        page, complaints = opened(browser, folder / f"{name}.html", 1400)
+        assert page.evaluate(PLAYED)
+        sizes = page.evaluate("[...document.querySelectorAll('video')].map((v) => [v.videoWidth, v.clientWidth])")
+        assert all(shown <= max(160, width) for width, shown in sizes), sizes
+        assert complaints == []
+        page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) -> None:  # noqa: F811
+    """Search finds, links are underlined, text and code have contrast, no table is cut, and there is a switch."""
+    page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
+    page.goto((site / "choosing.html").as_uri())
+    cut = "[...document.querySelectorAll('.md-typeset__scrollwrap')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+    assert page.evaluate(f"{cut}.length") == 0
+    links = "[...document.querySelectorAll('.md-typeset p a:not(.headerlink)')]"
+    assert page.evaluate(f"{links}.length") > 5
+    assert page.evaluate(f"{links}.every((a) => getComputedStyle(a).textDecorationLine === 'underline')")
+    page.fill("input.md-search__input", "velocity KL")
+    found = page.locator(".md-search-result__item")
+    for _ in range(120):  # the page does not see what was typed before its search had loaded: press a key again
+        if found.count():
+            break
+        page.press("input.md-search__input", "End")
+        page.wait_for_timeout(500)
+    assert found.count()
+    page.goto((site / "quickstart.html").as_uri())
+    options = {"runOnly": ["color-contrast", "link-in-text-block"]}
+    violations = axe.Axe().run(page, context=".md-typeset", options=options).response["violations"]
+    assert {v["id"]: [node["html"][:200] for node in v["nodes"]] for v in violations} == {}
+    seen = set()
+    for _ in range(3):  # of the system, light, dark
+        seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        page.click("label[for^='__palette']:visible")
+    assert len(seen) == 2
+    assert complaints == []
+    page.close()

@@ -1,5 +1,6 @@
 """How much of the clip range rounding takes up after an update: what is measured, and what is done about it."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ def moments(bias: float, noise: float) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("ratio", "share"), [("plain", 0.25), ("centred", 0.05), ("normalised", 0.1)])
-def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(ratio: str, share: float) -> None:
-    lines: list[str] = []
+def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
+    ratio: str, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     config = settings(objective__ratio=ratio, objective__clip_range=1e-4, train__optimizer_steps=2)
-    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), config, lines.append)
+    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), config)
     assert value == pytest.approx(share * 1e-4)
-    (line,) = lines
+    (line,) = (" ".join(message.split()) for message in caplog.messages)
     assert f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)" in line
     advice = "more than a tenth: the clip acts on rounding, not on the policy. Use train.optimizer_steps = 1, objective"
     assert (advice in line) == (ratio == "plain")
@@ -44,11 +47,11 @@ def test_more_than_a_third_stops() -> None:
     config = settings(objective__clip_range=1e-4, train__optimizer_steps=2)
     ones = torch.ones(3)
     with pytest.raises(ParityError, match=r"4.0e-01 of objective.clip_range \(1e-04\), more than a third: .*centred"):
-        check_rounding(*moments(3.5e-5, 5e-6), ones, config, print)
+        check_rounding(*moments(3.5e-5, 5e-6), ones, config)
     with pytest.raises(ParityError, match=r"Use train.optimizer_steps = 1, a wider objective.clip_range"):
-        check_rounding(*moments(5e-6, 3.5e-5), ones, config, print)  # centring would take little away
+        check_rounding(*moments(5e-6, 3.5e-5), ones, config)  # centring would take little away
     with pytest.raises(ParityError, match="nan"):
-        check_rounding(*moments(float("nan"), 5e-6), ones, config, print)
+        check_rounding(*moments(float("nan"), 5e-6), ones, config)
 
 
 def test_movement_of_one_update() -> None:
@@ -106,18 +109,18 @@ def test_float32_is_far_below_every_limit(ratio: str, tmp_path: Path) -> None:
     assert row["log_prob/rounding"] < 1e-6
 
 
-def test_bfloat16_takes_up_the_clip_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bfloat16_takes_up_the_clip_range(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where 14 to 20 % of the transitions of a second update were clipped by rounding: a warning, or the end."""
     trainer = demo_trainer(
         tmp_path, model__dtype="bfloat16", objective__clip_range=1e-4, train__learning_rate=1e-5,
         train__prompts_per_iteration=2,
     )  # fmt: skip
-    trainer.quiet = False
+    caplog.set_level(logging.INFO)
     try:
         row = trainer.iteration(0)
     except ParityError as error:
         said, value = str(error), 1.0
     else:
-        said, value = " ".join(capsys.readouterr().out.split()), row["log_prob/rounding"]
+        said, value = " ".join(" ".join(caplog.messages).split()), row["log_prob/rounding"]
     assert value > 1e-5
     assert "the clip acts on rounding, not on the policy. Use train.optimizer_steps = 1" in said

@@ -8,6 +8,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from sage_fast.algorithm.flops import training_flops
 from sage_fast.config.load import build
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention import ATTENTION
@@ -17,15 +18,12 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, fr
 from sage_fast.models.hunyuan15.spec import activation_bytes, attention_flops, decode_flops, forward_flops
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.hunyuan15.vae import decode_frames
-from sage_fast.tools.plan import (
-    format_plan,
-    plan,
-    training_flops,
-)
+from sage_fast.tools.plan import Plan, format_plan, plan
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec
 
-PUBLISHED = build({"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832, "kl.strategy": "dual"})
+SIZE = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832}
+PUBLISHED = build(SIZE | {"kl.strategy": "dual", "model.gradient_checkpointing": "full"})
 
 
 def forward(transformer: torch.nn.Module, space: tuple[int, int, int], text: int, device: str) -> torch.Tensor:
@@ -72,6 +70,29 @@ def test_published_model() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
+    """The fastest that fits: on 80 GB a LoRA keeps what attention gave, on 40 GB it recomputes all."""
+
+    def planned(mode: str, gpu_memory: float) -> Plan:
+        return plan(build(SIZE | {"model.gradient_checkpointing": mode}), gpu_memory=gpu_memory)
+
+    for gpu_memory, mode in ((200e9, "none"), (80e9, "attention"), (40e9, "full")):
+        auto, chosen = planned("auto", gpu_memory), planned(mode, gpu_memory)
+        assert auto.flops == chosen.flops
+        assert sum(auto.memory.values()) == sum(chosen.memory.values())
+        assert auto.memory[f"activations, auto chooses {mode}"] == chosen.memory[f"activations, checkpointing {mode}"]
+    assert "a GPU of 80 GB, in which it fits " in format_plan(planned("auto", 80e9))
+    assert "a GPU of 24 GB, in which it does not fit " in format_plan(planned("auto", 24e9))
+
+
+def test_the_second_time_is_an_assumption_and_says_so() -> None:
+    text = " ".join(format_plan(plan(PUBLISHED)).split())
+    assert "'at 40%' is an assumption, measured nowhere here" in text
+    forward = re.search(r"one forward of one sample \S+ 835 ms ([\d.]+) s", text)
+    assert forward is not None
+    assert float(forward[1]) == pytest.approx(6.6e14 / (0.4 * 989e12), rel=0.01)
+
+
 def test_samples_are_spread_over_ranks_and_weights_are_not() -> None:
     one, two = plan(PUBLISHED), plan(PUBLISHED, ranks=2)
     assert two.flops == one.flops
@@ -82,7 +103,7 @@ def test_samples_are_spread_over_ranks_and_weights_are_not() -> None:
 
 def test_the_time_is_that_of_the_rank_with_the_most_samples() -> None:
     """8 samples: on 6 ranks some have two, so that it takes as long as on 4."""
-    times = {ranks: re.findall(r"together +[\d,]+ +\S+ +(.+)", format_plan(plan(PUBLISHED, ranks=ranks)))
+    times = {ranks: re.findall(r"together +[\d,]+ +\S+ +(.+?)  ", format_plan(plan(PUBLISHED, ranks=ranks)))
              for ranks in (4, 6, 8)}  # fmt: skip
     assert len(times[4]) == 1
     assert times[6] == times[4] != times[8]

@@ -22,9 +22,8 @@ from sage_fast.models.attention import ATTENTION
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.lora import load_lora
+from sage_fast.models.lora import LORA_FILE, load_lora
 from sage_fast.models.model import Model
-from sage_fast.models.policy import LORA_FILE
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.errors import UserError
 from tests.tiny_checkpoint import GUIDANCE_SCALE, IMAGE_DIM, SHIFT, tiny_transformer, write_tiny_checkpoint
@@ -286,20 +285,20 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
             torch.testing.assert_close(found[prompt].text, embeddings[prompt].text, rtol=0, atol=0)
             torch.testing.assert_close(found[prompt].glyphs, embeddings[prompt].glyphs, rtol=0, atol=0)
 
-    found = encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", TextEmbedding, quiet=True)
+    found = encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", TextEmbedding)
     check(found)
     maps = Path("/proc/self/maps").read_text()  # ranks of one node share the memory of what they hold
     assert all(str(file) in maps for file in tmp_path.iterdir())
     assert calls == ["load", PLAIN, QUOTED]
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding, quiet=True))
+    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
     assert calls == ["load", PLAIN, QUOTED]
     files = sorted(tmp_path.iterdir())
     assert [file.suffix for file in files] == [".safetensors"] * 2
     files[0].write_bytes(files[0].read_bytes()[:-7])  # a broken copy of the folder
-    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding, quiet=True))
+    check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
     assert calls[3] == "load"
     assert len(calls) == 5
-    encode_cached([PLAIN], factory, tmp_path, "another model", TextEmbedding, quiet=True)
+    encode_cached([PLAIN], factory, tmp_path, "another model", TextEmbedding)
     assert calls[5:] == ["load", PLAIN]
 
 
@@ -314,7 +313,7 @@ def test_interrupted_encoding_leaves_whole_files_alone(
 
     monkeypatch.setattr("sage_fast.util.files.os.fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding, quiet=True)
+        encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
 
 

@@ -147,12 +147,10 @@ def test_nothing_is_left_behind() -> None:
 def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], Evaluation, list[str]]:
     """Load, train two iterations and evaluate; the last is what the graphs said."""
     setup = load_setup(config)
-    setup.encode(folder, quiet=True)
+    setup.encode(folder)
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
-    said: list[str] = []
-    if trainer.graphs is not None:
-        trainer.graphs.say = said.append
     rows = [trainer.iteration(index) for index in range(2)]
+    said = [] if trainer.graphs is None else [*trainer.graphs.refused.values()]
     return trainer, rows, evaluate(setup, iteration=2), said
 
 
@@ -218,8 +216,7 @@ def recorded(count: int) -> tuple[StepGraphs, list[str]]:
     """The graphs after several rollouts of one shape, and what they said."""
     config = settings(reward__timeout_seconds=0)
     policy = load_model(config.model, config.sampling, CUDA, seed=0).policy
-    said: list[str] = []
-    graphs = step_graphs(policy, said.append)
+    graphs = step_graphs(policy)
     assert graphs is not None
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
     coefs = table.coefficients(2560).to(CUDA)
@@ -228,7 +225,7 @@ def recorded(count: int) -> tuple[StepGraphs, list[str]]:
         seeds = sample_seeds(0, index, 0, range(2))
         latents = initial_latents(seeds, LATENT_SHAPE, CUDA)
         rollout(policy, table, coefs, conditioning, [PROMPT] * 2, seeds, latents, graphs=graphs)
-    return graphs, said
+    return graphs, [*graphs.refused.values()]
 
 
 def test_graphs_keep_within_their_share_of_memory() -> None:

@@ -17,7 +17,8 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 import sage_fast.data.embeddings
 import sage_fast.run.embed
 from sage_fast.cli import main
-from sage_fast.config.load import dump, from_overrides, overrides_of
+from sage_fast.config.command_line import overrides_of
+from sage_fast.config.load import dump, from_overrides
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
@@ -199,7 +200,7 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
     Path("train.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[:2]))  # the gate replays two
     config = tiny_config(model__tuning=tuning, train__prompts_per_iteration=2, train__group_size=2)
     setup = load_setup(config)
-    setup.encode(quiet=True)
+    setup.encode()
     assert {text: known.negative for text, known in setup.embeddings.items() if known.negative} == {
         RED: LONG,
         BLUE: "a blue circle moves",
@@ -343,7 +344,7 @@ def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         shares.append([])
         monkeypatch.setattr(module, "rank", lambda number=number: number)
         monkeypatch.setattr(module, "world_size", lambda count=count: count)
-        assert module.fill_cache([*prompts, prompts[0]], encoder, tmp_path, "m", quiet=True) == len(shares[-1])
+        assert module.fill_cache([*prompts, prompts[0]], encoder, tmp_path, "m") == len(shares[-1])
     assert shares[:2] == [prompts[0::3], prompts[1::3]]
     assert sorted(shares[2] + shares[3]) == prompts[2::3]  # what the third rank had not done
 

@@ -9,7 +9,7 @@ from sage_fast.cli import main
 from sage_fast.config.load import build, dump
 from sage_fast.models.hunyuan15.encoder import random_encoder
 from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.policy import LORA_FILE
+from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.random_weights import random_module
 from sage_fast.tools.plan import plan
 from sage_fast.util.files import read_metrics
@@ -38,7 +38,7 @@ def test_a_run_from_the_prompt_to_the_checkpoint_and_back(
     (row,) = read_metrics(Path("run/metrics.jsonl"))
     assert row["reward/std"] > 0
     assert row["grad_norm"] > 0
-    assert [path.name for path in Path("run/weights").iterdir()] == [LORA_FILE]
+    assert {path.name for path in Path("run/weights").iterdir()} == {LORA_FILE, "manifest.json"}
     assert not list(Path("run/checkpoints").rglob("transformer"))
     assert main(["train", "random.yaml", "--resume", "--train.iterations", "2", "--quiet"]) == 0
     assert len(read_metrics(Path("run/metrics.jsonl"))) == 2

@@ -156,7 +156,7 @@ def encode(folder: Path) -> Record:
 
     def round_of(prompts: list[str], cache: Path | None) -> list[str]:
         encoded.clear()
-        found = encode_cached(prompts, factory, cache, "m", TextEmbedding, quiet=True)
+        found = encode_cached(prompts, factory, cache, "m", TextEmbedding)
         assert list(found) == prompts
         assert all(found[prompt].text.tolist() == [[float(len(prompt))] * 3] * 2 for prompt in prompts)
         return list(encoded)

@@ -15,12 +15,17 @@ import torch
 import yaml
 from PIL import Image
 
+from sage_fast.config.load import build
 from sage_fast.report import charts
-from sage_fast.report.page import checks, read_run, write_report
+from sage_fast.report.comparison import report_run
+from sage_fast.report.page import checks, write_report
 from sage_fast.report.scores import paired_table
 from sage_fast.report.videos import save_mp4
+from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from tests.test_scores import evaluation, scores
+
+pytestmark = pytest.mark.charts
 
 
 def row(i, **changes):
@@ -192,11 +197,11 @@ def test_fewer_than_five_prompts_are_not_judged(run):
     page = write_report(run).read_text()
     assert "±" not in page
     assert "in std. errors" not in page
-    assert "no standard error from fewer than 5 prompts: no difference is judged" in page
+    assert "no interval from fewer than 5 prompts: no difference is judged" in page
     (run / "eval" / "after.json").unlink()
     page = write_report(run).read_text()
     assert "±" not in page
-    assert "no standard error from fewer than 5 prompts" in page
+    assert "no interval from fewer than 5 prompts" in page
 
 
 def test_small_numbers_keep_their_digits(run):
@@ -206,7 +211,7 @@ def test_small_numbers_keep_their_digits(run):
     page = write_report(run).read_text()
     assert ">0.000" not in page
     assert "<td>2e-05</td><td>5.5e-05</td>".replace("-", "\N{MINUS SIGN}") in page
-    assert "+3.5e-05 ± 2.2e-06".replace("-", "\N{MINUS SIGN}") in page
+    assert "+3.5e-05 ± 5.7e-06".replace("-", "\N{MINUS SIGN}") in page
 
 
 def test_ids_of_inline_pictures_are_distinct(run):
@@ -220,7 +225,8 @@ def test_prompts_are_escaped_and_rewards_shown(run):
     assert "a &lt;b&gt;red&lt;/b&gt; circle" in page
     assert "<b>red</b>" not in page
     assert "<b>2.700</b>" in page
-    assert "+0.600 ± 0.045" in page
+    assert "+0.600 ± 0.115" in page
+    assert "difference ± 95 %" in page
 
 
 def test_the_judge_stands_in_table_chart_and_captions(run):
@@ -317,9 +323,32 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
     (empty / "config.yaml").write_text("seed: 0")
     with pytest.raises(ValueError, match=r"run\.json and metrics\.jsonl are missing"):
         write_report(empty)
-    (run / "eval" / "after.json").write_text("{")
-    with pytest.raises(ValueError, match=r"after\.json: not valid JSON"):
-        read_run(run)
+    for text, why in (("seed: !!bool x", "cannot read 'x' as bool"), ("a: " + "[" * 50_000, "nested too deeply")):
+        (empty / "config.yaml").write_text(text)
+        (empty / "run.json").write_text("{}")
+        with pytest.raises(UserError, match=rf"config\.yaml: not valid YAML: .*{why}"):
+            write_report(empty)
+
+
+@pytest.mark.fault("a damaged evaluation or video in a run that ends", "left out of the report, with a note", 3)
+def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
+    video = next((run / "videos" / "after").glob("00-*"))
+    video.write_bytes(video.read_bytes()[:500])
+    report_run(build({"output": str(run)}))
+    assert (run / "comparison.png").is_file(), "of the other video"
+    assert "note: left out of comparison.png:" in caplog.text
+    page = (run / "report.html").read_text()
+    Outline(page)
+    assert page.count("<video") == 3
+    assert f"left out, since it is damaged: {video}: cannot be read as a video" in page
+    for name in ("after", "before"):
+        (run / "eval" / f"{name}.json").write_text('{"iteration": 12')
+        report_run(build({"output": str(run)}))
+        assert (
+            f"left out, since it is damaged: {run / 'eval' / name}.json: not valid JSON"
+            in (run / "report.html").read_text()
+        )
+        assert "note: left out, since it is damaged" in caplog.text
 
 
 # -- charts and checks ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What a resumed run goes on with: its own settings, what is given, and evaluations that were interrupted."""
 
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -13,9 +14,10 @@ from sage_fast.cli import main
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build, dump, load
 from sage_fast.config.schema import Config
-from sage_fast.models.policy import LORA_FILE
+from sage_fast.models.lora import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.run.resume import KEPT, check_kept, resumed_settings, value_of
+from sage_fast.run.sources import newest_weights
 from sage_fast.run.train import train as train_run
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
@@ -105,6 +107,7 @@ OTHERS: dict[str, Any] = {
     "reward.prefix": "x_",
     "reward.several": [{"name": "testbed-judge", "weights": {"alignment": 1}}],
     "eval.steps": 3,
+    "eval.guidance_scale": 2.0,
     "eval.num_prompts": 1,
     "eval.seeds_per_prompt": 2,
     "eval.judge": "testbed",
@@ -120,7 +123,7 @@ def test_what_a_run_keeps_is_refused_before_anything_is_touched(
     assert main(["train", str(begun), "--resume", f"--{name}", str(OTHERS[name])]) == 2
     error = capsys.readouterr().err
     expected = (
-        rf"{name} = '?{re.escape(str(OTHERS[name]))}'?: the run in '.*' began with .* and keeps it; go on without"
+        rf"{name} = '?{re.escape(str(OTHERS[name]))}'?: the run in '.*' began with .* and keeps it; continue without"
     )
     assert re.search(expected, error)
     assert files(begun) == before
@@ -214,14 +217,28 @@ def test_learning_rate_and_weight_decay_reach_the_optimizer(tmp_path: Path) -> N
         torch.testing.assert_close(decayed[name], once[name] - 1e-3 * 20.0 * weight, rtol=1e-4, atol=1e-7)
 
 
-def test_settings_of_a_resume_from_python(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_a_resume_from_python(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All of them count as given: each difference is told and applied, or refused."""
+    caplog.set_level("INFO")
     config = load(run / "config.yaml", {"output": str(run), "train.iterations": "2", "train.max_grad_norm": "0.5"})
+    caplog.set_level(logging.INFO)
     train_run(config, resume=True)
-    assert "train.max_grad_norm = 0.5 from here on; it was 1.0" in capsys.readouterr().out.splitlines()
+    assert "train.max_grad_norm = 0.5 from here on; it was 1.0" in caplog.messages
     assert load(run / "config.yaml") == config
     with pytest.raises(UserError, match="no run to resume"):
         train_run(build({"output": str(run / "none")}), resume=True)
+
+
+@pytest.mark.fault("a resume without metrics.jsonl", "refused, nothing changed", 2)
+def test_a_run_without_its_metrics_is_not_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would end as if its first iterations had never been."""
+    for damage in (lambda file: file.write_text(""), Path.unlink):
+        damage(run / "metrics.jsonl")
+        before = files(run)
+        assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
+        error = capsys.readouterr().err
+        assert f"{str(run / 'metrics.jsonl')!r}: the lines of 1 iterations are gone; put a copy of it" in error
+        assert files(run) == before
 
 
 # -- weights of a run folder ------------------------------------------------------------------------------------------
@@ -246,6 +263,24 @@ def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixt
     assert main(["sample", str(run), "--prompt", "a red circle moves left quickly"]) == 2
     error = capsys.readouterr().err
     assert f"(iteration-000002: {fault}; iteration-000001: manifest.json is missing)" in error
+
+
+@pytest.mark.fault("a flipped bit in the final weights/", "skipped for the checkpoint of the same iteration")
+def test_damaged_final_weights_are_not_used(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert newest_weights(run) == (run / "weights", 1)
+    content = bytearray((run / "weights" / LORA_FILE).read_bytes())
+    content[-3] ^= 4
+    (run / "weights" / LORA_FILE).write_bytes(content)
+    assert main(["eval", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    fault = f"{LORA_FILE} has changed since it was written (SHA-256)"
+    assert lines[0] == f"note: weights/ is damaged and is skipped: {fault}"
+    assert lines[1] == f"weights of iteration 1: {run / 'checkpoints' / 'iteration-000001'}"
+    named = ["--model.weights", str(run / "weights")]
+    for command in (["sample", str(DEMO), "--prompt", "a"], ["sample", str(run), "--prompt", "a"], ["eval", str(run)],
+                    ["train", str(DEMO), "--output", str(run.parent / "other")]):  # fmt: skip
+        assert main([*command, *named]) == 2
+        assert f"model.weights = {str(run / 'weights')!r}: damaged: {fault}" in capsys.readouterr().err
 
 
 # -- evaluations ------------------------------------------------------------------------------------------------------
@@ -286,7 +321,7 @@ def test_the_start_weights_are_those_of_model_weights_and_not_their_average(begu
 @pytest.mark.parametrize("name", ["before", "iteration-000001", "after"])
 @pytest.mark.fault(
     "Ctrl-C in an evaluation before, within and after training",
-    "done again, with the scores of a run that nothing disturbed",
+    "done again, with the scores of an undisturbed run",
 )
 def test_an_interrupted_evaluation_is_done_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in it leaves a checkpoint of the iteration that it is of, which is not repeated."""

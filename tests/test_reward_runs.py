@@ -57,7 +57,7 @@ def on_two_ranks(server: ForkServer, run: Path, *options: str) -> str:
 
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Of each iteration, without times and the counts of failures."""
-    apart = ("time/", "memory/", "reward/retried")
+    apart = ("time/", "throughput/", "memory/", "reward/retried")
     return [
         {key: value for key, value in row.items() if not key.startswith(apart)}
         for row in read_metrics(run / "metrics.jsonl")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from sage_fast.rewards.http import HttpReward, read_question
 from sage_fast.rewards.process import ChildProcess
 from sage_fast.rewards.server import RewardServer
 from sage_fast.rewards.source import SECONDS_TO_LOOK, Source
-from sage_fast.util.console import say_nothing
 from sage_fast.util.errors import UserError
 from tests.reward_faults import Fingerprint, Returns, fingerprints
 
@@ -64,7 +65,7 @@ def are_their_own(scores: Scores, first: int = 0, dropped: tuple[int, ...] = (),
 class Fake:
     """A carrier that does what the test says."""
 
-    beside, patience = True, 0.0
+    in_background, patience = True, 0.0
 
     def __init__(self, score: Callable[[torch.Tensor, list[str]], dict[str, torch.Tensor]]) -> None:
         self._score = score
@@ -95,7 +96,7 @@ def process() -> Iterator[Any]:
 
     yield make
     for reward in made:
-        if reward.sources[0].beside:
+        if reward.sources[0].in_background:
             reward.sources[0].close()
 
 
@@ -334,7 +335,7 @@ def test_several_rewards_with_weights_normalisation_and_prefix() -> None:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
     monkeypatch.setattr("sage_fast.rewards.failure_policy.FIRST_WAIT", 0.05)
     reward = CompositeReward(Fingerprint("raise", poison="prompt 6").score, config())  # type: ignore[arg-type]
-    with RewardServer(reward, "127.0.0.1", 0, say_nothing) as server:
+    with RewardServer(reward, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -343,11 +344,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardServer]:
 def test_a_server_that_answers_500_and_comes_back(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = iter([True, False, True, True])
 
-    def refuse(handler: Any, length: int) -> None:
-        if next(broken, False):
-            handler.rfile.read(length)
-            return handler._send(500, {"error": "out of order"})
-        scores(handler, length)
+    def refuse(handler: Any, body: bytes) -> tuple[int, dict[str, Any]]:
+        return (500, {"error": "out of order"}) if next(broken, False) else scores(handler, body)
 
     handler: Any = server.RequestHandlerClass
     scores = handler._score
@@ -409,7 +407,7 @@ def test_a_server_scores_on_its_own_device() -> None:
         return {"print": torch.zeros(len(prompts))}
 
     reward = CompositeReward(where, config())
-    with RewardServer(reward, "127.0.0.1", 0, say_nothing, "meta") as server:
+    with RewardServer(reward, "127.0.0.1", 0, "meta") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert HttpReward(server.address).score(VIDEOS[:2], PROMPTS[:2], 60, "id")["print"].tolist() == [0, 0]
         server.shutdown()
@@ -419,7 +417,9 @@ def test_a_server_scores_on_its_own_device() -> None:
 @pytest.mark.parametrize(("body", "headers", "status", "why"), [
     (b"{}", {}, 400, "expected an object with schema"), (b"\x80\x04N.", {}, 400, "not JSON"),
     (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
-    (b"", {"Content-Length": str(2**60)}, 413, "at most"), (b"", {"Content-Length": "-1"}, 411, "Content-Length"),
+    (b"", {"Content-Length": str(2**30 + 1)}, 413, "at most 1073741824"),
+    (b"", {"Content-Length": "-1"}, 411, "Content-Length"), (b"", {"Content-Length": "9" * 5000}, 411, "Length"),
+    (b"{}", {"Host": "page.example:8000"}, 421, "Host 'page.example:8000': expected an address or a name of this"),
 ])  # fmt: skip
 def test_what_the_server_refuses(
     body: bytes, headers: dict[str, str], status: int, why: str, server: RewardServer
@@ -435,13 +435,154 @@ def test_what_the_server_refuses(
 def test_requests_that_are_none() -> None:
     sound = json.loads(reward_http.question(VIDEOS[:2], PROMPTS[:2], "id", "float16"))
     assert read_question(json.dumps(sound).encode())[2] == PROMPTS[:2]
-    wrong = {"id": 3, "prompts": ["one"], "videos": "!!", "schema": "other/1"}
-    for key, value in wrong.items():
+
+    def videos(kind: str, shape: list[int]) -> str:
+        header = json.dumps({"videos": {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}}).encode()
+        return base64.b64encode(len(header).to_bytes(8, "little") + header).decode()
+
+    wrong = [("id", 3), ("id", "\ud800"), ("prompts", ["one"]), ("prompts", ["one", "\ud800"]), ("schema", "other/1")]
+    wrong += [("videos", text) for text in ("!!", "\ud800", 3, *(
+        videos(kind, shape) for kind in ("F16", "BOOL") for shape in ([2, 0, 3, 2**63, 1], [2, 2**62, 3, 4, 4], [2**64])
+    ))]  # fmt: skip
+    for key, value in wrong:
         with pytest.raises(ValueError, match=f"{key}|expected a|prompts"):
             read_question(json.dumps(sound | {key: value}).encode())
     with pytest.raises(Exception, match="answers request 'other' instead of 'mine'"):
         reward_http.parts_of(b'{"id": "other", "parts": {}}', "mine", "http://a")
     assert HttpReward("http://a:1/prefix/")._path == "/prefix/score"
+
+
+class Peer:
+    """A server that answers every request with these pieces of bytes, a moment apart, and counts the requests."""
+
+    def __init__(self, *answers: Sequence[bytes], every: float = 0.0) -> None:
+        self.answers, self.every, self.count = answers, every, 0
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection = self.socket.accept()[0]
+            self.count += 1
+            threading.Thread(target=self._answer, args=(connection, self.count), daemon=True).start()
+
+    def _answer(self, connection: socket.socket, number: int) -> None:
+        with connection, contextlib.suppress(OSError):
+            asked = b""
+            while b'"}' not in asked:
+                asked += connection.recv(1 << 20)
+            name = re.search(rb'"id": "(\w+)"', asked)
+            for piece in self.answers[min(number, len(self.answers)) - 1]:
+                connection.sendall(piece.replace(b"NAME", name[1] if name else b""))
+                time.sleep(self.every)
+
+
+SOUND = b'{"schema": "sage-fast-reward/1", "id": "NAME", "parts": {"print": [0.5]}}'
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+
+
+def whole(body: bytes) -> bytes:
+    return HEAD % len(body.replace(b"NAME", b"id")) + body
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX: ", HEAD % 10**6])
+def test_a_server_that_drips_is_given_up_in_time(start: bytes) -> None:
+    """Within the status line, a header or the body, each byte well within the time-out of a read."""
+    peer = Peer([start, *[b"x"] * 100], every=0.1)
+    begun = time.monotonic()
+    with pytest.raises(TransportFailure, match="no whole answer in time"):
+        HttpReward(peer.url).score(VIDEOS[:1], ["a"], 0.5, "id")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_server_that_always_says_continue_is_given_up_in_time() -> None:
+    peer = Peer([b"HTTP/1.1 100 Continue\r\n\r\n"] * 100, every=0.1)
+    begun = time.monotonic()
+    with pytest.raises(TransportFailure, match="no whole answer in time"):
+        HttpReward(peer.url).score(VIDEOS[:1], ["a"], 0.5, "id")
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("cut", [
+    HEAD % 200 + SOUND, b"HTTP/1.0 200 OK\r\n\r\n" + SOUND[:-20], b"HTTP/1.1 422 No\r\nContent-Length: 80\r\n\r\n{",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n" + SOUND[:20],
+])  # fmt: skip
+def test_an_answer_that_is_cut_off_is_asked_for_again(cut: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict of the reward: nothing is dropped, nor counted as a failure of it."""
+    monkeypatch.setattr("sage_fast.rewards.failure_policy.FIRST_WAIT", 0.05)
+    peer = Peer([cut], [b"HTTP/1.0 200 OK\r\n\r\n" + SOUND])
+    scores = CompositeReward.of(config(name=peer.url, timeout_seconds=20))(VIDEOS[:1], ["a"])
+    assert (scores.rewards.tolist(), scores.retried, peer.count) == ([0.5], 0, 2)
+
+
+@pytest.mark.parametrize(("body", "why"), [
+    (SOUND, r"part 'print': expected shape \[2\], got \[1\]"),
+    (b'{"id": "NAME", "parts": {"\\u001b": [1, 1]}}', r"a part named '\\x1b'"),
+    (b'{"id": "NAME", "parts": {"print": [1' + b"0" * 400 + b", 1]}}", "an answer that is no sage-fast-reward/1"),
+    (b"{}", "an answer that is no sage-fast-reward/1"),
+])  # fmt: skip
+def test_an_answer_that_does_not_fit_is_a_fault_of_the_reward(body: bytes, why: str) -> None:
+    with pytest.raises(RewardFailure, match=why) as error:
+        HttpReward(Peer([whole(body)]).url).score(VIDEOS[:2], ["a", "b"], 20, "id")
+    assert error.type is RewardFailure
+
+
+@pytest.mark.parametrize("answer", [
+    b'HTTP/1.1 422 No\r\n\r\n{"error": "\\u001b]0;title\\u0007\\u001b[2Jnothing to see\\ntwo \\ud800"}',
+    b'HTTP/1.1 500 No\r\n\r\n{"error": "\\u001b[2J"}', b"HTTP/1.1 422 No\r\n\r\n\x1b[2J", b"HTTP/1.1 \x1b[2J\r\n\r\n",
+    b"\x1b[2J\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n\x1b[2J", whole(b'{"id": "\\u001b[2J", "parts": {}}'),
+])  # fmt: skip
+def test_what_a_server_says_cannot_steer_the_terminal(answer: bytes) -> None:
+    with pytest.raises(RewardFailure) as error:
+        HttpReward(Peer([answer]).url).score(VIDEOS[:1], ["a"], 20, "id")
+    assert str(error.value).replace("\n", "").isprintable()
+
+
+def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_ASK", 1.0)
+    monkeypatch.setattr(server.RequestHandlerClass, "timeout", 2.0)
+    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    slow = [socket.create_connection(server.server_address[:2]) for _ in range(3)]  # type: ignore[arg-type]
+    for connection in slow:
+        connection.sendall(head)
+    parts = HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], 5, "id")
+    assert parts["print"].isfinite().all()
+    begun = time.monotonic()
+    for connection in slow:
+        with connection:
+            connection.settimeout(0.1)
+            answer = b""
+            while not answer and time.monotonic() < begun + 10:
+                connection.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    answer = connection.recv(1000)
+        assert b" 408 " in answer
+
+
+def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv(reward_http.TOKEN, "open sesame")
+    reward = CompositeReward(Fingerprint().score, config())  # type: ignore[arg-type]
+    with RewardServer(reward, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert HttpReward(server.address).score(VIDEOS[:1], ["a"], 20, "id")["print"].isfinite().all()
+        for token in ("open sesam", "open sesam\xe9", ""):
+            monkeypatch.setenv(reward_http.TOKEN, token)
+            with pytest.raises(RewardFailure, match="status 401: expected the token of this server"):
+                HttpReward(server.address).score(VIDEOS[:1], ["a"], 20, "id")
+        server.shutdown()
+    assert "refused a request of 127.0.0.1: expected the token" in caplog.text
+    assert "sesam" not in caplog.text
+
+
+def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    try:
+        raise BrokenPipeError(32, "Broken pipe")
+    except BrokenPipeError:
+        server.handle_error(None, ("127.0.0.1", 5))
+    assert caplog.messages == ["127.0.0.1 has gone: [Errno 32] Broken pipe"]
 
 
 # -- nothing is left --------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_what_is_installed_wins(here: Path) -> None:
             "class reward:\n    def __init__(self):\n        open('w.pt')\n",
             r"reward\(\) failed: .*my_rewards.py:3: File",
         ),
-        ("class reward:\n    def __init__(self, path): ...\n", r"reward\(\) failed: .*missing 1 required .*'path'"),
+        ("class reward:\n    def __init__(self, path): ...\n", r"reward.args.path is missing; reward takes path"),
         ("reward = 3\n", "module my_rewards has no 'reward' that can be called"),
     ],
 )

@@ -17,9 +17,12 @@ import sage_fast
 from sage_fast.algorithm.objective import FEEDBACKS, KL_STRATEGIES, SURROGATES, SurrogateRow
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.algorithm.transitions import SAMPLERS
+from sage_fast.config.engines import ENGINES, OPTIMIZERS
 from sage_fast.config.schema import Config, ObjectiveConfig
+from sage_fast.parallel.memory import held_bytes
+from sage_fast.parallel.settings import deepspeed_settings
 from sage_fast.util.errors import UserError
-from tests.tiny import settings, tiny_trainer
+from tests.tiny import settings, tiny_model, tiny_trainer
 
 PACKAGE = Path(sage_fast.__file__).parent
 
@@ -103,7 +106,34 @@ def test_a_sampler_is_refused_above_its_largest_eta(monkeypatch: pytest.MonkeyPa
         check_trainable(mine)
 
 
-SETTINGS = ("sampler", "surrogate", "ratio", "strategy", "feedback", "log_prob")
+def test_engines_and_optimizers_are_refused_by_what_their_rows_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under their own names, with other rows."""
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(ENGINES["plain"], shards=("state",)))
+    with pytest.raises(UserError, match=r"engine = plain updates rows of joined weights, which only adamw"):
+        settings(train__optimizer="adamw8bit", train__eps=1e-10)
+    assert settings(train__offload="optimizer").train.engine == "plain"
+    row = dataclasses.replace(OPTIMIZERS["adamw8bit"], takes_parts=True, least_eps=0.0)
+    monkeypatch.setitem(OPTIMIZERS, "adamw8bit", row)
+    assert settings(train__optimizer="adamw8bit", train__engine="zero2").train.eps == 1e-15
+
+
+def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(ENGINES["zero1"], shards=("state", "gradients"))
+    mine = config_with(monkeypatch, ENGINES, row, train__engine="mine")
+    held, zero2 = (held_bytes(c, tiny_model(c).policy, ranks=4) for c in (mine, settings(train__engine="zero2")))
+    assert held == zero2
+    assert deepspeed_settings(mine.train, 1)["zero_optimization"]["stage"] == 2
+    lean = dataclasses.replace(OPTIMIZERS["adamw"], state_bytes=lambda numel, is_muon: 1.0)
+    mine = config_with(monkeypatch, OPTIMIZERS, lean, train__optimizer="mine")
+    policy = tiny_model(mine).policy
+    planned = held_bytes(mine, policy).training["state of the optimizer (mine)"]
+    assert planned == sum(p.numel() for p in policy.parameters().values())
+
+
+SETTINGS = (
+    "sampler", "surrogate", "ratio", "strategy", "feedback", "log_prob",
+    "engine", "optimizer", "tuning", "dtype", "offload",
+)  # fmt: skip
 """Fields of the settings that name a row of a table."""
 
 
@@ -113,7 +143,8 @@ def test_no_code_compares_the_name_of_a_row() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             names = any(isinstance(side, ast.Attribute) and side.attr in SETTINGS for side in sides)
-            texts = [part.value for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)]
-            if names and any(isinstance(text, str) for text in texts):
+            choices = [part for side in sides for part in getattr(side, "elts", [side])]
+            texts = [part for part in choices if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            if names and texts:
                 found.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert not found

@@ -66,6 +66,8 @@ def test_seeds_of_a_prompt_are_averaged_before_the_standard_error():
     (line,) = paired_table(evaluation(prompts, [0.0] * 10), evaluation(prompts, after.tolist()))
     means = after.reshape(5, 2).mean(1)
     assert line.standard_error == pytest.approx(means.std(ddof=1) / math.sqrt(5))
+    assert line.margin == pytest.approx(2.776445 * line.standard_error)  # Student's t with 4 degrees of freedom
+    assert line.direction == ("up" if line.difference > line.margin else "")
     assert (line.pairs, line.prompts) == (10, 5)
 
 
@@ -84,8 +86,8 @@ def test_fewer_than_five_prompts_have_no_standard_error():
     text = format_paired_table(table)
     assert "std. errors" not in text
     assert "±" not in text
-    assert text.endswith("12 videos of 4 prompts, same seeds; no standard error from fewer than 5 prompts")
-    assert format_scores(before).endswith("no standard error from fewer than 5 prompts")
+    assert text.endswith("12 videos of 4 prompts, same seeds; no interval from fewer than 5 prompts")
+    assert format_scores(before).endswith("no interval from fewer than 5 prompts")
     assert "±" not in format_scores(before)
 
 
@@ -105,9 +107,19 @@ def test_different_prompts_or_seeds_are_refused():
 
 def test_tables_for_the_terminal():
     text = format_paired_table(paired_table(scores((1.0, 2.0)), scores((1.5, 2.7))))
-    assert text.splitlines()[1].split() == ["reward", "1.5000", "2.1000", "+0.6000", "±", "0.0447", "+13.4"]
+    assert text.splitlines()[1].split() == [
+        "reward",
+        "1.5000",
+        "2.1000",
+        "+0.6000",
+        "±",
+        "0.1150",
+        "+13.4",
+    ]  # t = 2.5706
     assert len({len(line) for line in text.splitlines()[:-1]}) == 1
-    assert format_scores(scores((1.0, 2.0))).splitlines()[0].split() == ["reward", "1.5000", "±", "0.2236"]
+    assert "difference ± 95 %" in text
+    assert format_scores(scores((1.0, 2.0))).endswith("; ± is a 95 % interval")
+    assert format_scores(scores((1.0, 2.0))).splitlines()[0].split() == ["reward", "1.5000", "±", "0.5748"]
 
 
 def judged(reward, alignment):
@@ -165,7 +177,7 @@ def test_gains_medians_and_losses_are_shown():
 
 def test_small_numbers_keep_their_digits():
     (_, line, *_) = format_paired_table(paired_table(scores((1e-5, 3e-5)), scores((4e-5, 7e-5)))).splitlines()
-    assert line.split() == ["reward", "2e-05", "5.5e-05", "+3.5e-05", "±", "2.2e-06", "+15.7"]
+    assert line.split() == ["reward", "2e-05", "5.5e-05", "+3.5e-05", "±", "5.7e-06", "+15.7"]
     numbers = [format_number(x, 3) for x in (0, 0.0004, -0.0006, 0.001, math.nan)]
     assert numbers == ["0.000", "0.0004", "-0.0006", "0.001", "nan"]
 

@@ -45,14 +45,28 @@ def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model(
     assert len(found) == 1
 
 
-def test_importing_the_trainer_imports_no_model_no_engine_and_no_report() -> None:
-    code = "import sys, sage_fast.trainer; print(*sorted(sys.modules))"
+MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
+ENGINES = ("parallel.plain", "parallel.zero", "parallel.settings")
+CARRIERS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
+REPORT = ("report.page", "report.charts", "report.html", "report.comparison", "report.playback")
+OTHERS = ("benchmarks", "tools", "cli", "run.trackers", "run.eval_command", "run.grid")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("trainer", (*MODELS, *ENGINES, *CARRIERS, *REPORT, *OTHERS, "models.load", "run", "report")),
+        ("run.train", (*MODELS, *ENGINES, *CARRIERS, *REPORT, *OTHERS)),
+    ],
+)
+def test_importing_the_trainer_or_a_run_imports_no_implementation_and_no_report(
+    module: str, absent: tuple[str, ...]
+) -> None:
+    code = f"import sys, sage_fast.{module}; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     loaded = done.stdout.split()
     assert "sage_fast.models.protocol" in loaded
-    parts = ("models.hunyuan15", "models.testbed", "models.load", "parallel.zero", "benchmarks", "tools", "run",
-             "report", "testbed", "rewards.http", "rewards.server")  # fmt: skip
-    heavy = ("matplotlib", "deepspeed", *(f"sage_fast.{part}" for part in parts))
+    heavy = ("matplotlib", "deepspeed", *(f"sage_fast.{part}" for part in absent))
     assert not [name for name in loaded if name.startswith(heavy)]
 
 

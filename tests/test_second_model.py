@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,9 +24,11 @@ from sage_fast.config.load import dump
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.load import load_model
-from sage_fast.models.policy import LORA_FILE, Policy
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Condition, Cost, Encoder, Spec
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.run.export import export
 from sage_fast.util.files import read_metrics
 from tests.ranks import command_on_ranks
 from tests.tiny import CPU, settings
@@ -247,3 +250,17 @@ def test_ranks_cannot_share_a_sample_of_it(folder: Path) -> None:
     config = config_of(folder, model__sequence_parallel=2)
     with pytest.raises(ValueError, match="a divisor of the transformer's 1 attention heads"):
         load_model(config.model, config.sampling, CPU, 0)
+
+
+def test_a_lora_without_other_layouts_is_exported_for_diffusers_and_peft(folder: Path) -> None:
+    files = {file.name: file for file in export(folder / "run", folder / "out", "someone/wan")}
+    assert files.keys() == {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", "README.md"}
+    tuned = PeftModel.from_pretrained(
+        WanTransformer3DModel.from_pretrained(folder / "wan" / "transformer"), folder / "out"
+    )
+    stored = load_file(files[LORA_FILE])
+    loaded = {name.replace(".default", "").removeprefix("base_model.model."): p for name, p in tuned.named_parameters()}
+    assert stored
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+    assert "license" not in (card := files["README.md"].read_text()).split("---")[1]
+    assert str(folder) not in card

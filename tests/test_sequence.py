@@ -92,7 +92,7 @@ def forwards(folder: Path) -> None:
         assert group is not None
         model.policy.forward.sequence = SequenceParallel(group, torch.device("cpu"))
         results = {}
-        for mode in MODES:
+        for mode in MODES if size == 2 else ("none", "attention"):  # "attention" keeps what the ranks exchanged
             set_checkpointing(model.policy.transformer, mode)
             sent = 0.0
             results[mode] = *run(model, x, upstream, conditions), sent
@@ -152,7 +152,7 @@ def evaluations_that_fail(folder: Path) -> list[str]:
     given = {"model.sequence_parallel": 2, "sampling.batch_size": 1, "eval.num_prompts": 6, "timeout_minutes": 0.3,
              "eval.steps": 1, "eval.seeds_per_prompt": 1, "eval.judge": "null"}  # fmt: skip
     setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", {key: str(value) for key, value in given.items()}))
-    setup.encode(folder, quiet=True)
+    setup.encode(folder)
     submit = setup.reward.submit
 
     def overdue(videos: Tensor, prompts: Sequence[str]) -> Pending:
@@ -181,7 +181,7 @@ def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torc
         "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
     }  # fmt: skip
     setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", {key: str(value) for key, value in given.items()}))
-    setup.encode(folder, quiet=True)
+    setup.encode(folder)
     trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     rows = [trainer.iteration(index) for index in range(2)]
     return [*rows, evaluate(setup, iteration=2).to_json()], trainer.policy.snapshot()
@@ -198,7 +198,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None:
     """Two and four ranks to a sample: LoRA and full tuning, with and without guidance, prompts of one length and of
     several, tokens that the ranks divide and that they do not, fewer text tokens than ranks, each with every mode of
-    checkpointing, whose gradients are the same to the bit."""
+    checkpointing (four ranks: with two), whose gradients are the same to the bit."""
     for number in range(4):
         rows = json.loads((four_ranks / f"rank{number}.json").read_text())
         assert len(rows) == 8

@@ -1,8 +1,11 @@
 """What a signal does to a run, and what an error leaves of it: the state between two iterations, or nothing."""
 
 import errno
+import logging
 import os
+import pty
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,21 +13,20 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from sage_fast.run import trackers
-from sage_fast.run.stop import SIGNALS, TWICE, Stop
+from sage_fast.run import writer as writer_module
+from sage_fast.run.manifest import checkpoints
+from sage_fast.run.stop import TWICE, Stop
 from sage_fast.run.train import train
-from sage_fast.run.weights import checkpoints
 from sage_fast.trainer import Trainer
-from sage_fast.util.errors import NonFiniteError, Stopped
+from sage_fast.util.errors import SIGNALS, NonFiniteError, Stopped
 from sage_fast.util.files import read_json, read_metrics
 from tests.tiny import CPU, settings
 
 
 @pytest.fixture
 def stop() -> Iterator[Stop]:
-    told: list[str] = []
     before = [signal.getsignal(number) for number in SIGNALS]
-    with Stop(60, told.append) as stop:
+    with Stop(60) as stop:
         stop.training = True
         yield stop
     assert [signal.getsignal(number) for number in SIGNALS] == before
@@ -38,7 +40,7 @@ def receive(stop: Stop, number: signal.Signals) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "status"), [(number, 130 if number == signal.SIGINT else 0) for number in SIGNALS])
 def test_a_signal_is_read_between_two_iterations(stop: Stop, number: signal.Signals, status: int) -> None:
     stop.boundary(CPU)
     receive(stop, number)
@@ -47,6 +49,82 @@ def test_a_signal_is_read_between_two_iterations(stop: Stop, number: signal.Sign
     with pytest.raises(Stopped) as stopped:
         stop.boundary(CPU)
     assert stopped.value.status == status
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(60) as stop:
+            stop.training = True
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.2)
+            assert stop.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+RUN = """
+import sys, time
+from pathlib import Path
+from sage_fast.run.stop import Stop
+from sage_fast.util.console import log, show
+from sage_fast.util.errors import Stopped
+from tests.tiny import CPU
+
+show()
+with Stop(20) as stop:
+    stop.training = True
+    try:
+        while True:
+            stop.boundary(CPU)
+            log.info("an iteration")
+            time.sleep(0.1)
+    except Stopped as stopped:
+        log.info("stopped")
+        print("a last word", file=sys.stderr, flush=True)
+        Path(sys.argv[1]).write_text(str(stopped))
+"""
+
+
+@pytest.mark.fault("the terminal of a run closes (SIGHUP)", "as SIGTERM; what it prints is dropped")
+def test_a_terminal_that_closes_stops_the_run_which_goes_on_printing(tmp_path: Path) -> None:
+    """Each line to it would fail with EIO."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", RUN, str(tmp_path / "saved")])
+    shown = b""
+    while b"an iteration" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+def test_a_run_that_ignores_sighup_goes_on_after_its_terminal_closed(tmp_path: Path) -> None:
+    """Started with `trap '' HUP`; so is a run in the moment before the signal is handled."""
+    code = """
+import select, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from sage_fast.util.console import log, show
+show()
+log.info("begun")
+poll = select.poll()
+poll.register(0, 0)
+poll.poll()  # until the terminal closes
+for _ in range(3):
+    log.info("goes on")
+open(sys.argv[1], "w").close()
+"""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code, str(tmp_path / "ended")])
+    shown = b""
+    while b"begun" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "ended").exists()
 
 
 def test_the_same_signal_from_a_launcher_too_is_no_second_one(stop: Stop) -> None:
@@ -84,12 +162,6 @@ def test_a_worker_of_a_reward_that_is_terminated_does_not_stop_the_run(stop: Sto
     assert stop.number == 0
 
 
-@pytest.fixture(autouse=True)
-def _no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than the runs."""
-    monkeypatch.setattr("sage_fast.report.page._charts", lambda data: [])
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +186,7 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
 ) -> None:
     """In the last update of the second iteration, with no checkpoint by interval before it."""
     options = {"train__optimizer_steps": updates, "train__keep_checkpoints": 9}
-    whole = train(config(tmp_path / "whole", **options), quiet=True)
+    whole = train(config(tmp_path / "whole", **options))
     update = Trainer._update
 
     def failing(self: Trainer, *args: Any) -> None:
@@ -127,15 +199,15 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_update", failing)
         with pytest.raises(NonFiniteError, match="the loss is nan"):
-            train(config(tmp_path / "run", **options, train__checkpoint_interval=50), quiet=True)
+            train(config(tmp_path / "run", **options, train__checkpoint_interval=50))
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["iteration-000001"]
     assert files(tmp_path / "run", 1) == files(whole, 1)
-    run = train(config(tmp_path / "run", **options, train__checkpoint_interval=50), resume=True, quiet=True)
+    run = train(config(tmp_path / "run", **options, train__checkpoint_interval=50), resume=True)
     assert files(run, 3) == files(whole, 3)
 
 
 def test_an_error_after_the_only_update_saves_nothing_of_its_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The weights are those after the update, the counters those before: that is no checkpoint."""
     refresh, calls = Trainer._refresh_anchor, list[int]()
@@ -147,16 +219,17 @@ def test_an_error_after_the_only_update_saves_nothing_of_its_iteration(
         refresh(self)
 
     monkeypatch.setattr(Trainer, "_refresh_anchor", failing)
+    caplog.set_level(logging.INFO)
     with pytest.raises(RuntimeError, match="out of memory"):
         train(config(tmp_path / "run", train__checkpoint_interval=2))
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["iteration-000002"]
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
-    assert "stopped within iteration 3, whose updates are lost; continue with --resume, from" in capsys.readouterr().out
+    assert "stopped within iteration 3, whose updates are lost; continue with --resume, from" in caplog.text
 
 
 def test_an_iteration_whose_row_cannot_be_written_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk that has room again when its checkpoint is written."""
-    write, calls = trackers.append_line, list[str]()
+    write, calls = writer_module.append_line, list[str]()
 
     def failing(file: BinaryIO, line: str) -> None:
         calls.append(line)
@@ -164,9 +237,9 @@ def test_an_iteration_whose_row_cannot_be_written_is_whole(tmp_path: Path, monke
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
         write(file, line)
 
-    monkeypatch.setattr(trackers, "append_line", failing)
+    monkeypatch.setattr(writer_module, "append_line", failing)
     with pytest.raises(OSError, match="No space left on device"):
-        train(config(tmp_path / "run"), quiet=True)
+        train(config(tmp_path / "run"))
     assert [row["iteration"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
     newest = read_json(checkpoints(tmp_path / "run")[-1] / "state.json")
     assert (newest["iteration"], newest["optimizer_steps"]) == (2, 2)

@@ -18,13 +18,15 @@ from matplotlib.figure import Figure
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.report.scores import Difference, holm
 from sage_fast.util.errors import RunError
+from studies import page, runs
+from studies.finding import KINDS, Claim, Finding, Material
 from studies.paper import comparisons, training
 from studies.paper.__main__ import main
 from studies.paper.claims import CLAIMS
-from studies.paper.comparisons import judge_better, judge_equal
+from studies.paper.comparisons import Compared, Versus, judge_better, judge_equal
 from studies.paper.compute import exaflops, front
-from studies.paper.finding import Claim, Material
-from studies.paper.training import TrainedRun, config_of, difference, protocol
+from studies.paper.training import config_of, protocol
+from studies.runs import TrainedRun, difference
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPTS = [f"prompt {i}" for i in range(24)]
@@ -84,24 +86,82 @@ def test_holm_by_hand() -> None:
     assert {name: of.corrected for name, of in corrected.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
 
 
+def compared(pooled: Difference, *single: Difference, margin: float = 0.05) -> Compared:
+    """A comparison of five seeds; without `single` the pooled difference is the only one."""
+    named = {str(i): difference for i, difference in enumerate(single or (pooled,))}
+    return Compared(pooled=pooled, single=holm(named), margin=margin, seeds=5)
+
+
 @pytest.mark.parametrize(
     ("of", "better", "equal"),
     [
-        ([found(0.2, 0.05, 0.001), found(0.1, 0.05, 0.01)], "held", "not held"),
-        ([found(0.2, 0.05, 0.001), found(0.1, 0.2, 0.3)], "not decidable", "not held"),
-        ([found(0.0, 0.04, 0.9)], "not held", "held"),  # a gain that matters is excluded
-        ([found(-0.2, 0.1, 0.001)], "not held", "not held"),
-        ([found(-0.1, 0.2, 0.3)], "not decidable", "not decidable"),
+        (compared(found(0.2, 0.05, 0.001)), "held", "not held"),
+        # Pooled it stands, though no comparison does on its own.
+        (compared(found(0.2, 0.1, 0.01), found(0.2, 0.3, 0.2), found(0.2, 0.3, 0.2)), "held", "not decidable"),
+        (compared(found(0.1, 0.2, 0.3)), "not decidable", "not decidable"),
+        # A gain that matters is excluded: pooled, or against one of several, also where it stands.
+        (compared(found(0.0, 0.04, 0.9)), "not held", "held"),
+        (compared(found(0.02, 0.01, 0.005)), "not held", "held"),
+        (compared(found(0.2, 0.1, 0.01), found(0.4, 0.1, 0.01), found(0.0, 0.01, 0.9)), "not held", "not held"),
+        (compared(found(-0.2, 0.1, 0.001)), "not held", "not held"),
     ],
 )
-def test_verdicts(of: list[Difference], better: str, equal: str) -> None:
-    named = dict(enumerate(of))
-    assert (judge_better(named), judge_equal(named)) == (better, equal)
+def test_verdicts(of: Compared, better: str, equal: str) -> None:
+    assert (judge_better(of), judge_equal(of)) == (better, equal)
 
 
-def test_of_a_single_part_a_smaller_gain_matters() -> None:
-    of = {"part": found(0.0, 0.04, 0.9)}
-    assert (judge_better(of), judge_better(of, 0.05 / 3)) == ("not held", "not decidable")
+def test_an_uncorrected_interval_refutes_nothing() -> None:
+    """Alone it excludes a gain of the margin; as one of six it does not."""
+    one = found(0.0, 0.04, 0.9)
+    assert judge_better(compared(one)) == "not held"
+    six = compared(found(0.03, 0.1, 0.4), *[one] * 6)
+    assert judge_better(six) == "not decidable"
+    low, high = six.corrected("0")
+    assert (low, high) == (pytest.approx(-high), pytest.approx(0.04 * 4.851 / 2.776, rel=1e-3))  # t of 0.025 / 6
+
+
+def test_the_margin_is_a_tenth_of_what_is_gained() -> None:
+    """The largest mean gain over the base model, whose composite is 0 here."""
+    runs = {"a": made_up(np.full((5, 24), 0.2)), "b": made_up(np.full((5, 24), 0.5))}
+    of = comparisons.compare([Versus("a", "b")], runs)
+    assert of.margin == pytest.approx(0.05)
+
+
+def test_a_pooled_difference_is_that_of_the_means() -> None:
+    """Two comparisons, each +1 in one seed and -1 in the next: apart both are uncertain, together they are 0."""
+    zero, up = np.zeros((4, 24)), np.tile([[1.0], [-1.0], [1.0], [-1.0]], (1, 24))
+    runs = {"zero": made_up(zero), "up": made_up(up), "down": made_up(-up)}
+    of = comparisons.compare([Versus("up", "zero"), Versus("down", "zero")], runs)
+    assert (of.pooled.value, of.pooled.low, of.pooled.high) == (0, 0, 0)
+    assert [d.high > 1 for d in of.single.values()] == [True, True]
+
+
+def test_no_run_is_chosen_by_its_own_score() -> None:
+    """Seed 0 is the only good run of `a`: the others choose `a` only where seed 0 is among them."""
+    good = np.zeros((5, 24))
+    good[0] = 1
+    runs = {"a": made_up(good), "b": made_up(np.full((5, 24), 0.1))}
+    chosen, best = comparisons.searched(["a", "b"], runs)
+    assert chosen == ["b", "a", "a", "a", "a"]
+    assert [round(run.mean(), 6) for run in best] == [0.1, 0, 0, 0, 0]
+    assert [run.seed for run in best] == list(range(5))
+
+
+def test_claims_of_the_paper_are_counted_apart() -> None:
+    kinds = {claim.name: claim.kind for claim in CLAIMS}
+    for name in ("equalizer", "kl-strategies", "kl-schedules", "methods", "gradient-norm", "gradient-range"):
+        assert kinds[name] == "paper"
+    for name in ("methods-A", "methods-published", "samplers", "eta-search", "kl-acts", "kl-paper-lambda"):
+        assert kinds[name] == "ours"
+    assert kinds["nft"] == kinds["exact"] == "beyond"
+    (methods,) = (claim for claim in CLAIMS if claim.name == "methods")
+    assert methods.source == "Table 2, Setting B"
+    assert all("-B" in variant for variant in methods.variants)
+    finding = Finding(verdict="held", text="", draw=lambda figure: None, rows=[])
+    text = page.markdown(dict.fromkeys(CLAIMS, finding), {}, [], "")
+    for kind in KINDS:
+        count = sum(claim.kind == kind for claim in CLAIMS)
+        assert f"{count} of {count} held" in text.partition(f"## {KINDS[kind]}\n")[2].partition("\n##")[0]
 
 
 def test_a_run_that_costs_more_and_gains_less_is_not_on_the_front() -> None:
@@ -161,9 +221,9 @@ def test_a_claim_from_the_runs_to_the_page(
 
     def here(jobs, ended, workers):
         for name, command in jobs:
-            ended(name, training.main(command[command.index("studies.paper.training") + 1 :]))
+            ended(name, runs.main(command[command.index("studies.runs") + 1 :]))
 
-    monkeypatch.setattr(training, "run_many", here)
+    monkeypatch.setattr(runs, "run_many", here)
     command = ["ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
     assert main(command) == 0
     first = capsys.readouterr().out
@@ -199,15 +259,15 @@ def test_a_claim_from_the_runs_to_the_page(
     assert main(command) == 0
     assert "to be made" not in capsys.readouterr().out
     assert made == {file: file.stat().st_mtime_ns for file in made}
-    told: list[str] = []
     config = config_of("dual", 0, quick=True)
-    assert training._is_of(file, config, told.append)
-    assert not told
+    assert runs._is_of(file, config)
+    assert not capsys.readouterr().out
     monkeypatch.setitem(tiny, "sampling.eta", 0.9)
-    assert not training._is_of(file, config_of("dual", 0, quick=True), told.append)
+    assert not runs._is_of(file, config_of("dual", 0, quick=True))
     for content in (file.read_text()[:500], '{"version": 1}'):
         file.write_text(content)
-        assert not training._is_of(file, config, told.append)
+        assert not runs._is_of(file, config)
+    told = capsys.readouterr().out.splitlines()
     assert [re.sub(".*json: |: Unterm.*", "", line) for line in told] == [
         "a run with other settings; it is made again",
         "not valid JSON",
@@ -224,7 +284,9 @@ def test_a_video_without_a_score_is_named() -> None:
 
 ENDED = """
 import os, signal, sys, time
-from studies.paper import __main__ as study, training
+
+from studies import runs
+
 
 def train_one(config, file):
     file.with_suffix(".begun").touch()
@@ -235,10 +297,12 @@ def train_one(config, file):
     time.sleep(60)
 
 if __name__ == "__main__":
-    training.train_one = train_one
-    training.WORKER = [sys.executable, __file__, sys.argv[1], "worker"]
-    worker = sys.argv[2] == "worker"
-    sys.exit(training.main(sys.argv[3:]) if worker else study.main(sys.argv[2:]))
+    runs.train_one = train_one
+    runs.WORKER = [sys.executable, __file__, sys.argv[1], "worker"]
+    if sys.argv[2] == "worker":
+        sys.exit(runs.main(sys.argv[3:]))
+    from studies.paper import __main__ as study
+    sys.exit(study.main(sys.argv[2:]))
 """
 
 

@@ -10,8 +10,8 @@ import pytest
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.report.charts import picture
+from studies.finding import Claim, Material
 from studies.paper import adapter, gradients, printed, samplers
-from studies.paper.finding import Claim, Material
 from tests.tiny import demo_trainer
 
 QUICK = Material(quick=True, runs={})
@@ -54,9 +54,12 @@ def test_rules_of_gradients_and_adapters() -> None:
     )  # fmt: skip
     assert gradients.mismatch(3 * predicted, predicted) == pytest.approx(1)
     assert gradients.mismatch(np.array([1.0, 4.0]), np.array([1.0, 1.0])) == pytest.approx(2)
-    assert gradients.judge_law(norms) == gradients.judge_equalizer(norms) == "held"
+    assert gradients.judge_law(norms) == gradients.judge_range(norms) == gradients.judge_equalizer(norms) == "held"
     assert gradients.judge_equalizer(dataclasses.replace(norms, weight=flat)) == "not held"
-    assert gradients.judge_law(dataclasses.replace(norms, by_std=flat)) == "not held"
+    other = dataclasses.replace(norms, by_std=flat)  # another law, the same range; then the other way round
+    assert (gradients.judge_law(other), gradients.judge_range(other)) == ("not held", "held")
+    narrow = dataclasses.replace(norms, by_std=flat, policy=flat)
+    assert (gradients.judge_law(narrow), gradients.judge_range(narrow)) == ("held", "not held")
     assert gradients.room_for_importance(np.array([1.0, 3.0])) == pytest.approx(1 - 4 / 5)
     at = adapter.JUDGED
     assert adapter.judge_responses({(at, "ours"): (1.0, 0.05), (at, "peft"): (0.3, 0.05)}) == "held"
@@ -115,7 +118,9 @@ def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     columns = (table.a, table.b, table.c, table.excess_noise(), table.gradient_scale(), table.equalizer())
     assert [float(value) for value in row[3:]] == pytest.approx([float(c[19]) for c in columns], abs=6e-4)
     assert "note: sage: step 0 is set by the clamp" in text
-    assert re.findall(r"^(\w+)\nstep", text, re.M) == ["sage", "flow", "dance", "cps", "exact"]
+    assert re.findall(r"^(\S+)\nstep", text, re.M) == [
+        "sage", "flow", "dance", "cps", "dance-precise", "precise"
+    ]  # fmt: skip
     assert file.read_text().startswith("<?xml")
     assert main(["sde", "--eta", "1.4"]) == 0
     assert "\ncps\n" not in capsys.readouterr().out
@@ -125,7 +130,7 @@ def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["sde", "--eta", "10", "--steps", "4"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if re.match(" +[0-3] ", line)]
-    assert [len(row.split()) for row in rows] == [9] * 4 * 4
+    assert [len(row.split()) for row in rows] == [9] * 4 * 5
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import shlex
 import sqlite3
@@ -19,22 +20,23 @@ from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_fast.report.videos import contact_sheet
+from sage_fast.report.comparison import report_run
+from sage_fast.report.sheets import contact_sheet
 from sage_fast.run import trackers
-from sage_fast.run.folder import save_videos
-from sage_fast.run.trackers import MetricsWriter, check_trackers
+from sage_fast.run import writer as module
+from sage_fast.run.sample import save_videos
 from sage_fast.run.train import train
-from sage_fast.util.console import Say, say_nothing
+from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_metrics
 from tests.tiny import settings
 
 
-def write(run: Path, names: list[str], start: int = 0, tell: Say = say_nothing) -> list[Path]:
+def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
     """Two iterations between two evaluations of two videos, as a run writes them; returns the videos."""
     run.mkdir(exist_ok=True)
     config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
-    writer = MetricsWriter(config, run, "0a1b2c3d", start, tell)
+    writer = MetricsWriter(config, run, "0a1b2c3d", start)
     clips, sheet = [torch.rand(3, 3, 32, 32)] * 2, run / f"{start}.png"
     videos = save_videos(clips, ["a", "b"], run / f"videos-{start}", 8)
     contact_sheet(clips, ["a", "b"]).save(sheet)
@@ -97,7 +99,7 @@ def test_a_row_that_finds_no_room_is_written_before_the_next_checkpoint(
 
     writer = MetricsWriter(settings(tracking__trackers=[]), tmp_path, "0a1b2c3d")
     with monkeypatch.context() as patch:
-        patch.setattr(trackers, "append_line", full)
+        patch.setattr(module, "append_line", full)
         for fails in (lambda: writer.write({"iteration": 0}), writer.sync):
             with pytest.raises(OSError, match="No space left"):
                 fails()
@@ -204,17 +206,19 @@ class Dying(TensorBoardTracker):
 dying: list[Dying] = []
 
 
-def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_noted_once_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What it raises ends no run, and costs neither the record nor the other trackers anything."""
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Dying)
     config = settings(tracking__trackers=["mlflow", "tensorboard"])
-    told: list[str] = []
-    writer = MetricsWriter(config, tmp_path, "0a1b2c3d", 0, told.append)
+    caplog.set_level(logging.INFO)
+    writer = MetricsWriter(config, tmp_path, "0a1b2c3d")
     for i in range(6):
         writer.write({"iteration": i, "reward/mean": 10.0 + i})
     writer.close()
     assert dying.pop().asked == [1, 2, 3, 4], "three chances"
-    assert " ".join(" ".join(told).split()) == (
+    assert " ".join(" ".join(caplog.messages).split()) == (
         "note: tracker 'mlflow' failed (BrokenPipeError: the service went away); it is left out if it fails 3 times, "
         "and metrics.jsonl has every row"
     )
@@ -222,16 +226,18 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
 
 
-def test_a_tracker_that_cannot_be_closed_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_cannot_be_closed_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(self: TensorBoardTracker) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(TensorBoardTracker, "finish", fail)
-    told: list[str] = []
-    writer = MetricsWriter(settings(tracking__trackers=["tensorboard"]), tmp_path, "0a1b2c3d", 0, told.append)
+    caplog.set_level(logging.INFO)
+    writer = MetricsWriter(settings(tracking__trackers=["tensorboard"]), tmp_path, "0a1b2c3d")
     os.close(writer._file.fileno())  # nor does the record, whose rows are on the disk with the last checkpoint
     writer.close()
-    text = " ".join(" ".join(told).split())
+    text = " ".join(" ".join(caplog.messages).split())
     assert "tracker 'tensorboard' failed (OSError: [Errno 116] Stale file handle)" in text
     assert "metrics.jsonl: [Errno 9] Bad file descriptor" in text
 
@@ -267,7 +273,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for iterations in (1, 2):
             config = settings(output=str(run), train__iterations=iterations, train__ema_decay=0.5, eval__num_videos=1,
                               eval__judge="testbed-judge")  # fmt: skip
-            train(config, resume=iterations > 1, quiet=True)
+            train(config, resume=iterations > 1, report=report_run)
     finally:
         os.umask(umask)
     return run

@@ -28,7 +28,8 @@ from sage_fast.ops import transition_score
 from sage_fast.rewards import Scores, join_scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import evaluate, generate
+from sage_fast.run.evaluation import evaluate
+from sage_fast.run.sample import generate
 from sage_fast.run.setup import Setup
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer

@@ -32,9 +32,11 @@ def test_finite_everywhere(sampler: str, shift: float) -> None:
 def scalar_row(sampler: str, s: float, n: float, eta: float) -> tuple[float, float, float]:
     """One row by hand, with math alone."""
     d = s - n
-    if sampler in ("cps", "exact"):
+    if sampler in ("cps", "dance-precise", "precise", "exact"):
         if sampler == "cps":
             r = n * math.cos(eta * math.pi / 2)
+        elif sampler == "dance-precise":
+            r = n * math.exp(-(eta**2) / 2 * (1 / n - 1 / s)) if n else 0.0
         else:
             rho = 0.0 if s == 1 else n * (1 - s) / (s * (1 - n))
             r = n * rho ** (eta**2 / 2)
@@ -92,6 +94,23 @@ def test_cps_with_the_exact_ratio_is_exact() -> None:
         cps = transition_table(sigmas[t : t + 2], "cps", 2 / math.pi * math.acos(kept))
         row = (float(cps.a[0]), float(cps.b[0]), float(cps.c[0]))
         assert row == pytest.approx((float(exact.a[t]), float(exact.b[t]), float(exact.c[t])), rel=1e-9)
+
+
+@pytest.mark.parametrize(("closed", "euler"), [("dance-precise", "dance"), ("precise", "flow")])
+def test_a_closed_form_solves_the_sde_of_its_euler_step(closed: str, euler: str) -> None:
+    """In short steps the rows are the same, and one long step keeps as much of the old noise as its parts do."""
+    fine = sigma_schedule(100_000, 1.0)
+    inside = slice(20_000, 80_000)  # at the ends a step is long beside sigma or 1 - sigma
+    ours, theirs = (transition_table(fine, sampler, 0.8) for sampler in (closed, euler))
+    for name in ("a", "b", "c"):
+        torch.testing.assert_close(getattr(ours, name)[inside], getattr(theirs, name)[inside], rtol=1e-4, atol=1e-8)
+
+    def kept(*sigmas: float) -> float:
+        levels = torch.tensor(sigmas, dtype=torch.float64)
+        return float(((transition_table(levels, closed, 0.8).a - (1 - levels[1:])) / levels[:-1]).prod())
+
+    assert kept(0.7, 0.5, 0.4, 0.2) == pytest.approx(kept(0.7, 0.2), rel=1e-12)
+    assert kept(0.7, 0.2) < 0.2 / 0.7
 
 
 def test_flow_is_dance_with_its_own_noise_level() -> None:

@@ -1,5 +1,6 @@
 """The relative size of updates against direct computation, and the warning that bfloat16 would swallow them."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -116,54 +117,61 @@ def test_an_iteration_without_an_update_has_no_size() -> None:
     assert "update/relative" not in tiny_trainer(settings(), SkippedReward()).iteration(0)
 
 
-def told(dtype: torch.dtype = torch.bfloat16, start: float = 0.0, steps: int = 1, **overrides: Any) -> list[str]:
+def told(
+    caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype = torch.bfloat16,
+    start: float = 0.0,
+    steps: int = 1,
+    **overrides: Any,
+) -> list[str]:
     """What is said of `steps` updates with random gradients, of an adapter moved by `start` or of all weights."""
     trainer = tiny_trainer(settings(train__weight_decay=0.0, **overrides), dtype=dtype)
     if trainer.config.model.tuning == "full":
         trainer.policy.transformer.float()  # as they are loaded
     else:
         perturb(trainer, start)
-    lines: list[str] = []
-    trainer.engine.tell = lines.append
+    caplog.clear()
+    caplog.set_level(logging.INFO)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         for p in trainer.engine.parameters:
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         trainer.engine.step()
-    return lines
+    return caplog.messages
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
-def test_updates_below_the_resolution_of_bfloat16_are_warned_of_once(tuning: str) -> None:
+def test_updates_below_the_resolution_of_bfloat16_are_warned_of_once(
+    tuning: str, caplog: pytest.LogCaptureFixture
+) -> None:
     small: dict[str, Any] = {"model__tuning": tuning, "start": 0.5, "train__learning_rate": 1e-5}
-    text = " ".join(" ".join(told(steps=3, **small)).split())
+    text = " ".join(" ".join(told(caplog, steps=3, **small)).split())
     assert text.count("bfloat16 resolves 2.0e-03: the forward sees it only once several updates have added up") == 1
     assert "Raise train.learning_rate = 1e-05, or set model.dtype = float32" in text
     assert ("adapter" if tuning == "lora" else "weights") in text
-    assert told(**small | {"train__learning_rate": 1e-2}) == []
-    assert told(dtype=torch.float32, **small) == []
+    assert told(caplog, **small | {"train__learning_rate": 1e-2}) == []
+    assert told(caplog, dtype=torch.float32, **small) == []
 
 
-def test_an_adapter_that_starts_at_zero_is_not_warned_of() -> None:
+def test_an_adapter_that_starts_at_zero_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """At lr 1e-5 A moves by less than bfloat16 resolves, but the update comes through B, all of which is new."""
-    assert told(train__learning_rate=1e-5, steps=3) == []
+    assert told(caplog, train__learning_rate=1e-5, steps=3) == []
 
 
-def test_the_warm_up_of_the_learning_rate_is_not_warned_of() -> None:
+def test_the_warm_up_of_the_learning_rate_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     small: dict[str, Any] = {"start": 0.5, "train__learning_rate": 1e-5, "train__warmup_steps": 2}
-    assert told(steps=2, **small) == []
-    assert told(steps=3, **small) != []
+    assert told(caplog, steps=2, **small) == []
+    assert told(caplog, steps=3, **small) != []
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
-def test_nothing_is_warned_of_later_in_the_run(tuning: str) -> None:
+def test_nothing_is_warned_of_later_in_the_run(tuning: str, caplog: pytest.LogCaptureFixture) -> None:
     """Three iterations of one update each; what comes after them belongs to the schedule."""
     trainer = tiny_trainer(settings(model__tuning=tuning), dtype=torch.bfloat16)
-    lines: list[str] = []
-    trainer.engine.tell = lines.append
+    caplog.set_level(logging.INFO)
     trainer.engine.steps = 3
     trainer.engine.step()
-    assert lines == []
+    assert caplog.messages == []
 
 
 def test_resolution_is_half_a_unit_in_the_last_place() -> None:

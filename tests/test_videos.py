@@ -13,17 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.report.videos import (
-    comparison_sheet,
-    contact_sheet,
-    keep_shown,
-    numbered,
-    read_video,
-    save_mp4,
-    write_comparison,
-    write_video,
-)
-from sage_fast.run.folder import save_videos
+from sage_fast.report.comparison import keep_shown, write_comparison
+from sage_fast.report.playback import read_video
+from sage_fast.report.sheets import comparison_sheet, contact_sheet
+from sage_fast.report.videos import numbered, save_mp4, write_video
+from sage_fast.run.sample import save_videos
 from tests.tiny import FEW_STEPS
 
 
@@ -202,7 +196,9 @@ def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
 def write_evaluation(run, name, iteration, videos):
     (run / "eval").mkdir(exist_ok=True)
     prompts = [f"prompt {i}" for i in range(len(videos))]
-    (run / "eval" / f"{name}.json").write_text(json.dumps({"iteration": iteration, "prompts": prompts}))
+    scores = {"iteration": iteration, "prompts": prompts, "seeds": list(range(len(videos)))}
+    scores |= {"reward": [None] * len(videos), "parts": {}}
+    (run / "eval" / f"{name}.json").write_text(json.dumps(scores))
     save_videos(videos, prompts, run / "videos" / name, 8)
 
 

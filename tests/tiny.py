@@ -125,5 +125,5 @@ def demo_trainer(folder: Path, **overrides: Any) -> Trainer:
     given = {key.replace("__", "."): str(value) for key, value in overrides.items()}
     config = load(Path(__file__).parent.parent / "configs" / "demo.yaml", given)
     setup = load_setup(config)
-    setup.encode(folder, quiet=True)
+    setup.encode(folder)
     return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -20,16 +20,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
-from sage_fast.models.policy import LORA_FILE
+from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.testbed.model import TestbedTransformer
+from sage_fast.parallel import Engine, make_engine
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
-from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_trainer
+from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
 
 SETTINGS: dict[str, Any] = {
     "train__optimizer_steps": 2,
@@ -184,6 +185,49 @@ def checks(folder: Path) -> None:
     assert plain.keys() == sharded.keys()
     for name, factor in plain.items():  # of dead ends too, which are frozen
         assert torch.equal(factor, sharded[name]), (name, factor.shape, sharded[name].shape)
+
+
+MUON = {"full zero1": {"train__offload": "optimizer"}, "full zero2": {}, "full zero3": {}, "lora zero2": {}}
+"""Tuning and engine -> further settings."""
+
+
+def muon_engine(name: str) -> Engine:
+    """An engine with Muon; eps leaves AdamW's updates by gradients that are rounding alone small."""
+    tuning, engine = name.split()
+    decay = 0.5 * (tuning == "full")  # ZeRO leaves A alone while its gradient is 0
+    given = {"train__learning_rate": 1e-2, "train__weight_decay": decay, "train__eps": 1e-8, **MUON.get(name, {})}
+    config = settings(model__tuning=tuning, train__engine=engine, train__optimizer="muon", **given)
+    policy = tiny_model(config).policy
+    freeze_dead_ends(policy.transformer)
+    return make_engine(policy, config.train)
+
+
+def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Tensor]:
+    """The whole weights after one update by the mean of two losses, of which this process has those of `ranks`."""
+    policy, words = engine.policy, "a red circle moves left quickly"
+    text = collate([embeddings([words])[words]], CPU, torch.float32)
+    for place in ranks:
+        x = torch.randn(1, 32, 5, 4, 4, generator=torch.Generator().manual_seed(10 * number + place))
+        engine.backward(policy.velocity(x, policy.condition(torch.tensor([0.4]), text)).square().mean(), 2)
+    engine.step()
+    return {name: policy.whole(p).clone() for name, p in policy.parameters().items()}
+
+
+def muon(folder: Path) -> None:
+    """Three updates, with a checkpoint after the second; then one on from the checkpoint of the plain process."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    initialize()
+    for name in MUON:
+        engine = muon_engine(name)
+        steps = [muon_step(engine, number, [rank()]) for number in range(2)]
+        (folder / name).mkdir(exist_ok=True)
+        engine.save(folder / name)
+        steps.append(muon_step(engine, 2, [rank()]))
+        engine.load(folder / f"{name.split()[0]} plain", 2)
+        steps.append(muon_step(engine, 2, [rank()]))
+        if rank() == 0:
+            torch.save(steps, folder / name / "steps.pt")
+    shutdown()
 
 
 def main(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""The mathematics of SAGE-GRPO: transitions, objective, what a process scores, and the schedule of an iteration."""
+"""The mathematics of SAGE-GRPO: transitions, objective, scored processes, and the schedule of an iteration."""

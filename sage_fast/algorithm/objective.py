@@ -170,6 +170,12 @@ def strategy_of(kl: KLConfig) -> KLStrategy:
     return KL_STRATEGIES[kl.strategy]
 
 
+def kl_acts(kl: KLConfig) -> bool:
+    """Return whether the loss has a KL term of a weight above 0."""
+    row = strategy_of(kl)
+    return kl.lambda_max > 0 and (row.anchor is not None) * kl.beta_pos + row.velocity * kl.beta_vel > 0
+
+
 def uses_closed_form(kl: KLConfig) -> bool:
     """Return whether there is a velocity term in closed form, not the estimate from the rollout's noise."""
     return strategy_of(kl).velocity and kl.velocity_term == "closed_form"

@@ -42,7 +42,7 @@ class Process(Protocol):
     def finish(self, kept: Trajectories, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         """Store what training needs of the final latents of samples `rows`."""
 
-    def score_old(self, replay: Replay, batch: Batch, quiet: bool) -> None:
+    def score_old(self, replay: Replay, batch: Batch) -> None:
         """Score the trained transitions with the rollout's weights, the present ones; no-op if the rollout did it."""
 
     def log_prob_old(self, kept: Trajectories, micro: Sequence[tuple[int, int]], log_prob: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Reverse:
     def finish(self, kept: Trajectories, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         pass
 
-    def score_old(self, replay: Replay, batch: Batch, quiet: bool) -> None:
+    def score_old(self, replay: Replay, batch: Batch) -> None:
         pass
 
     def log_prob_old(self, kept: Trajectories, micro: Sequence[tuple[int, int]], log_prob: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ class Forward:
     def finish(self, kept: Trajectories, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         kept.noise_again(rows, latents, seeds, sigmas)
 
-    def score_old(self, replay: Replay, batch: Batch, quiet: bool) -> None:
+    def score_old(self, replay: Replay, batch: Batch) -> None:
         if batch.trajectories.velocities:  # otherwise an iteration has one update, where both policies are equal
-            replay.score_noised(batch, quiet)
+            replay.score_noised(batch)
 
     def log_prob_old(self, kept: Trajectories, micro: Sequence[tuple[int, int]], log_prob: Tensor) -> Tensor:
         if not kept.velocities:

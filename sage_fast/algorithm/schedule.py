@@ -14,7 +14,7 @@ from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, TransitionTabl
 from sage_fast.config.fields import require
 from sage_fast.config.schema import Config
 from sage_fast.models.protocol import Key
-from sage_fast.models.sharing import check_sequence_parallel
+from sage_fast.models.sharing import check_ranks
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import world_size
 from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
@@ -38,17 +38,12 @@ def iteration_table(table: TransitionTable, config: Config, iteration: int) -> T
     return table.window(start, start + window)
 
 
-def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
-    """Return the transitions that training scores, one for each of `table`."""
-    return surrogate_of(config.objective).process.table(table)
-
-
 def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
     """Return the stochastic steps an iteration trains.
 
     With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the first.
     """
-    steps = scored_table(table, config).stochastic_steps
+    steps = surrogate_of(config.objective).process.table(table).stochastic_steps
     count = math.ceil(config.train.timestep_fraction * len(steps))
     if config.train.timestep_permutation and count < len(steps):
         order = permutation(len(steps), config.seed, "trained-steps", iteration)
@@ -120,14 +115,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         kl.feedback,
         f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
     )
-    ranks = check_sequence_parallel(config.model.sequence_parallel, ranks or world_size())
-    samples = train.prompts_per_iteration * train.group_size
-    if samples < ranks:
-        raise UserError(
-            f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = {train.group_size}: "
-            f"{samples} samples an iteration for {ranks} ranks; expected at least one each. The nearest is {samples} "
-            f"ranks, or train.prompts_per_iteration = {-(-ranks // train.group_size)}"
-        )
+    check_ranks(config, ranks or world_size())
 
 
 def check_log_prob(config: Config, numel: int) -> None:
@@ -158,7 +146,7 @@ class Sample:
         group: index of the group, one for each prompt of the iteration.
         index: index within the group.
         prompt: prompt of the group.
-        key: key of the condition; a prompt is its own.
+        key: key of the condition; a prompt is its own key.
         seed: key of the noise.
         latent_seed: key of the initial latents; the same for the whole group with shared initial noise.
     """
@@ -172,7 +160,7 @@ class Sample:
 
 
 def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Indices of the prompts of one iteration: a new shuffle every epoch, a pure function of its arguments."""
+    """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments."""
     chosen = []
     for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
         epoch, offset = divmod(position, prompts)

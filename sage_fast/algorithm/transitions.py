@@ -87,17 +87,26 @@ def _cps(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     return _coefficient_preserving(s, n, n * math.cos(angle), n * math.sin(angle))
 
 
-def _exact(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The paper's SDE, solved in closed form over the step with x0_hat frozen (docs/math.md).
+def _frozen(s: Tensor, n: Tensor, eta: float, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An SDE solved in closed form over the step, with x0_hat frozen (docs/math.md).
 
-    A share rho^(eta^2/2) of the old noise survives, rho = n(1-s) / (s(1-n)); it is 0 at s = 1 and at n = 0.
+    A share exp(eta^2 exponent) of the old noise's variance survives; `exponent` is -inf where none does.
     """
-    if eta == 0:  # 0 * log(0) below would be nan
+    if eta == 0:  # 0 * inf below would be nan
         return _ode(s, n, eta)
-    log_rho = torch.log(n * (1 - s) / (s * (1 - n)))
     return _coefficient_preserving(
-        s, n, n * torch.exp(0.5 * eta**2 * log_rho), n * torch.sqrt(-torch.expm1(eta**2 * log_rho))
+        s, n, n * torch.exp(0.5 * eta**2 * exponent), n * torch.sqrt(-torch.expm1(eta**2 * exponent))
     )
+
+
+def _precise(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Precise (arXiv 2605.23522): the SDE of flow and sage in closed form."""
+    return _frozen(s, n, eta, torch.log(n * (1 - s) / (s * (1 - n))))
+
+
+def _dance_precise(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The SDE of dance in closed form, as in the code of Precise."""
+    return _frozen(s, n, eta, 1 / s - 1 / n)
 
 
 def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
@@ -106,13 +115,13 @@ def _sage_notes(s: Tensor, n: Tensor, c: Tensor) -> tuple[str, ...]:
     notes = []
     if 1 - s[0] < SAGE_CLAMP:
         notes.append(
-            f"sage: step 0 is set by the clamp 1 - sigma >= {SAGE_CLAMP:g} (std {c[0]:.3g}); `exact` needs no clamp"
+            f"sage: step 0 is set by the clamp 1 - sigma >= {SAGE_CLAMP:g} (std {c[0]:.3g}); `precise` needs no clamp"
         )
     silent = int((c == 0).sum())
     if silent:
         notes.append(f"sage: {silent} step(s) lie wholly inside the clamp and are deterministic")
     if n[-1] == 0:
-        notes.append(f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `exact` leaves none")
+        notes.append(f"sage: the last step leaves noise of std {c[-1]:.3g} on the scored latent; `precise` leaves none")
     return tuple(notes)
 
 
@@ -124,11 +133,13 @@ class SamplerRow:
         step: (s, n, eta) -> a, b, c; float64 `[T]` each.
         largest_eta: largest eta for which the sampler is defined.
         notes: (s, n, c) -> sentences on clamped or unusual steps.
+        compared: whether `sage-fast sde` shows it without being asked.
     """
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
     largest_eta: float = math.inf
     notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
+    compared: bool = True
 
 
 SAMPLERS = {
@@ -136,8 +147,10 @@ SAMPLERS = {
     "flow": SamplerRow(step=_flow),
     "dance": SamplerRow(step=_dance),
     "cps": SamplerRow(step=_cps, largest_eta=1.0),
-    "exact": SamplerRow(step=_exact),
-    "ode": SamplerRow(step=_ode),
+    "dance-precise": SamplerRow(step=_dance_precise),
+    "precise": SamplerRow(step=_precise),
+    "exact": SamplerRow(step=_precise, compared=False),  # the name it had here before it was published
+    "ode": SamplerRow(step=_ode, compared=False),
 }
 assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row in SAMPLERS"
 

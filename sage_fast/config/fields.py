@@ -7,7 +7,7 @@
         eta: float = within(1.0, least=0)
         \"""Noise level.\"""
 
-A section checks itself when it is made, also by `dataclasses.replace`. Rules over several fields stand in its
+A section checks itself when it is created, including by `dataclasses.replace`. Rules over several fields are in its
 `__post_init__`. Meanings are read from the source, so that `--help` repeats nothing. Imports nothing heavy.
 """
 
@@ -36,7 +36,7 @@ _PYTHON: dict[Any, Any] = {bool: bool, int: int, float: int | float, str: str}
 
 
 def within(
-    default: float,
+    default: float | None,
     *,
     least: float | None = None,
     above: float | None = None,
@@ -78,9 +78,9 @@ class Setting:
     """One field of a section.
 
     Attributes:
-        name: dotted, as in a YAML file and on the command line.
-        type: its annotation.
-        default: its value if nothing is given.
+        name: dotted name, as in a YAML file and on the command line.
+        type: type annotation.
+        default: value if nothing is given.
         bounds: name in `BOUNDS` -> bound.
     """
 
@@ -197,6 +197,8 @@ def _convert(hint: Any, value: Any) -> Any:
         raise ValueError(f"expected {kind(hint)}{quoted}")
     if wanted is float:
         return float(value) if is_finite(value) else value
+    if wanted is str and "\0" in value:
+        raise ValueError("expected text without the character NUL")
     if value == "":
         raise ValueError("expected text that is not empty")
     if isinstance(value, str) and not is_unicode(value):
@@ -250,7 +252,7 @@ def settings_of(tree: type) -> dict[str, Setting]:
 
 @functools.cache
 def meanings(section: type) -> dict[str, str]:
-    """Return field -> the docstring after it in the source, and `""` -> that of the section."""
+    """Return field -> the docstring after it in the source, and `""` -> the section's own docstring."""
     found: dict[str, str] = {}
     for base in section.__mro__:
         if dataclasses.is_dataclass(base):

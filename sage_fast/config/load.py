@@ -1,28 +1,29 @@
-"""Settings from YAML files and the command line to a checked `Config`, and back.
+"""Settings from YAML files and overrides to a checked `Config`, and back.
 
 `load` reads a file, applies overrides such as `{"sampling.eta": "0.7"}` and builds the tree, which checks itself before
-any model is made. `dump` writes the resolved tree into the run folder. The command's help and its completion come from
-the tree and the docstrings of its fields.
+any model is made. `dump` writes the resolved tree into the run folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import reprlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import yaml
 
-from sage_fast.config.fields import is_unicode, meanings, own_settings, sections, settings_of
+from sage_fast.config.fields import is_unicode, sections, settings_of
 from sage_fast.config.schema import Config, RewardEntry
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, first_line
 
-_OF_ONE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
+LARGEST = 1_000_000
+"""Most values in a YAML text, with those that aliases stand for."""
+
+_SINGLE_REWARD = {f"reward.{field.name}" for field in dataclasses.fields(RewardEntry)}
 
 
 def load(
@@ -30,9 +31,9 @@ def load(
 ) -> Config:
     """Read a YAML file, apply `overrides` (dotted key -> YAML value, as typed) and check the result.
 
-    The file may begin with `base: FILE`, whose settings it changes; FILE is relative to it. A mapping such as
-    `reward.weights`, or one of its entries, replaces that of the base, and in the overrides that of the file. An entry
-    of `reward.args` replaces that argument alone.
+    The file may begin with `base: FILE`, relative to it, and then changes the settings of FILE. A mapping such as
+    `reward.weights`, or one of its entries, replaces the whole mapping of the layer below: a file's replaces the
+    base's, an override's replaces the file's. An entry of `reward.args` replaces only that argument.
 
     Args:
         overlays: settings as in a file. They win over the file, and the overrides win over them.
@@ -85,7 +86,7 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
             below = settings_of(Config)["reward.args"].checked(joined.get("reward.args", {}))
             own["reward.args"] = below | own["reward.args"]
         if own.get("reward.several"):
-            joined = {key: value for key, value in joined.items() if key not in _OF_ONE_REWARD}
+            joined = {key: value for key, value in joined.items() if key not in _SINGLE_REWARD}
         elif "reward.name" in own:
             joined.pop("reward.several", None)
         joined |= own
@@ -103,7 +104,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if not path.exists():
         raise UserError(f"config {path}: no such file")
     try:
-        loaded = _parse(path.read_text(encoding="utf-8"))
+        loaded = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"config {path}: not valid YAML: {error}") from error
     if loaded in (None, {}):
@@ -114,9 +115,9 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but 1e-4 is a number, a date is text, and a key stands once in its mapping.
+    """YAML 1.1, but 1e-4 is a number, a date is text, and a mapping must not repeat a key.
 
-    libyaml's faster parser would overflow the stack of the process on deep brackets; this one raises RecursionError.
+    libyaml's faster parser would overflow the process's stack on deep nesting; this one raises RecursionError.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -137,7 +138,7 @@ class _Loader(yaml.SafeLoader):
             value = super().construct_object(node, deep=True)
             if isinstance(value, int):
                 str(value)  # raises ValueError if it is too long to print
-        except (ValueError, KeyError, OverflowError) as error:
+        except (ValueError, LookupError, OverflowError) as error:
             kind, why = node.tag.rpartition(":")[2], str(error).partition(";")[0]
             problem = f"cannot read {reprlib.repr(node.value)} as {kind}: {why}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
@@ -155,21 +156,34 @@ for _class in (_Loader, _Dumper):
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
 
 
-def _parse(text: str) -> Any:
-    """Return the value of a YAML text.
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text, the only way in which YAML is read.
 
     Raises:
         ValueError: says what is wrong and where, in one line.
     """
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        _check_size(value)
+        return value
     except RecursionError as error:
         raise ValueError("nested too deeply for settings") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise ValueError(f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}") from error
     except yaml.YAMLError as error:
-        raise ValueError(str(error).splitlines()[0]) from error
+        raise ValueError(first_line(error)) from error
+
+
+def _check_size(tree: Any) -> None:
+    """Refuse a few lines of aliases of aliases, which every later copy would write out in full."""
+    nested, count = [tree], 0
+    while nested:
+        value = nested.pop()
+        count += 1
+        if count > LARGEST:
+            raise ValueError(f"aliases that stand for more than {LARGEST:,} values")
+        nested += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def build(settings: Mapping[str, Any]) -> Config:
@@ -213,13 +227,13 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(key: str, text: str) -> Any:
-    """Parse the value of an override as YAML; where text is expected, it stays as typed."""
+    """Parse the value of an override as YAML; the value of a text setting stays as typed."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
     if not is_unicode(text):
         raise UserError(f"--{key} {text!r}: expected text in UTF-8")
     try:
-        value = _parse(text)
+        value = parse_yaml(text)
     except ValueError as error:
         raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; text with special characters needs "
                         f"quotes of its own inside those of the shell: --{key} \"'...'\"") from error  # fmt: skip
@@ -228,7 +242,7 @@ def _typed(key: str, text: str) -> Any:
 
 
 def _unknown(key: str) -> str:
-    """Say what is near an unknown key: a setting of the same last name (`--eta`), else one with a similar path."""
+    """Suggest a setting for an unknown key: one with the same last name (`--eta`), else one with a similar path."""
     import difflib
 
     known = list(settings_of(Config))
@@ -238,52 +252,3 @@ def _unknown(key: str) -> str:
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     close = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"unknown setting {textwrap.shorten(key, 60)!r}; did you mean {close[0]!r}?"
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
-
-
-def overrides_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse `--key.path value` and `--key.path=value` to dotted key -> value as typed; the last one wins.
-
-    Raises:
-        UserError: an argument of another form, or an option without its value.
-    """
-    settings: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--"):
-            raise UserError(f"unexpected argument {argument!r}; settings are given as --key.path value")
-        key, separator, value = argument[2:].partition("=")
-        if not separator:
-            if not rest or rest[0].startswith("--"):
-                known = key in settings_of(Config) or key.startswith(("reward.weights.", "reward.args."))
-                raise UserError(f"{argument} needs a value" if known else f"unknown option {argument}; see --help")
-            value = rest.pop(0)
-        settings[key] = value
-    return settings
-
-
-METAVARS = {int: "INTEGER", float: "NUMBER", dict: "{NAME: NUMBER, ...}", list: "[...]"}
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting as an option, for the help and for completion. `overrides_of` parses the arguments."""
-    for name, section in sections(Config).items():
-        meaning = meanings(section)
-        group = parser.add_argument_group(f"settings, {name}" if name else "settings", meaning[""])
-        for setting in own_settings(section):
-            bounds = f"{setting.range}; " if setting.range else ""
-            text = f"{meaning[setting.field]} ({bounds}default: {_yaml(setting.default)})"
-            group.add_argument(
-                f"--{setting.name}",
-                choices=setting.choices or (("true", "false") if setting.type is bool else None),
-                metavar="TEXT" if setting.is_text else METAVARS.get(get_origin(setting.type) or setting.type),
-                help=text.replace("%", "%%"),
-            )
-
-
-def _yaml(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")

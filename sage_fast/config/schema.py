@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
+from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.fields import Section, is_finite, require, within
 from sage_fast.util.errors import UserError, nearest
 
-Sampler = Literal["sage", "flow", "dance", "cps", "exact", "ode"]
+Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "exact", "ode"]
 Reduction = Literal["mean", "sum", "unscaled"]
 Surrogate = Literal["clip", "log_prob", "nft"]
 Ratio = Literal["plain", "centred", "normalised"]
@@ -32,6 +33,12 @@ EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "all"]
 OnFailure = Literal["drop", "stop"]
 
+assert tuple(OPTIMIZERS) == get_args(Optimizer), "an optimizer is named in Optimizer and has its row in OPTIMIZERS"
+assert tuple(ENGINES) == get_args(EngineName), "an engine is named in EngineName and has its row in ENGINES"
+assert tuple(OFFLOADS) == get_args(Offload), "an offload is named in Offload and has its row in OFFLOADS"
+assert tuple(ADAPTERS) == get_args(Tuning), "a tuning is named in Tuning and has its row in ADAPTERS"
+assert tuple(BYTES) == get_args(DType), "a type is named in DType and has its row in BYTES"
+
 RANDOM = "random:"
 """Prefix of `model.path` for a model with random weights."""
 
@@ -45,8 +52,8 @@ class ModelConfig(Section):
     path: str = "testbed"
     """`testbed`, a local folder in diffusers format, or a hub id such as
     hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p` and `random:testbed` have
-    random weights, for measuring the time and memory of an iteration without a checkpoint. `package.module:Name:` in
-    front names a model family of your own."""
+    random weights, for measuring the time and memory of an iteration without a checkpoint. Prefix any of these with
+    `package.module:Name:` to use a model family of your own."""
     dtype: DType = "bfloat16"
     """Storage type of frozen weights and activations. Latents are always float32."""
     tuning: Tuning = "lora"
@@ -80,6 +87,16 @@ class ModelConfig(Section):
         except re.error as error:
             raise UserError(f"model.lora_targets = {self.lora_targets!r}: not a regular expression: {error}") from error
 
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained, over frozen weights."""
+        return ADAPTERS[self.tuning]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of frozen weights and activations."""
+        return BYTES[self.dtype]
+
 
 @dataclasses.dataclass(kw_only=True)
 class DataConfig(Section):
@@ -100,8 +117,8 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step; docs/math.md has the formulas. `ode` adds no noise and can only be trained with
-    objective.surrogate = nft."""
+    """Rule of a denoising step; docs/math.md has the formulas. `exact` is `precise` under another name. `ode` adds no
+    noise and can only be trained with objective.surrogate = nft."""
     eta: float = within(1.0, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
@@ -124,8 +141,7 @@ class SamplingConfig(Section):
     batch_size: int = within(4, least=1)
     """Samples denoised together."""
     cuda_graphs: bool = True
-    """Replay denoising steps from CUDA graphs if the steps are small enough to gain. The result is the same to the
-    bit."""
+    """Replay denoising steps from CUDA graphs if the steps are small enough to gain. Results are bit-identical."""
     offload_trajectories: bool = False
     """Keep the trained steps in pinned host memory instead of GPU memory."""
 
@@ -148,7 +164,7 @@ class RewardEntry(Section):
     name: str = "testbed"
     """A shipped reward (`testbed`), one that an installed package offers, `package.module:name` of a class or a
     callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or http://host:port of `sage-fast
-    serve-reward`. Modules in the current folder are found."""
+    serve-reward`. Modules in the current folder are found too."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'."""
     weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
@@ -156,7 +172,7 @@ class RewardEntry(Section):
     Weights given on the command line replace those of the file, which replace the default: '{red: 1}', or
     --reward.weights.red 1."""
     normalisation: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """Part -> [mean, std]. (part - mean) / std is weighted and logged in place of the part, and the original value is
+    """Part -> [mean, std]. (part - mean) / std is weighted and logged instead of the part, and the original value is
     logged as <part>_raw. The numbers are fixed, so that scores of two runs are comparable: '{vq: [3.68, 2.25]}'."""
     prefix: str | None = None
     """Prefix for the names of its parts, such as clip_, for two rewards with a part of the same name. `weights` and
@@ -230,7 +246,7 @@ class RewardConfig(RewardEntry):
     """What to do with a sample whose reward still fails after the retries. `drop`: drop it from its group and count it
     as `reward/dropped`. `stop`: stop the run."""
     retries: int = within(1, least=0, most=100)
-    """Further calls after one that raised, hung in a process of its own, or returned a value that is not finite."""
+    """Further calls after one that raised, hung in a worker process, or returned a value that is not finite."""
     max_dropped: float = within(0.2, least=0, most=1)
     """Largest fraction of dropped samples in an iteration or an evaluation. Above it the run stops with a
     checkpoint."""
@@ -245,9 +261,7 @@ class RewardConfig(RewardEntry):
         if self.several:
             for field in dataclasses.fields(RewardEntry):
                 value, own = getattr(self, field.name), getattr(RewardEntry(), field.name)
-                require(
-                    value == own, f"reward.{field.name}", value, "reward.several stands in its place; move it there"
-                )
+                require(value == own, f"reward.{field.name}", value, "reward.several takes its place; move it there")
         weights = self.part_weights
         require(
             any(weight != 0 for weight in weights.values()),
@@ -416,8 +430,8 @@ class TrainConfig(Section):
     deepspeed_config: str | None = None
     """JSON file merged over the DeepSpeed configuration that follows from the other settings."""
     optimizer: Optimizer = "adamw"
-    """`muon`: Muon for the matrices of the transformer blocks and AdamW for the rest; needs model.tuning = full.
-    `adamw8bit`: AdamW with 8-bit moments, by bitsandbytes."""
+    """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their adapters, and AdamW for the
+    rest. `adamw8bit`: AdamW with 8-bit moments, by bitsandbytes."""
     learning_rate: float = within(1e-5, above=0)
     """Learning rate after the warm-up. Muon's updates are scaled to the size of AdamW's, so that one value serves
     both."""
@@ -452,23 +466,41 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sharded, needs = self.engine != "plain", "needs train.engine = zero1, zero2 or zero3"
-        for holds, key, expected in (
-            (
-                not sharded or self.optimizer == "adamw",
-                "optimizer",
-                f"train.engine = {self.engine} updates rows of joined weights, which only adamw can; the nearest "
-                "choice is adamw, or train.engine = plain",
-            ),
-            (
-                self.offload != "all" or self.engine == "zero3",
-                "offload",
-                f"needs train.engine = zero3; the nearest choice is {'optimizer' if sharded else 'none'}",
-            ),
-            (self.offload == "none" or sharded, "offload", f"{needs}; the nearest choice is none"),
-            (self.deepspeed_config is None or sharded, "deepspeed_config", f"{needs}, the nearest of which is zero1"),
-        ):
-            require(holds, f"train.{key}", getattr(self, key), expected)
+        row, moved = ENGINES[self.engine], OFFLOADS[self.offload]
+        takers = [name for name, optimizer in OPTIMIZERS.items() if optimizer.takes_parts]
+        require(
+            not row.shards or self.optimizer in takers,
+            "train.optimizer",
+            self.optimizer,
+            f"train.engine = {self.engine} updates rows of joined weights, which only {' and '.join(takers)} can; the "
+            f"nearest choice is {takers[0]}, or train.engine = plain",
+        )
+        require(
+            set(moved) <= set(row.shards),
+            "train.offload",
+            self.offload,
+            f"needs train.engine = {_engines_that_shard(*moved)}; the nearest choice is "
+            f"{[name for name, other in OFFLOADS.items() if set(other) <= set(row.shards)][-1]}",
+        )
+        require(
+            self.deepspeed_config is None or row.stage > 0,
+            "train.deepspeed_config",
+            self.deepspeed_config,
+            f"needs train.engine = {_engines_that_shard('state')}, the nearest of which is zero1",
+        )
+        require(
+            self.eps >= (least := OPTIMIZERS[self.optimizer].least_eps),
+            "train.eps",
+            self.eps,
+            f"{self.optimizer} rounds second moments far below the largest of their block to 0, and eps alone bounds "
+            f"those updates; expected at least {least:g}, the nearest",
+        )
+
+
+def _engines_that_shard(*parts: str) -> str:
+    """Return the names of the engines that shard these parts, as text."""
+    *names, last = (name for name, row in ENGINES.items() if set(parts) <= set(row.shards))
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -479,6 +511,9 @@ class EvalConfig(Section):
     """Iterations between evaluations; 0: only before and after the run."""
     steps: int = within(40, least=1, most=1000)
     """ODE steps."""
+    guidance_scale: float | None = within(None, least=1)
+    """Classifier-free guidance scale of evaluations and of `sage-fast sample`. If not given, that of training,
+    sampling.guidance_scale."""
     num_prompts: int = within(16, least=1)
     """Number of held-out prompts to use, from the start of the file."""
     seeds_per_prompt: int = within(1, least=1)
@@ -522,18 +557,7 @@ class Config(Section):
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.train.optimizer != "muon" or self.model.tuning == "full",
-            "train.optimizer",
-            self.train.optimizer,
-            "needs model.tuning = full, since it orthogonalises whole weight matrices; the nearest choice is adamw",
-        )
-        require(
-            self.train.optimizer != "adamw8bit" or self.train.eps >= 1e-10,
-            "train.eps",
-            self.train.eps,
-            "adamw8bit rounds second moments far below the largest of their block to 0, and eps alone bounds those "
-            "updates; expected at least 1e-10, the nearest",
-        )
+    @property
+    def eval_guidance_scale(self) -> float:
+        """Guidance scale of evaluations."""
+        return self.sampling.guidance_scale if self.eval.guidance_scale is None else self.eval.guidance_scale

@@ -56,21 +56,20 @@ def fill_cache(
     encoder_factory: Callable[[], Encoder],
     cache: Path,
     model: str,
-    quiet: bool = False,
 ) -> int:
     """Encode the prompts missing from `cache`, each rank its share, without keeping them in memory. Collective.
 
     After a kill every file is complete, so the next call encodes the rest.
 
     Args:
-        prompts, encoder_factory, cache, model, quiet: as for `encode_cached`; all ranks must see the folder.
+        prompts, encoder_factory, cache, model: as for `encode_cached`; all ranks must see the folder.
 
     Returns:
         Number of prompts encoded, over all ranks.
     """
     share = list(dict.fromkeys(prompts))[rank() :: world_size()]
     missing = [prompt for prompt in share if not _is_whole(_file(cache, model, prompt))]
-    with together(), Progress("encode", len(missing), "prompt", quiet=quiet or not missing) as bar:
+    with together(), Progress("encode", len(missing), "prompt") as bar:
         encode = encoder_factory() if missing else None
         for prompt in missing:
             assert encode is not None
@@ -85,7 +84,6 @@ def encode_cached(
     cache: Path | None,
     model: str,
     kind: type[Condition],
-    quiet: bool = False,
 ) -> dict[str, Any]:
     """Return the embeddings of `prompts` on every rank, from `cache` or from the rank that encodes them. Collective.
 
@@ -99,7 +97,6 @@ def encode_cached(
         cache: folder with one safetensors file per (model, prompt); None keeps nothing on disk.
         model: result of `cache_key`.
         kind: class of the embeddings.
-        quiet: show no progress.
     """
     prompts = list(dict.fromkeys(prompts))
     files = {} if cache is None else {prompt: _file(cache, model, prompt) for prompt in prompts}
@@ -111,7 +108,7 @@ def encode_cached(
         if not all(holds):
             sources[prompt] = holds.index(True) if any(holds) else next(turns)
     encode: Encoder | None = None
-    with Progress("encode", len(sources), "prompt", quiet=quiet or not sources) as bar:
+    with Progress("encode", len(sources), "prompt") as bar:
         for first in range(0, len(sources), world_size()):
             block = list(itertools.islice(sources, first, first + world_size()))
             for prompt in block:

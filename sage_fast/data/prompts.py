@@ -1,4 +1,4 @@
-"""Prompt files, and the order in which a run visits the prompts."""
+"""Read prompt files: plain text, JSON lines or CSV."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import pkgutil
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,11 @@ SIZES = ("width", "height", "num_frames")
 KEYS = ("prompt", "negative_prompt", "seed", *SIZES)
 UNREAD = {".json": ".jsonl", ".ndjson": ".jsonl", ".tsv": ".csv"}
 """Suffixes that would wrongly be read as text -> the nearest supported suffix."""
+SETS = {
+    "testbed:train": "sage_fast.testbed.world:train_prompts",
+    "testbed:heldout": "sage_fast.testbed.world:heldout_prompts",
+}
+"""Named prompts -> the function that returns them, for the models that list them in `Spec.prompt_sets`."""
 FORMATS = "UTF-8 text with one prompt a line, .jsonl or .csv"
 
 Fields = Mapping[str, object]
@@ -42,13 +48,13 @@ class Prompt:
 
 
 def read_prompts(source: str, sampling: SamplingConfig) -> list[Prompt]:
-    """Read the prompts of a UTF-8 file, or of `testbed:train` or `testbed:heldout`.
+    """Read the prompts of a UTF-8 file, or of a shipped set.
 
     `.jsonl` has one object per line and `.csv` has a header; their keys are `KEYS`, of which only `prompt` is required.
     Any other file is text with one prompt per line; blank lines are skipped.
 
     Args:
-        source: path, `testbed:train` or `testbed:heldout`.
+        source: path, or a name in `SETS`.
         sampling: video size of the run; a record that names a size must agree with it.
 
     Raises:
@@ -56,12 +62,9 @@ def read_prompts(source: str, sampling: SamplingConfig) -> list[Prompt]:
             line.
     """
     if source.startswith("testbed:"):
-        from sage_fast.testbed.world import heldout_prompts, train_prompts
-
-        sets = {"testbed:train": train_prompts, "testbed:heldout": heldout_prompts}
-        if source not in sets:
-            raise UserError(f"prompts {source!r}: expected {' or '.join(sets)}, or a file")
-        return [Prompt(text=text) for text in sets[source]()]
+        if source not in SETS:
+            raise UserError(f"prompts {source!r}: expected {' or '.join(SETS)}, or a file")
+        return [Prompt(text=text) for text in pkgutil.resolve_name(SETS[source])()]
     suffix = Path(source).suffix.lower()
     if suffix in UNREAD:
         raise UserError(f"prompt file {source!r}: expected {FORMATS}; the nearest is {UNREAD[suffix]}")

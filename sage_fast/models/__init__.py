@@ -1,1 +1,1 @@
-"""Video models: what every one of them shares, and a folder for each."""
+"""Video models: the code they share, and one folder per family."""

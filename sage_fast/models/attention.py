@@ -1,6 +1,6 @@
-"""Which kernel computes attention: one asked for by name, or the fastest that works here, by a measurement.
+"""Attention backends, and the choice of one: by name, or the fastest correct one as measured on this machine.
 
-All are exact. Sparse, quantised or cached attention is not offered: the rollout policy must be the trained policy.
+All are exact. There is no sparse, quantised or cached attention: the rollout policy must be the policy in training.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_fast.config.schema import AttentionBackend
-from sage_fast.util.errors import UserError
+from sage_fast.util.environment import synchronize
+from sage_fast.util.errors import UserError, in_one_line
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query, key, value `[B, S, H, D]`, bool key mask `[B, S]` or None) -> `[B, S, H, D]`."""
 
 
-OF_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of `sdpa` on a GPU in half precision. On Hopper torch would take cuDNN's kernel first, which is a backend of its own
-here: `auto` needs another to fall back to."""
+SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels that `sdpa` may use on a GPU in half precision. Without this list, torch prefers cuDNN's kernel on Hopper.
+That is a separate backend here, and `auto` needs a different one to fall back to."""
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        with sdpa_kernel(OF_SDPA):
+        with sdpa_kernel(SDPA_KERNELS):
             return _torch_sdpa(query, key, value, mask)
     return _torch_sdpa(query, key, value, mask)
 
@@ -44,7 +45,7 @@ def _torch_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
 
 
 def _without_mask(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attention:
-    """A kernel that knows no key mask leaves the rare batches of mixed lengths to SDPA."""
+    """Add masks to a kernel that has none: masked batches, which are rare (mixed prompt lengths), go to SDPA."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return kernel(query, key, value) if mask is None else _sdpa(query, key, value, mask)
@@ -53,13 +54,13 @@ def _without_mask(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attenti
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """SDPA's own call, which reads our layout by its strides; diffusers' wrapper copies all four tensors."""
+    """Call cuDNN through SDPA, which reads our layout by its strides; diffusers' wrapper copies all four tensors."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return _torch_sdpa(query, key, value, None)
 
 
-# The packages are called directly: diffusers' dispatcher has no backward for flash-attn 3, and says of one that is
-# installed and does not import that it is missing.
+# The packages are called directly: diffusers' dispatcher has no backward for flash-attn 3, and reports a package that
+# is installed but fails to import as missing.
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -82,8 +83,8 @@ def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 CUDNN_CUDA = (12, 9)
-"""Below this CUDA PyTorch turned cuDNN's attention off (its pull request 171627): with strided operands, such as our
-values, it reads out of bounds. `sdpa_kernel` would force it on."""
+"""Oldest CUDA version for `cudnn`. Below it, cuDNN's attention reads out of bounds on strided operands, such as our
+values, and PyTorch disables it (pull request 171627). `sdpa_kernel` would force it on."""
 
 
 def _cudnn_lacks(device: torch.device) -> str:
@@ -107,16 +108,16 @@ def _does_not_run(device: torch.device) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A kernel of attention, called as an `Attention`.
+    """An attention kernel; callable as an `Attention`.
 
     Attributes:
         attend: the kernel.
-        operators: parts of the names of its forward operators, whose outputs selective checkpointing keeps.
-        cuda: it runs on CUDA devices alone.
-        half: it runs in 16-bit types alone.
-        package: module that it needs.
-        install: how to get that.
-        lacks: (CUDA device) -> why it cannot run there, or an empty text.
+        operators: substrings of its forward operators' names. Selective checkpointing keeps the outputs of these.
+        cuda: whether it needs a CUDA device.
+        half: whether it needs a 16-bit dtype.
+        package: module it imports.
+        install: command or hint to install the package.
+        lacks: (CUDA device) -> why it cannot run there; empty if it can.
     """
 
     attend: Attention
@@ -168,7 +169,7 @@ def is_attention(operator: Any) -> bool:
 
 
 def _lack(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
-    """Why a backend cannot serve activations of `dtype` here; empty if it can."""
+    """Return why a backend cannot serve activations of `dtype` here; empty if it can."""
     if not backend.cuda and device.type != "cuda":
         return ""
     if device.type != "cuda":
@@ -186,9 +187,10 @@ def usable(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> None:
-    """
+    """Check that the requested backend can run here.
+
     Raises:
-        UserError: the backend asked for is not there; says how to install it.
+        UserError: it cannot; says why, and how to install it if it is missing.
     """
     if asked != "auto" and (why := _lack(ATTENTION[asked], device, dtype)):
         expected = ", ".join(usable(device, dtype))
@@ -198,18 +200,18 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Of values and of each gradient, in norm, against SDPA in float32 on the same inputs. Rounding to the type gives a
-quarter of it; one tile of keys left out at the end of 480p gives twice as much."""
+"""Tolerance: relative error, in norm, of the output and of each gradient against SDPA in float32 on the same inputs.
+Rounding to the dtype alone gives a quarter of it; dropping the last tile of keys at 480p gives twice as much."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of trying a backend.
+    """Result of trying a backend.
 
     Attributes:
-        milliseconds: of a forward and a backward; NaN if it does not run or is wrong.
-        error: largest relative error of values and gradients; NaN if it does not run.
-        problem: why `auto` skips it, or empty.
+        milliseconds: time of a forward and a backward; NaN if it does not run or is wrong.
+        error: largest relative error of output and gradients; NaN if it does not run.
+        problem: why `auto` skips it; empty if it does not.
     """
 
     milliseconds: float = float("nan")
@@ -218,20 +220,20 @@ class Trial:
 
     @property
     def works(self) -> bool:
-        """Whether it can serve a run that asks for it by name: it is right, in rollouts to another bit perhaps."""
+        """Whether a run may ask for it by name: it is correct, though rollout and training may differ in rounding."""
         return not math.isnan(self.milliseconds)
 
 
 def fastest(trials: Mapping[str, Trial]) -> str:
-    """The backend that took the least time of those without a problem; `sdpa` if there is none."""
+    """Return the fastest backend without a problem; `sdpa` if there is none."""
     times = {name: trial.milliseconds for name, trial in trials.items() if not trial.problem}
     return min(times, key=times.__getitem__, default="sdpa")
 
 
 def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Trial]:
-    """Usable backend -> its trial at `shape` (B, S, H, D): first whether it is right, then how fast it is.
+    """Try every usable backend at `shape` (B, S, H, D), for correctness and then speed; return name -> trial.
 
-    Empty without a choice.
+    Empty if only one backend is usable.
     """
     names = usable(device, dtype)
     if len(names) == 1:
@@ -242,10 +244,10 @@ def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dt
 def try_attention(
     attention: Attention, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> Trial:
-    """Its error, and its time unless that is too large; a kernel that cannot run is a problem to tell, not an error."""
+    """Check a backend against SDPA in float32, then time it. Failures are reported in `Trial.problem`, not raised."""
     query, key = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     rows, heads = shape[:2], shape[2:]
-    value = torch.randn(*rows, 3, *heads, device=device, dtype=dtype)[:, :, 2]  # where the q, k, v projection wrote it
+    value = torch.randn(*rows, 3, *heads, device=device, dtype=dtype)[:, :, 2]  # strided, as in the q, k, v projection
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     upstream = torch.randn(shape, device=device, dtype=dtype)
 
@@ -262,13 +264,13 @@ def try_attention(
         errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
         del results, in_rollouts
         for _ in range(3):
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             forward_and_backward()
-            _synchronize(device)
+            synchronize(device)
             times.append(1e3 * (time.perf_counter() - start))
     except Exception as error:  # whatever a broken package raises, from ImportError to a compiler's own
-        return Trial(problem=f"it does not run: {type(error).__name__}: {_first_line(error)}")
+        return Trial(problem=f"it does not run: {in_one_line(error)}")
     limit = LARGEST_ERROR[dtype]
     wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]
     largest = max(errors.values())
@@ -280,10 +282,10 @@ def try_attention(
 
 
 def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor) -> list[float]:
-    """Relative errors of `[out, dq, dk, dv]`, the larger of those of the first and of the last head.
+    """Return the relative errors of `[out, dq, dk, dv]`: for each, the larger of the first and the last head's.
 
-    Heads do not see each other, so that two of them, in float32, show the whole length and both ends of the layout at
-    a small part of the cost.
+    Heads are independent. Two of them in float32 cover the whole sequence and both ends of the layout at a fraction of
+    the cost.
     """
     largest = [0.0] * len(results)
     for batch, head in ((0, 0), (-1, -1)):
@@ -298,12 +300,3 @@ def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor)
             error = float(difference.norm() / reference.detach().norm())
             largest[i] = max(largest[i], error) if error == error else float("inf")
     return largest
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""What a transformer block keeps for its backward: `model.gradient_checkpointing`.
+"""Gradient checkpointing of transformer blocks: `model.gradient_checkpointing`.
 
-`full` keeps a block's inputs and runs the whole block again. `attention` keeps what attention gave as well, so that the
-second forward has no attention in it: at 480p that is 73 % of its FLOPs. Both give the gradients of `none` to the bit.
+`full` keeps a block's inputs and recomputes the whole block. `attention` also keeps attention's output, so the
+recomputation skips attention: 73 % of its FLOPs at 480p. Both give the gradients of `none` bit for bit.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from sage_fast.models.attention import is_attention
 
-MODES = ("none", "attention", "full")
-"""From the fastest to the one that needs the least memory."""
+RECOMPUTED: dict[str, tuple[str, ...]] = {"none": (), "attention": ("linear",), "full": ("linear", "attention")}
+"""Mode -> what the backward recomputes, from fastest to least memory."""
+MODES = tuple(RECOMPUTED)
 
 
 def set_checkpointing(transformer: Any, mode: str, *, gathered: bool = False) -> None:
-    """Give the transformer one of `MODES`, by diffusers' own switch.
+    """Set one of `MODES` through diffusers' own switch.
 
     Args:
-        gathered: whether weights are gathered for each layer and released after it (ZeRO-3). A frozen one is then empty
-            when PyTorch compares the shapes of what was computed again, and gathered when it is read.
+        gathered: whether weights are gathered for each layer and released after it (ZeRO-3). This turns off PyTorch's
+            comparison of recomputed shapes, because a frozen weight is empty at that point; it is gathered when read.
     """
-    if mode == "none":
+    if not RECOMPUTED[mode]:
         transformer.disable_gradient_checkpointing()
         return
     options: dict[str, Any] = {"use_reentrant": False, "determinism_check": "none" if gathered else "default"}
-    if mode == "attention":
+    if "attention" not in RECOMPUTED[mode]:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     transformer.enable_gradient_checkpointing(functools.partial(checkpoint, **options))
 

@@ -1,4 +1,4 @@
-"""Latents to videos, beside the rollout on a GPU."""
+"""Decoder interface: latents to videos, overlapped with the rollout on a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingVideos:
-    """Videos that may still be in the making on another stream."""
+    """Videos that another stream may still be decoding."""
 
     videos: Tensor
     event: torch.cuda.Event | None
 
     def result(self) -> Tensor:
-        """The videos, float32 `[B, F, 3, H', W']` in [0, 1]; the current stream waits for them, the CPU does not."""
+        """Return the videos, float32 `[B, F, 3, H', W']` in [0, 1]; the current stream waits for them, not the CPU."""
         if self.event is not None:
             stream = torch.cuda.current_stream(self.videos.device)
             stream.wait_event(self.event)
@@ -27,7 +27,7 @@ class PendingVideos:
 
 
 class Decoder(abc.ABC):
-    """The decode of a frozen autoencoder.
+    """Decoder over a frozen autoencoder.
 
     Args:
         vae: the autoencoder, on its device.
@@ -38,26 +38,26 @@ class Decoder(abc.ABC):
         self._stream: torch.cuda.Stream | None = None
 
     def plan(self, latents: tuple[int, int, int, int]) -> object:
-        """How latents (C, T, H, W) are decoded; its text is a line at the start of a run.
+        """Return how latents (C, T, H, W) are decoded; its `str` is printed at the start of a run.
 
         Raises:
-            UserError: too little memory for any way.
+            UserError: no way of decoding fits in memory.
         """
         return "all videos of a batch at a time"
 
     @abc.abstractmethod
     def __call__(self, latents: Tensor) -> Tensor:
-        """Latents `[B, C, T, H, W]`, scaled as the policy makes them, to videos `[B, F, 3, H', W']`, float32 in [0, 1].
+        """Decode latents `[B, C, T, H, W]`, in the policy's scale, to videos `[B, F, 3, H', W']`, float32 in [0, 1].
 
         Raises:
-            UserError: too little memory for any way.
+            UserError: no way of decoding fits in memory.
         """
 
     def submit(self, latents: Tensor) -> PendingVideos:
-        """Decode on a stream of its own, after what the current stream has been given; on the CPU, at once.
+        """Decode on a separate stream, after the work queued on the current one; on the CPU, decode right away.
 
-        The current stream may go on with the next rollout meanwhile. At most one submission should be pending while
-        another's videos are scored: each holds its videos.
+        The current stream is free for the next rollout meanwhile. Keep at most one submission pending while the videos
+        of another are scored: each holds its videos in memory.
         """
         if latents.device.type != "cuda":
             return PendingVideos(videos=self(latents), event=None)
@@ -66,5 +66,5 @@ class Decoder(abc.ABC):
         self._stream.wait_stream(torch.cuda.current_stream(latents.device))
         with torch.cuda.stream(self._stream):
             videos = self(latents)
-        latents.record_stream(self._stream)  # freed by its owner, its memory waits for this decode
+        latents.record_stream(self._stream)  # if the caller frees them, the memory stays until this decode is done
         return PendingVideos(videos=videos, event=self._stream.record_event())

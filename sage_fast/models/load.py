@@ -1,7 +1,8 @@
-"""From `model.path` to a policy, its decoder and its text encoders."""
+"""Load the model that `model.path` names: policy, decoder and text encoders."""
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +15,12 @@ from safetensors import SafetensorError
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
 from sage_fast.models.hub import progress_bars_of, reachable
-from sage_fast.models.lora import add_lora, load_lora
+from sage_fast.models.lora import ADAPTER, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import default_family, families, family, split_path
-from sage_fast.models.sequence import SequenceParallel
 from sage_fast.models.sharing import check_heads
 from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError, nearest
@@ -28,13 +28,13 @@ from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_siz
 
 
 class _Layout(ConfigMixin):
-    """Reads the config.json of any part."""
+    """Reader for the config.json of any part."""
 
     config_name = "config.json"
 
 
 def read_layout(setting: str, source: str, part: str) -> dict[str, Any]:
-    """The config.json of a part, from a folder or the hub.
+    """Read the config.json of a part, from a folder or the hub.
 
     Raises:
         UserError: it cannot be read.
@@ -46,16 +46,16 @@ def read_layout(setting: str, source: str, part: str) -> dict[str, Any]:
 
 
 def find_spec(path: str, *, fetch: bool = False) -> Spec:
-    """What `model.path` names, from its configuration alone.
+    """Return the spec of the model that `model.path` names, from its configuration files alone.
 
     Args:
-        path: `testbed`, a folder, a hub id, `random:NAME`, or any of these behind `package.module:Name:`.
-        fetch: ask the hub for what is not here. Without, a hub id has the published sizes of its family, by default
-            those of the first that ships.
+        path: `testbed`, a folder, a hub id, `random:NAME`, or any of these prefixed with `package.module:Name:`.
+        fetch: download missing configuration files from the hub. Otherwise a hub id gets the published sizes of the
+            family in its prefix, or of the default family.
 
     Raises:
-        UserError: neither a checkpoint folder nor the form of a hub id, no such random model, no family for it, or a
-            checkpoint of another task.
+        UserError: `path` is neither a checkpoint folder nor shaped like a hub id, names an unknown random model, has no
+            matching family, or is a checkpoint for another task.
     """
     given = path
     named, path = split_path(path)
@@ -100,7 +100,10 @@ def _find_random(path: str) -> Spec:
 
 
 def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """`from_pretrained` that never fills a gap with random weights, which only `random:NAME` asks for."""
+    """Load a part strictly: unlike plain `from_pretrained`, never fill missing weights with random ones.
+
+    Only `random:NAME` gives random weights.
+    """
     if is_random(source):
         return random_module(spec.meta(part), dtype, device)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
@@ -116,8 +119,8 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
 
 
 def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int, weights: str | None) -> None:
-    """Give a network the adapter of `weights`, or a new one, or train all of it; never what no forward reads."""
-    if config.tuning == "full":
+    """Make a network trainable: all of it, the adapter in `weights`, or a new adapter; freeze what no forward reads."""
+    if not config.trains_adapter:
         network.requires_grad_(True)
     elif weights is not None:
         load_lora(network, Path(weights))
@@ -125,11 +128,13 @@ def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int, wei
         default = config.lora_targets == ModelConfig.lora_targets and spec.lora_targets is not None
         targets = str(spec.lora_targets if default else config.lora_targets)
         add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)
+    if config.trains_adapter:
+        network.peft_config[ADAPTER].base_model_name_or_path = split_path(config.path)[1]  # saved with it
     spec.freeze_idle(network)
 
 
 def meta_policy(spec: Spec, config: ModelConfig) -> Policy:
-    """The configured policy on the meta device, with its adapter: no memory, no weights."""
+    """Return the configured policy on the meta device, with its adapter: no memory, no weights."""
     networks = {part: spec.meta(part) for part in spec.networks}
     with torch.device("meta"):
         for network in networks.values():
@@ -141,18 +146,18 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     """Load a checkpoint and make it trainable.
 
     Raises:
-        UserError: checkpoint missing, incomplete or of another task, LoRA weights of another model, or attention that
-            is not there or not right.
+        UserError: the checkpoint is missing, incomplete or for another task, the LoRA weights fit another model, or the
+            attention backend is missing or wrong.
     """
     dtype = getattr(torch, config.dtype)
     check_attention(config.attention, device, dtype)
     spec = find_spec(config.path, fetch=True)
     check_heads(config.sequence_parallel, spec.heads)
     loaded = reachable(spec.path)
-    # Full fine-tuning keeps float32 weights: updates of size lr would vanish in bf16 rounding.
-    weights = torch.float32 if config.tuning == "full" else dtype
+    # Full fine-tuning stores float32 weights: updates of the size of lr would vanish in bf16 rounding.
+    weights = dtype if config.trains_adapter else torch.float32
     setting, source = "model.path", loaded
-    if config.tuning == "full" and config.weights is not None:
+    if not config.trains_adapter and config.weights is not None:
         setting, source = "model.weights", config.weights
         for part in spec.networks:
             _check_same(source, part, spec.layouts.get(part, {}))
@@ -168,31 +173,32 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     else:
         notes = spec.notes(sampling)
     if (group := sequence_group()) is not None:
-        policy.share_samples(SequenceParallel(group, device))
+        # By name, as an engine's module is: few runs need it, and DeepSpeed is optional.
+        policy.share_samples(pkgutil.resolve_name("sage_fast.models.sequence:SequenceParallel")(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling)
     return model
 
 
 def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None:
-    """Serve attention by the backend `asked`, or by the fastest that is right, at the size of this run.
+    """Use the attention backend `asked`, or for "auto" the fastest correct one at the size of this run. Collective.
 
     Raises:
-        UserError: what was asked for is not there, does not run or computes something else, on any rank.
+        UserError: on any rank, the requested backend is missing, does not run, or gives wrong results.
     """
     device, dtype = model.policy.device, model.policy.dtype
     check_attention(asked, device, dtype)
-    if (of_sample := model.spec.attention_shape(sampling)) is None:
+    if (sample_shape := model.spec.attention_shape(sampling)) is None:
         if asked not in ("auto", model.attention):
             raise UserError(
                 f"model.attention = {asked!r}: {model.spec.title} calls a kernel of its own; the nearest is 'auto'"
             )
         return
-    tokens, heads, width = of_sample
+    tokens, heads, width = sample_shape
     shape = (sampling.batch_size, tokens, heads // sequence_size(), width)
     if asked == "auto":
         trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
-        problems = {name: trial.problem for of in trials for name, trial in of.items() if trial.problem}
+        problems = {name: trial.problem for rank in trials for name, trial in rank.items() if trial.problem}
         model.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
         right = {name: trial for name, trial in trials[0].items() if name not in problems}
         if problems and not right:
@@ -211,14 +217,15 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None
 
 
 def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:
-    """
+    """Check that `source` holds weights for a network with this config.json.
+
     Raises:
-        UserError: `source` does not hold weights of a network with this config.json.
+        UserError: it does not.
     """
     if not (Path(source) / part / "config.json").is_file():
         raise UserError(f"model.weights = {source!r}: expected a folder that holds {part}/config.json")
     for key, value in read_layout("model.weights", source, part).items():
-        # A key that only one of the files spells out has its default in the other.
+        # A key that only one file spells out has its default value in the other.
         if key not in ("_diffusers_version", "_name_or_path") and layout.get(key, value) != value:
             raise UserError(
                 f"model.weights = {source!r} was made for another model: "

@@ -1,27 +1,44 @@
-"""LoRA adapters in diffusers format: make one, load one, and say what is wrong with a file."""
+"""LoRA adapters in diffusers format: create one, load one, write one, and explain what is wrong with a file."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig, set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sage_fast.models.policy import ADAPTER, LORA_FILE
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, first_line
+
+ADAPTER = "default"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+def lora_file(part: str) -> str:
+    """Return the file name of a part's adapter."""
+    return LORA_FILE if part == "transformer" else f"{part}_{LORA_FILE}"
+
+
+def write_adapter(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
+    """Write a LoRA in diffusers format, with its configuration in the metadata."""
+    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, sort_keys=True)}
+    save_file(dict(tensors), file, metadata)
 
 
 def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) -> None:
     """Freeze the network and add a LoRA adapter in float32; its up-projections start at zero.
 
     Raises:
-        UserError: `targets` (a regular expression over whole module names) matches no layer, or not only layers.
+        UserError: `targets` (a regular expression over whole module names) matches no layer, or a module that peft
+            cannot adapt.
     """
     network.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
@@ -56,16 +73,19 @@ def load_lora(network: Any, path: Path) -> None:
     try:
         network.load_lora_adapter(str(file), prefix=prefix, adapter_name=ADAPTER, use_safetensors=True)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # metadata that does not fit
-        why = str(error).strip().splitlines()[0]
-        raise UserError(f"model.weights = {str(path)!r}: diffusers cannot load it as a LoRA: {why}") from error
+        raise UserError(
+            f"model.weights = {str(path)!r}: diffusers cannot load it as a LoRA: {first_line(error)}"
+        ) from error
     _train_adapter(network)
-    # The line above the last has rounded the adapter to the type of the base: once more, now in float32.
+    # load_lora_adapter rounded the adapter to the base's dtype; set it again, now in float32.
     set_peft_model_state_dict(network, {k.removeprefix("transformer."): t for k, t in tensors.items()}, ADAPTER)
 
 
 def _problem_of_factors(tensors: Mapping[str, Tensor], layers: Mapping[str, torch.Size]) -> str | None:
-    """Why tensors `<layer>.lora_A.weight` and `.lora_B.weight` are no adapter for layers with weights of these shapes;
-    None if they are one: two factors for each layer, all of one rank, finite."""
+    """Return why these tensors are not an adapter for layers with weights of these shapes; None if they are.
+
+    An adapter has two finite factors per layer, `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, all of one rank.
+    """
     named = re.compile(r"(.+)\.lora_([AB])\.weight")
     if not any(map(named.fullmatch, tensors)):
         return ": holds no LoRA in diffusers format (`<layer>.lora_A.weight`)"

@@ -1,4 +1,4 @@
-"""A loaded model: what its configuration says, the trained part, and what stands before and after it."""
+"""A loaded model: its spec, the trained policy, the decoder, and access to the text encoders."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sage_fast.models.protocol import Encoder, Spec
 
 @dataclasses.dataclass(kw_only=True)
 class Model:
-    """A policy with what stands before and after it.
+    """A policy with its decoder and encoder.
 
     Attributes:
-        spec: what its configuration alone says.
+        spec: facts known from the configuration alone.
         policy: the trained part.
-        decoder: of the frozen autoencoder, for latents of any batch.
-        attention: the backend that serves it.
-        attention_milliseconds: what the choice was made by; empty without a choice.
-        notes: what a user should know of this checkpoint and machine, one sentence each.
-        checkpointing: what the backward computes again, one of `models.checkpointing.MODES`.
+        decoder: decoder over the frozen autoencoder, for latents of any batch size.
+        attention: name of the attention backend.
+        attention_milliseconds: measured time per backend; empty if there was no choice.
+        notes: what the user should know about this checkpoint and machine, one sentence each.
+        checkpointing: what the backward recomputes, one of `models.checkpointing.MODES`.
     """
 
     spec: Spec
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def path(self) -> str:
-        """Where it came from."""
+        """The path it was loaded from."""
         return self.spec.path
 
     @property
@@ -44,13 +44,13 @@ class Model:
         return self.spec.fps
 
     def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
-        """Train with one of `models.checkpointing.MODES`; `gathered`, as there."""
+        """Set one of `checkpointing.MODES` in all networks; `gathered` as in `checkpointing.set_checkpointing`."""
         self.checkpointing = mode
         for network in self.policy.networks.values():
             set_checkpointing(network, mode, gathered=gathered)
 
     def joint_tokens(self, sampling: SamplingConfig, text_tokens: int | None = None) -> int:
-        """Tokens of a video and of a prompt of `text_tokens`, by default as many as the spec assumes."""
+        """Return the tokens of a video plus `text_tokens` for its prompt (default: the spec's assumption)."""
         text_tokens = self.spec.text_tokens if text_tokens is None else text_tokens
         return self.spec.tokens(self.latent_shape(sampling)) + text_tokens
 
@@ -59,9 +59,9 @@ class Model:
         return self.spec.latent_shape(sampling)
 
     def load_encoder(self) -> Encoder:
-        """Load the text encoders; they are released with the function that is returned.
+        """Load the text encoders; dropping the returned function releases them.
 
         Raises:
-            UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
+            UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
         """
         return self.spec.load_encoder(self.policy.dtype, self.policy.device)

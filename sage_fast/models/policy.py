@@ -1,7 +1,7 @@
-"""A policy: networks that give a velocity, their trained weights, and snapshots of these.
+"""A policy: networks that predict a velocity, their trainable weights, and snapshots of those.
 
-Anchor, base, rollout and averaged policies are not further models: each is a snapshot of the trainable weights (the
-adapter under LoRA) that `using` swaps in place.
+The anchor, base, rollout and averaged policies are not separate models. Each is a snapshot of the trainable weights
+(the adapter under LoRA), and `using` swaps it in place.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from diffusers.utils import logging
+from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
+from sage_fast.models.lora import ADAPTER, lora_file, write_adapter
 from sage_fast.models.protocol import Conditions, Inputs
 from sage_fast.ops.transition_step import guided
 from sage_fast.util.errors import UserError
@@ -24,56 +25,51 @@ Item = TypeVar("Item")
 State = dict[str, Tensor]
 """Trainable weights by name."""
 
-ADAPTER = "default"
-LORA_FILE = "pytorch_lora_weights.safetensors"
-
-
-def lora_file(part: str) -> str:
-    """File of the adapter of one part of a checkpoint."""
-    return LORA_FILE if part == "transformer" else f"{part}_{LORA_FILE}"
-
 
 class WholeStates:
-    """How snapshots of weights are kept: here whole on every rank. An engine that shards has its own."""
+    """Storage of weight snapshots: here whole on every rank. A sharding engine has its own."""
 
     gathers = False
-    """Whether a forward gathers weights that are spread over the ranks, so that all ranks make as many forwards."""
+    """Whether a forward gathers sharded weights, so that all ranks must run the same number of forwards."""
 
     def part(self, p: Tensor) -> Tensor:
-        """This rank's share of a weight, sharing its memory."""
+        """Return this rank's shard of a weight; it shares the weight's memory."""
         return p.detach()
 
     def whole(self, p: Tensor) -> Tensor:
-        """The weight from the shares of all ranks."""
+        """Return the whole weight, gathered from all ranks."""
         return p.detach()
+
+    def numel(self, p: Tensor) -> int:
+        """Return the number of elements of a whole weight, even if this rank holds only a shard."""
+        return p.numel()
 
     def write(self, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, p in parameters.items():
             p.copy_(state[name])
 
     def gather(self, state: State, parameters: Mapping[str, Tensor]) -> State:
-        """Whole tensors of a snapshot; only the first rank needs them."""
+        """Return the whole tensors of a snapshot; only rank 0 needs them."""
         return state
 
     def split(self, whole: State, parameters: Mapping[str, Tensor]) -> State:
-        """This rank's share of whole tensors; the inverse of `gather`."""
+        """Return this rank's shards of whole tensors; the inverse of `gather`."""
         return whole
 
     def lockstep(self, items: Sequence[Item], stand_in: Item) -> Iterator[tuple[Item, bool]]:
-        """(item, True) for each forward or backward that this rank makes, then (stand_in, False) until it has made as
-        many as any other, where ranks have to be in step. A collective before the first."""
+        """Yield (item, True) for each item, one per forward or backward of this rank.
+
+        If weights are gathered, then yield (stand_in, False) until every rank has had the same number. Collective
+        before the first item.
+        """
         yield from ((item, True) for item in items)
 
 
-def numel(p: Tensor) -> int:
-    """Elements of a whole weight, of which a rank may hold a share."""
-    return getattr(p, "ds_numel", p.numel())
-
-
 def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """
+    """Check that a state has the names of the trainable weights.
+
     Raises:
-        UserError: the names are not the same.
+        UserError: it does not.
     """
     if parameters.keys() != state.keys():
         odd = sorted(parameters.keys() ^ state.keys())[0]
@@ -81,17 +77,17 @@ def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
 
 
 class Policy:
-    """A velocity field with trainable weights. A model's own subclass has `velocity` and `conditioning_table`.
+    """A velocity field with trainable weights. Each model's subclass implements `velocity` and `conditioning_table`.
 
     Args:
         networks: part of a checkpoint -> network, on its device.
-        dtype: type of activations. Weights stored in another type are used under autocast.
+        dtype: dtype of activations. Weights stored in another dtype run under autocast.
         guidance_scale: classifier-free guidance; 1 runs only the conditional pass.
 
     Attributes:
-        states: how snapshots are kept; an engine that shards sets its own.
-        blocks: name of the list of blocks in each network.
-        patch: places of the latents that make one token.
+        states: storage of snapshots; a sharding engine sets its own.
+        blocks: attribute name of the list of blocks in each network.
+        patch: latent positions per token.
     """
 
     blocks = "transformer_blocks"
@@ -113,7 +109,7 @@ class Policy:
 
     @property
     def in_step(self) -> bool:
-        """Whether other ranks' forwards wait for this one's, so that none leaves a rollout on its own."""
+        """Whether other ranks' forwards wait for this rank's, so that no rank may leave a rollout alone."""
         return sequence_size() > 1 or (world_size() > 1 and self.states.gathers)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -123,57 +119,66 @@ class Policy:
 
         Args:
             x: `[B, C, T, H, W]` latents, float32.
-            inputs: of B samples, from `conditioning_table`.
+            inputs: inputs of B samples, from `conditioning_table`.
 
         Returns:
-            `[B, C, T, H, W]` in the activation type.
+            `[B, C, T, H, W]` in the activation dtype.
         """
         raise NotImplementedError
 
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Any]) -> Conditions:
-        """Conditions at every noise level, by the present weights.
+        """Compute the conditions at every noise level with the present weights.
 
         Args:
             sigmas: `[T]` in [0, 1].
-            embeddings: key -> condition; with guidance, the negative ones too.
+            embeddings: key -> condition; with guidance, including the negative ones.
         """
         raise NotImplementedError
 
     @property
     def attention(self) -> Callable[..., Tensor] | None:
-        """The kernel that serves it; None for a model that calls its own."""
+        """The attention kernel in use; None for a model that calls its own."""
         return None
 
     def serve(self, attention: Callable[..., Tensor]) -> None:
-        """Serve attention by a kernel; called if `Spec.attention_shape` gives a shape."""
+        """Set the attention kernel; called only if `Spec.attention_shape` returns a shape."""
         raise NotImplementedError
 
     def share_samples(self, sequence: Any) -> None:
-        """Run on a part of the tokens, by a `SequenceParallel`; called if `Spec.heads` allows it."""
+        """Run on this rank's part of the tokens, given a `SequenceParallel`; called only if `Spec.heads` allows it."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Follow the trained weights before a recorded forward is replayed; a forward does so itself."""
+        """Pick up changed weights. Call before replaying a recorded forward; a normal forward does it itself."""
 
     def use_all_weights(self) -> None:
-        """From now on give every trained weight a gradient in every forward, so that all ranks have the same ones."""
+        """From now on, give every trained weight a gradient in every forward, so that all ranks reduce the same set."""
 
     def velocities(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Conditional and, with guidance, unconditional velocity."""
+        """Return the conditional and, with guidance, the unconditional velocity."""
         conditional = self.velocity(x, inputs)
         if inputs.negative is None:
             return conditional, None
         return conditional, self.velocity(x, inputs.negative)
 
     def guided_velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """The velocity that moves the latents, guidance included, float32; what `transition_score` differentiates."""
+        """Return the velocity that moves the latents (with guidance, float32); `transition_score` differentiates it."""
         v, v_uncond = self.velocities(x, inputs)
         return guided(v, v_uncond, self.guidance_scale, x.dtype) if v_uncond is not None else v
 
+    @contextlib.contextmanager
+    def at_guidance(self, scale: float) -> Iterator[None]:
+        """Sample at another guidance scale within the block."""
+        before, self.guidance_scale = self.guidance_scale, scale
+        try:
+            yield
+        finally:
+            self.guidance_scale = before
+
     def _autocast(self) -> torch.autocast:
-        """For weights that are stored in another type than that of the activations."""
+        """Return an autocast context, enabled if weights are stored in another dtype than the activations'."""
         weights = next(p for _, p in self.named_parameters()).dtype
-        # A cache of the casts would hold every gathered weight to the end of the forward.
+        # A cast cache would hold every gathered weight until the end of the forward.
         return torch.autocast(
             self.device.type, dtype=self.dtype, enabled=weights != self.dtype, cache_enabled=not self.states.gathers
         )
@@ -181,45 +186,45 @@ class Policy:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All weights; those of several networks are named `<network>.<name>`."""
+        """Yield all weights by name; with several networks, the names are `<network>.<name>`."""
         for network, module in self.networks.items():
             prefix = f"{network}." if len(self.networks) > 1 else ""
             yield from ((prefix + name, p) for name, p in module.named_parameters())
 
     def block_list(self) -> list[nn.Module]:
-        """The blocks of all networks."""
+        """Return the blocks of all networks."""
         return [block for network in self.networks.values() for block in getattr(network, self.blocks)]
 
     def sharded_units(self) -> Iterable[nn.Module]:
-        """The modules whose weights ZeRO-3 gathers for one forward or backward; all other weights stay whole."""
+        """Return the modules whose weights ZeRO-3 shards and gathers for each use; all other weights stay whole."""
         return [module for block in self.block_list() for module in block.modules() if isinstance(module, nn.Linear)]
 
     def is_muon(self, name: str, p: Tensor) -> bool:
-        """Whether the optimizer `muon` updates a weight by Muon: the matrices of the blocks."""
+        """Whether the optimizer `muon` updates this weight by Muon: true for the matrices of the blocks."""
         return p.ndim == 2 and f".{self.blocks}." in f".{name}"
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name."""
+        """Return the trainable parameters by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def whole(self, p: Tensor) -> Tensor:
-        """The values of a parameter; a collective where it is spread over ranks."""
+        """Return the whole value of a parameter. Collective if it is sharded."""
         return self.states.whole(p)
 
     def parts(self) -> State:
-        """The trainable weights as a snapshot holds them, without a copy."""
+        """Return the trainable weights, or this rank's shards of them, without a copy."""
         return {name: self.states.part(p) for name, p in self.parameters().items()}
 
     def snapshot(self) -> State:
-        """A copy of the trainable weights, or of this rank's share of them: as `states` keeps them."""
+        """Return a copy of the trainable weights, or of this rank's shards of them."""
         return {name: part.clone() for name, part in self.parts().items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state`, as `snapshot` gives it, into the trainable weights, in place.
+        """Copy `state`, a `snapshot`, into the trainable weights in place.
 
         Raises:
-            UserError: names or shapes differ; then nothing was changed.
+            UserError: names or shapes differ; nothing is changed then.
         """
         check_names(self.parameters(), state)
         for name, part in self.parts().items():
@@ -229,7 +234,7 @@ class Policy:
 
     @contextlib.contextmanager
     def using(self, state: State) -> Iterator[None]:
-        """Run with another state of the trainable weights, then put the present ones back."""
+        """Run with another state of the trainable weights, then restore the present one."""
         present = self.snapshot()
         try:
             self.load(state)
@@ -240,17 +245,15 @@ class Policy:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save_weights(self, folder: Path) -> None:
-        """Weights in diffusers format: the LoRA files, or the whole networks after full fine-tuning."""
+        """Save the weights in diffusers format: the LoRA files, or the whole networks after full fine-tuning."""
         for part, network in self.networks.items():
             if not self.has_adapter:
                 network.save_pretrained(folder / part)
                 continue
-            verbosity = logging.get_verbosity()
-            logging.set_verbosity_error()  # `save_lora_adapter` warns of a cast that it does not make
-            try:
-                network.save_lora_adapter(folder, adapter_name=ADAPTER, weight_name=lora_file(part))
-            finally:
-                logging.set_verbosity(verbosity)
+            # "auto" would ask the hub, once for each checkpoint, whether the base model's embeddings have been resized.
+            tensors = get_peft_model_state_dict(network, adapter_name=ADAPTER, save_embedding_layers=False)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_adapter(folder / lora_file(part), tensors, network.peft_config[ADAPTER])
 
     @property
     def has_adapter(self) -> bool:

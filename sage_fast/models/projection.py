@@ -2,13 +2,13 @@
 
     y = [x | x A^T] [W | s B]^T + bias          dx = dy W + (dy s B) A,  from dy [W | s B] in one matmul
 
-peft, and any implementation that adds s (x A^T) B^T onto W x, adds it to a value that is already rounded: in bfloat16
-a change below half a unit in the last place is lost, which is what a young adapter makes. Here the adapter is part of
-the sum before it is rounded, and costs no pass over x or y of its own: who makes x leaves `room` on the right of each
-row for x A^T. Layers that read the same x (queries, keys, values) share one matmul.
+peft, like any implementation that adds s (x A^T) B^T onto W x, adds to a value that is already rounded. In bfloat16 a
+change below half a unit in the last place is lost, and a young adapter's changes are that small. Here the adapter joins
+the sum before rounding and costs no extra pass over x or y: the producer of x leaves `room` on the right of each row
+for x A^T. Layers that read the same x (queries, keys, values) share one matmul.
 
-The frozen weight is the left part of [W | s B], and the layer's own `weight` a view of it, so that there is no second
-copy; `refresh` writes the right part, and A in the activation type, again where the adapter has changed.
+The frozen weight is the left part of [W | s B]. The layer's own `weight` is a view of it, so there is no second copy.
+`refresh` rewrites the right part, and A in the activation dtype, when the adapter has changed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from sage_fast.util.deepspeed_private import is_gathered
+
 
 def room_for(rank: int, bytes_per_value: int) -> int:
-    """Columns of the room for adapters of `rank` in all.
+    """Return the columns of room for adapters with a total rank of `rank`.
 
-    In 16 bits, a GPU's types, a multiple of 64, the last ones zero, so that rows are whole cache lines: at a width that
-    is no multiple of 16, as rank 8 would give, Triton's kernels lose their 16-byte accesses. In float32 just the rank:
-    at the size that a laptop trains, zeros would cost 13 % of an iteration.
+    In 16 bits, as on GPUs, round up to a multiple of 64 with zero columns, so that rows are whole cache lines: at a
+    width that is not a multiple of 16, as with rank 8, Triton's kernels lose their 16-byte accesses. In float32, use
+    the rank itself: at the sizes a laptop trains, zero columns would cost 13 % of an iteration.
     """
     return -(-rank // 64) * 64 if bytes_per_value == 2 else rank
 
@@ -44,12 +46,14 @@ class _Adapter:
 
 
 class Projection(nn.Module):
-    """Linear layers that read the same rows.
+    """Linear layers that read the same rows, run as one matmul.
+
+    The layers' own forwards run instead if there is no adapter, if an adapter is of another kind (DoRA, dropout,
+    several at once), or if the layers themselves are trained.
 
     Args:
-        parent: module that holds them, also after an adapter has taken their place.
-        names: of the layers in it: `nn.Linear`, or peft's LoRA around one. Adapters of another kind (DoRA, dropout,
-            several at once), of layers that are trained, and none at all, are left to the layers' own forward.
+        parent: module that holds the layers, also after an adapter has wrapped them.
+        names: names of the layers in `parent`; each is an `nn.Linear` or peft's LoRA around one.
 
     Attributes:
         room: columns that x must have on its right (`room_for` the adapters); 0 without adapters.
@@ -60,35 +64,35 @@ class Projection(nn.Module):
         self.parent, self.names = parent, names
         self.room = 0
         self._adapters: list[_Adapter | None] = []
-        self._columns: list[tuple[int, int, float]] = []  # of y for each adapter: first, last + 1, scale
+        self._columns: list[tuple[int, int, float]] = []  # per adapter: first and last + 1 column of y, scale
         self._weight = self._bias = self._down = torch.empty(0)
         self._seen: list[object] = []
 
     @property
     def layers(self) -> list[Any]:
-        """The layers as they are now."""
+        """The layers as they are now, wrapped or not."""
         return [getattr(self.parent, name) for name in self.names]
 
     @torch.no_grad()
     def refresh(self, dtype: torch.dtype) -> None:
-        """Follow the layers: adapters that came, went or changed. Call it before a forward, never during one.
+        """Pick up adapters that were added, removed or changed. Call it before a forward, never during one.
 
-        A change is seen by autograd's version counters; who writes through `p.data` or a raw pointer increments them
-        (`torch.autograd.graph.increment_version`), as the engine does after every update.
+        Changes are detected by autograd's version counters. Code that writes through `p.data` or a raw pointer must
+        increment them (`torch.autograd.graph.increment_version`), as the engine does after every update.
 
         Args:
-            dtype: of the activations; layers that are stored in another type run under autocast, on their own.
+            dtype: dtype of the activations. Layers stored in another dtype run their own forward, under autocast.
         """
         layers = self.layers
         seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
         if seen == self._seen:
             return
-        self._seen = []  # until all is done
+        self._seen = []  # stays empty if anything below fails
         adapters, bases = [_adapter(layer) for layer in layers], [_base(layer) for layer in layers]
         alone = any(
             (adapter is None and base is not layer)
             or base.weight.dtype != dtype
-            or hasattr(base.weight, "ds_id")  # ZeRO-3 gathers it for its layer's own forward
+            or is_gathered(base.weight)  # for its layer's own forward
             or any(p.requires_grad for p in base.parameters())
             for layer, base, adapter in zip(layers, bases, adapters)
         )
@@ -114,7 +118,7 @@ class Projection(nn.Module):
         self._seen = [dtype, *(signature for layer in layers for signature in _signature(layer))]
 
     def _is_joined(self, bases: list[Any], adapters: list[_Adapter | None]) -> bool:
-        """Whether `_weight` is laid out for these adapters and its left part is still the layers' own weight."""
+        """Whether `_weight` is laid out for these adapters and its left part is still the layers' weight."""
         if [a and a.rank for a in adapters] != [a and a.rank for a in self._adapters]:
             return False
         parts = self._weight.split([base.out_features for base in bases])
@@ -134,7 +138,7 @@ class Projection(nn.Module):
             base.weight.data = part[:, :width]
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., d_in + room]` -> `[..., d_out]` of the layers side by side; the columns of the room are written."""
+        """Map `[..., d_in + room]` to the layers' outputs side by side, `[..., d_out]`; overwrites the room in x."""
         if not self.room:
             ys = [layer(x) for layer in self.layers]
             return torch.cat(ys, dim=-1) if len(ys) > 1 else ys[0]
@@ -143,7 +147,7 @@ class Projection(nn.Module):
 
 
 def _signature(layer: Any) -> tuple[object, ...]:
-    """What changes when the layer or its adapter does; read for every layer before every forward, so in few steps."""
+    """Return a value that changes with the layer or its adapter. Keep it fast: it runs per layer and forward."""
     modules = layer._modules
     base = modules.get("base_layer", layer)
     weight, bias = base._parameters["weight"], base._parameters["bias"]
@@ -160,7 +164,7 @@ def _base(layer: nn.Module) -> Any:
 
 
 def _adapter(layer: nn.Module) -> _Adapter | None:
-    """The one active adapter without dropout, bias or variant (DoRA), neither merged nor switched off."""
+    """Return the layer's one active adapter; None if merged, disabled, or with dropout, bias or a variant (DoRA)."""
     if not isinstance(layer, LoraLinear) or layer.merged or layer.disable_adapters or len(layer.active_adapters) != 1:
         return None
     name = layer.active_adapters[0]
@@ -175,15 +179,15 @@ def _adapter(layer: nn.Module) -> _Adapter | None:
 
 
 class _OneSum(torch.autograd.Function):
-    """y = [x | x A^T] [W | s B]^T + bias, for x with room on its right."""
+    """Computes y = [x | x A^T] [W | s B]^T + bias, for x with room on its right."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, *rest: Any) -> Tensor:
-        """`down` and `weight` hold the factors, A and B of each adapter, in the type of x."""
-        # Dynamo takes ctx away where as many arguments are given as there are parameters, so there are few of these.
+        """`down` and `weight` hold the factors, A and B of each adapter, in the dtype of x."""
+        # Dynamo drops ctx if a call passes as many arguments as there are parameters, hence *rest.
         weight, bias, columns, *factors = rest
         width = down.shape[1]
-        if torch.compiler.is_compiling():  # Dynamo knows no `out=` with strides
+        if torch.compiler.is_compiling():  # Dynamo does not support a strided `out=`
             x[..., width:] = F.linear(x[..., :width], down)
         else:
             rows = x.view(-1, x.shape[-1])
@@ -194,7 +198,7 @@ class _OneSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, down, weight = ctx.saved_tensors  # asked for once: with checkpointing they are recomputed for it
+        x, down, weight = ctx.saved_tensors  # read once: under checkpointing this triggers the recomputation
         width, shape = down.shape[1], x.shape
         grad, x = grad.flatten(0, -2), x.flatten(0, -2)
         if ctx.needs_input_grad[0]:
@@ -217,7 +221,7 @@ class _OneSum(torch.autograd.Function):
 
 
 class _Gelu(torch.autograd.Function):
-    """GELU (tanh) into rows with room."""
+    """GELU (tanh) written into rows with room."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, room: int) -> Tensor:
@@ -233,14 +237,14 @@ class _Gelu(torch.autograd.Function):
 
 
 def gelu(x: Tensor, room: int) -> Tensor:
-    """GELU (tanh) of `[..., d]` as `[..., d + room]`."""
-    if not room or torch.compiler.is_compiling():  # Inductor makes one pass of it
+    """Return GELU (tanh) of `[..., d]` as `[..., d + room]`."""
+    if not room or torch.compiler.is_compiling():  # Inductor fuses this into one pass
         return with_room(F.gelu(x, approximate="tanh"), room)
     return _Gelu.apply(x, room)
 
 
 class _WithRoom(torch.autograd.Function):
-    """A copy into rows with room, whose backward copies nothing."""
+    """Copies into rows with room; the backward copies nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, room: int) -> Tensor:
@@ -255,7 +259,7 @@ class _WithRoom(torch.autograd.Function):
 
 
 def with_room(x: Tensor, room: int) -> Tensor:
-    """`[..., d]` copied into `[..., d + room]`."""
+    """Copy `[..., d]` into `[..., d + room]`."""
     if not room:
         return x
     return F.pad(x, (0, room)) if torch.compiler.is_compiling() else _WithRoom.apply(x, room)

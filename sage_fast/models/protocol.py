@@ -1,14 +1,14 @@
-"""What the rest of the package may ask of a video model.
+"""Interface between a video model and the rest of the package.
 
-A family of models is a subclass of `Spec`: it knows a checkpoint from its configuration alone, and makes the `Policy`
-(models/policy.py) and the `Decoder` (models/decoder.py). models/registry.py finds it. What a model is told beside the
-latents goes through four steps:
+A model family is a subclass of `Spec`. It reads a checkpoint's configuration, and makes the `Policy` (models/policy.py)
+and the `Decoder` (models/decoder.py). models/registry.py finds it. A model's inputs besides the latents take four
+steps:
 
     prompt - encoder -> Condition - conditioning_table -> Conditions - of(keys) -> Schedule - at(steps) -> Inputs
 
-A `Condition` is one sample's, cached on disk. `Conditions` are those of an iteration, at all of its noise levels. A
-`Schedule` is a batch's, in tensors that a CUDA graph can hold. `Inputs` are those of one forward. How a model packs
-conditions of different lengths is up to it.
+A `Condition` belongs to one sample and is cached on disk. `Conditions` cover an iteration at all of its noise levels. A
+`Schedule` covers a batch, in tensors that a CUDA graph can hold. `Inputs` serve one forward. Each model packs
+conditions of different lengths in its own way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from sage_fast.models.policy import Policy
 
 Key = Hashable
-"""Names the condition of a sample; nobody looks into it. A text prompt is its own key."""
+"""Opaque key of a sample's condition. A text prompt is its own key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What a model is told of one sample, without padding. A subclass has a field for each of its tensors.
+    """A model's conditioning inputs for one sample, without padding. Subclasses add a field per tensor.
 
     Attributes:
-        negative: key of the condition that guidance leads away from.
+        negative: key of the condition that guidance steers away from.
     """
 
     negative: Key = ""
 
     @property
     def tokens(self) -> int:
-        """Length in a forward: conditions of one length share a batch."""
+        """Length in a forward; conditions of the same length share a batch."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Field -> tensor; what is cached on disk."""
+        """Return field -> tensor, as cached on disk."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
@@ -59,7 +59,7 @@ Encoder = Callable[[str], Condition]
 
 
 def pass_lengths(conditions: Mapping[Any, Condition], *, guided: bool) -> dict[Key, tuple[int, ...]]:
-    """Key -> length of its condition in each pass of a forward; with guidance the negative one has a pass too."""
+    """Return key -> condition length in each pass of a forward; with guidance, the negative one is a second pass."""
     return {
         key: (condition.tokens, conditions[condition.negative].tokens) if guided else (condition.tokens,)
         for key, condition in conditions.items()
@@ -67,11 +67,11 @@ def pass_lengths(conditions: Mapping[Any, Condition], *, guided: bool) -> dict[K
 
 
 class Inputs(Protocol):
-    """What one forward of B samples reads beside the latents."""
+    """Inputs of one forward of B samples, besides the latents."""
 
     @property
     def negative(self) -> Self | None:
-        """The same for the unconditional pass; None without guidance."""
+        """Inputs of the unconditional pass; None without guidance."""
 
 
 class Schedule(Protocol):
@@ -82,34 +82,34 @@ class Schedule(Protocol):
         """Length of the conditions, padding included."""
 
     def tensors(self) -> list[Tensor]:
-        """Everything it holds, in a fixed order: what a CUDA graph keeps a copy of."""
+        """Return all its tensors in a fixed order; a CUDA graph keeps a copy of each."""
 
     def clone(self) -> Self: ...
 
     def at(self, steps: Tensor) -> Inputs:
-        """Inputs at `steps`, int64 `[1]` (one step for all samples) or `[B]`. Must not wait for the device."""
+        """Return the inputs at `steps`, int64 `[1]` (one step for all samples) or `[B]`. Must not synchronise."""
 
 
 class Conditions(Protocol):
     """Conditions of all samples at every noise level of a rollout."""
 
     def of(self, keys: Sequence[Key]) -> Schedule:
-        """The schedule of a batch."""
+        """Return the schedule of a batch."""
 
     def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
-        """Inputs of one forward in training, differentiable where the weights behind them are trained."""
+        """Return the inputs of one training forward, differentiable if the weights behind them are trained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one sample takes.
+    """Compute and memory cost of one sample.
 
     Attributes:
-        forward: FLOPs of one forward of the network, at `Spec.text_tokens`.
-        attention: the part of `forward` that is attention.
+        forward: FLOPs of one forward of the network, with `Spec.text_tokens` text tokens.
+        attention: FLOPs of attention within `forward`.
         decode: FLOPs of decoding the video.
-        decoder_weights: elements of the autoencoder.
-        activations: checkpointing mode -> bytes on each rank of a micro-batch's activations and their gradients.
+        decoder_weights: number of elements of the autoencoder.
+        activations: checkpointing mode -> bytes per rank of a micro-batch's activations and their gradients.
     """
 
     forward: float
@@ -119,23 +119,42 @@ class Cost:
     activations: Mapping[str, float]
 
 
-class Spec:
-    """A checkpoint known from its configuration alone, and how its parts are loaded.
-
-    Args:
-        path: folder, hub id, or a name of `randoms`.
-        layouts: part -> its config.json; a part that is missing has the published sizes.
+class Place(NamedTuple):
+    """Where a layer is in another layout of the checkpoint.
 
     Attributes:
-        title: of the family, for messages.
-        published: hub id of a checkpoint, as an example.
-        networks: part of a checkpoint -> diffusers class of a network that is trained.
+        layer: name of the layer there, which may fuse several.
+        part: index among the fused layers, in the order of their rows.
+        parts: number of fused layers.
+        swapped: whether the two halves of the rows are swapped.
+    """
+
+    layer: str
+    part: int = 0
+    parts: int = 1
+    swapped: bool = False
+
+
+class Spec:
+    """A checkpoint described by its configuration alone, and the loaders of its parts.
+
+    Args:
+        path: folder, hub id, or one of `randoms`.
+        layouts: part -> its config.json; missing parts have the published sizes.
+
+    Attributes:
+        title: name of the family, for messages.
+        published: hub id of a published checkpoint, used as an example.
+        networks: part of a checkpoint -> diffusers class of a trained network.
         autoencoder: diffusers class of the part `vae`.
-        condition: what the encoder gives.
-        randoms: `random:NAME` for models with random weights.
+        condition: class of the encoder's results.
+        randoms: paths `random:NAME` of models with random weights.
         fps: frames per second of its videos.
-        text_tokens: length that is assumed of a prompt before one is known.
-        lora_targets: layers that get an adapter by default; None takes the default of `model.lora_targets`.
+        text_tokens: assumed prompt length while none is known.
+        lora_targets: layers that get an adapter by default; None uses the default of `model.lora_targets`.
+        prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; any takes a file.
+        lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
+        license: name and address of the checkpoint's licence, for the cards of models trained from it.
     """
 
     title: ClassVar[str]
@@ -147,73 +166,77 @@ class Spec:
     fps: ClassVar[int] = 24
     text_tokens: ClassVar[int] = 200
     lora_targets: ClassVar[str | None] = None
+    prompt_sets: ClassVar[tuple[str, ...]] = ()
+    lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
+    license: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, path: str = "", layouts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.path = path
         self.layouts = layouts or {}
 
     def meta(self, part: str) -> Any:
-        """A part on the meta device: no memory, no weights."""
+        """Return a part on the meta device: no memory, no weights."""
         settings = {key: value for key, value in self.layouts.get(part, {}).items() if not key.startswith("_")}
         with torch.device("meta"):
             return {**self.networks, "vae": self.autoencoder}[part](**settings)
 
     @property
     def heads(self) -> int:
-        """Attention heads, which ranks that share a sample divide; 1 if they cannot share one."""
+        """Number of attention heads, which ranks sharing a sample divide among them; 1 if a sample cannot be shared."""
         return 1
 
     @property
     def patch(self) -> int:
-        """Places of the latents that make one token."""
+        """Latent positions per token."""
         return 1
 
     def check(self) -> None:
-        """
+        """Refuse a checkpoint that would load but be sampled wrongly, such as one for another task.
+
         Raises:
-            UserError: a checkpoint that would load and then be sampled wrongly, such as one of another task.
+            UserError: this is such a checkpoint.
         """
 
     def check_prompt(self, prompt: str) -> None:
-        """
+        """Check that the text encoder knows every word.
+
         Raises:
-            UserError: the text encoder does not know a word.
+            UserError: it does not.
         """
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
-        """What a user should know of this checkpoint with these settings, one sentence each."""
+        """Return what the user should know about this checkpoint with these settings, one sentence each."""
         return []
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
-        """(C, T, H, W) of one video's latents."""
+        """Return (C, T, H, W) of one video's latents."""
         raise NotImplementedError
 
     def tokens(self, latents: Sequence[int]) -> int:
-        """Tokens of a video with latents (C, T, H, W)."""
+        """Return the tokens of a video with latents (C, T, H, W)."""
         return math.prod(latents[1:]) // self.patch
 
     def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int] | None:
-        """(tokens, heads, values of a head) of the attention whose kernel is chosen by measurement; None if the model
-        calls a kernel of its own."""
+        """Return (tokens, heads, head width) at which to measure attention kernels; None if the model calls its own."""
         return None
 
     def cost(self, config: Config) -> Cost:
-        """What one sample takes with these settings."""
+        """Return the cost of one sample with these settings."""
         raise NotImplementedError
 
     def freeze_idle(self, network: nn.Module) -> None:
-        """Freeze what no forward reads, so that no optimizer or reducer waits for its gradient."""
+        """Freeze weights that no forward reads, so that no optimizer or reducer waits for their gradients."""
 
     def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> Policy:
-        """The policy over loaded networks."""
+        """Return the policy over loaded networks."""
         raise NotImplementedError
 
     def decoder(self, vae: Any) -> Decoder:
-        """The decoder over a loaded autoencoder."""
+        """Return the decoder over a loaded autoencoder."""
         raise NotImplementedError
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
-        """Load the text encoders; they are released with the function that is returned.
+        """Load the text encoders; dropping the returned function releases them.
 
         Raises:
             UserError: they are missing or incomplete.
@@ -221,5 +244,5 @@ class Spec:
         raise NotImplementedError
 
     def encoder_version(self) -> str | None:
-        """Changes when a file of the text encoders does; empty if they are code, None if the checkpoint lacks them."""
+        """Return a fingerprint of the text encoders' files; empty if they are code, None if there are none."""
         return ""

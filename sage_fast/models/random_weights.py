@@ -1,7 +1,7 @@
-"""Random weights for `model.path = random:NAME`: the published sizes without a checkpoint, to time and to weigh.
+"""Random weights for `model.path = random:NAME`: the published sizes without a checkpoint, to measure time and memory.
 
-What such a model makes is noise. What it costs is what the published one costs: the classes, shapes and types are the
-same, and an iteration runs from the prompt to the checkpoint.
+Such a model generates noise, at the cost of the published one: classes, shapes and dtypes are the same, and a whole
+iteration runs, from the prompt to the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def is_random(path: str) -> bool:
 
 
 def random_module(meta: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
-    """A part with random weights, made on the device in `dtype`: nothing of its size is held anywhere else.
+    """Return a part with random weights, allocated on the device in `dtype` and nowhere else.
 
     Args:
-        meta: the part on the meta device, which is changed.
-        dtype: of the weights.
-        device: where they are drawn, always from the same seed: one kind of device gives one model.
+        meta: the part on the meta device; it is changed.
+        dtype: dtype of the weights.
+        device: device they are drawn on, with a fixed seed: the same kind of device gives the same model.
     """
     module = nn.Module.to(meta, dtype)
     assert not list(module.buffers()), "they would stay uninitialised"
@@ -34,7 +34,7 @@ def random_module(meta: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 @torch.no_grad()
 def randomize(module: Any) -> Any:
-    """Draw all weights. Gates are small, as in a trained model, so that rounding does not grow from block to block."""
+    """Draw all weights. Gates are small, as in a trained model, to keep rounding from growing from block to block."""
     generator = torch.Generator(device=next(module.parameters()).device).manual_seed(0)
     for name, p in module.named_parameters():
         if name.endswith("gamma") or ("norm" in name and p.ndim == 1 and name.endswith("weight")):

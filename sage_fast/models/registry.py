@@ -1,4 +1,4 @@
-"""From `model.path` to the family of its model: shipped, offered by an installed package, or a module of the user's."""
+"""Find a model's family: shipped with sage-fast, registered by an installed package, or in a module of the user's."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
     "TestbedTransformer": "sage_fast.models.testbed.model:Testbed",
 }
-"""Class of the transformer, as its config.json names it -> the family; the first one is assumed before that is read."""
+"""Transformer class, as in config.json -> family. The first one is the default until config.json is read."""
 
 GROUP = "sage_fast.models"
-"""The entry points of other packages: class of the transformer = "package.module:Name"."""
+"""Entry-point group for other packages: transformer class = "package.module:Name"."""
 
 
 @functools.cache
 def families() -> dict[str, str]:
-    """Class of the transformer -> the family, of all that are registered."""
+    """Return transformer class -> family, for all registered families."""
     return SHIPPED | {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
 
 
 def family(name: str) -> type[Spec]:
-    """The family `package.module:Name`, found in the current folder too.
+    """Import the family `package.module:Name`; the current folder is searched too.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such family.
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -52,6 +52,6 @@ def default_family() -> type[Spec]:
 
 
 def split_path(path: str) -> tuple[type[Spec] | None, str]:
-    """The family that a path begins with, as `package.module:Name:PATH`, and the rest of it."""
+    """Split `package.module:Name:PATH` into the family and PATH; the family is None without the prefix."""
     found = re.fullmatch(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*):(.+)", path)
     return (None, path) if found is None else (family(found[1]), found[2])

@@ -1,15 +1,16 @@
 """One sample on several GPUs (Ulysses, arXiv:2309.14509): each rank of a group holds a part of its tokens.
 
-All of a block but attention works on one token at a time, so a rank runs it on its part of the video tokens and its
-part of the text tokens. For attention DeepSpeed's `DistributedAttention` trades tokens for heads: every rank attends
-over all tokens for its share of the heads, by whatever kernel the run has chosen, and the trade is undone. It gathers
-equal parts, so a stream that the ranks do not divide is padded. Attention knows no order, so the padding is cut out
-before the kernel and put back after it: no mask, which faster kernels would not take, and no rank that works on all the
-text beside its part of the video.
+Everything in a block except attention works token by token, so a rank runs it on its part of the video tokens and its
+part of the text tokens. For attention, DeepSpeed's `DistributedAttention` exchanges tokens for heads: every rank
+attends over all tokens for its share of the heads, with the kernel chosen for the run, and the exchange is undone. It
+gathers equal parts, so a stream whose length the ranks do not divide is padded. Attention ignores token order, so the
+padding is cut out before the kernel and put back after it. This needs no mask, which faster kernels do not accept, and
+no rank has to process all the text on top of its part of the video.
 
-Latents, text and velocities are whole on every rank. Each rank computes the loss of the same samples, and the backward
-sums what the losses of all ranks say of its tokens: over a group of P the gradients of a weight add up to P times those
-of one process, as the losses do. So an engine that takes the mean over all ranks needs to know nothing of groups.
+Latents, text and velocities are whole on every rank. Each rank of a group computes the loss of the same samples, and
+the backward sums the gradients of all ranks' losses with respect to its tokens. Over a group of P ranks, a weight's
+gradients add up to P times those of one process, and so do the losses. An engine that averages over all ranks therefore
+needs no knowledge of groups.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from sage_fast.models.attention import Attention
-from sage_fast.util.ranks import join_deepspeed
+from sage_fast.util.deepspeed_private import join_deepspeed
 
 
 class SequenceParallel:
-    """What a forward needs to run on a part of the tokens.
+    """Splits tokens over a group of ranks, joins them again, and wraps attention accordingly.
 
     Args:
         group: the ranks that share samples.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # Imported here: DeepSpeed is optional, and takes seconds.
+        # Imported here: DeepSpeed is optional, and importing it takes seconds.
         from deepspeed.sequence.layer import DistributedAttention
 
         join_deepspeed()
@@ -46,23 +47,23 @@ class SequenceParallel:
         self._exchange = DistributedAttention(_without_padding, group, scatter_idx=2, gather_idx=1)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """This rank's of all tokens: `[B, N, ...]` -> `[B, ceil(N / size), ...]`, zeros after the last token."""
+        """Return this rank's tokens: `[B, N, ...]` -> `[B, ceil(N / size), ...]`, zero-padded after the last token."""
         count = tokens.shape[1]
         share = -(-count // self.size)
         own = tokens[:, self.rank * share : (self.rank + 1) * share]
         return F.pad(own, [0, 0] * (tokens.ndim - 2) + [0, share - own.shape[1]])
 
     def whole(self, part: Tensor, count: int) -> Tensor:
-        """All `count` tokens from the parts of all ranks; the backward sums the ranks' gradients."""
+        """Join the parts of all ranks to `count` tokens; the backward sums the ranks' gradients."""
         gathered = DTensor.from_local(part, self._mesh, [Shard(1)]).full_tensor(grad_placements=[Partial()])
         return gathered[:, :count]
 
     def attention(self, kernel: Attention, video: int, text: int) -> Attention:
-        """Attention over the tokens of all ranks for queries, keys and values of this rank's.
+        """Wrap `kernel` to attend over the tokens of all ranks, given this rank's queries, keys and values.
 
         Args:
-            kernel: attends over whole sequences.
-            video, text: tokens of a sample.
+            kernel: attention over whole sequences.
+            video, text: video and text tokens of a sample.
 
         Returns:
             (queries, keys, values `[B, S, H, D]` of this rank's video and text tokens, mask of `joint_mask`) ->
@@ -76,7 +77,7 @@ class SequenceParallel:
         return attend
 
     def joint_mask(self, text_mask: Tensor, video: int) -> Tensor:
-        """Bool `[B, video + L]` over all keys, in the order in which the ranks' parts are joined, from `[B, L]`."""
+        """Expand a text mask `[B, L]` to a bool mask `[B, video + L]` over all keys, in the order of joined parts."""
         parts = []
         for rank in range(self.size):
             own, first = self._share(video, rank), rank * -(-text_mask.shape[1] // self.size)
@@ -85,12 +86,12 @@ class SequenceParallel:
         return torch.cat(parts, dim=1)
 
     def _share(self, count: int, rank: int) -> int:
-        """How many of `count` tokens a rank has, padding aside."""
+        """Return how many of `count` tokens a rank has, without padding."""
         share = -(-count // self.size)
         return min(max(count - rank * share, 0), share)
 
     def _runs(self, video: int, text: int) -> list[int]:
-        """Lengths of tokens and of padding, in turn, in the joined parts of all ranks."""
+        """Return the lengths of the alternating runs of tokens and padding in the joined parts of all ranks."""
         lengths = []
         for rank in range(self.size):
             for count in (video, text):
@@ -103,12 +104,12 @@ class SequenceParallel:
 def _without_padding(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: Attention, runs: Sequence[int]
 ) -> Tensor:
-    """`kernel` over `[B, S, H, D]` without its padding, whose outputs are zeros.
+    """Run `kernel` on `[B, S, H, D]` without the padding; outputs are zero where it was.
 
     Args:
-        mask: bool over the keys that are no padding, or None.
-        kernel: attends.
-        runs: lengths of tokens and of padding, in turn.
+        mask: bool mask over the keys without padding, or None.
+        kernel: attention over whole sequences.
+        runs: lengths of the alternating runs of tokens and padding.
     """
     if len(runs) == 1:
         return kernel(query, key, value, mask)

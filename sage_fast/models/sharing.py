@@ -1,18 +1,35 @@
-"""Whether ranks can share samples (`model.sequence_parallel`), found before a model is loaded."""
+"""Checks of `model.sequence_parallel` and the number of ranks, made before PyTorch is imported."""
 
 from __future__ import annotations
 
 import importlib.util
 
+from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 
 
+def check_ranks(config: Config, ranks: int) -> None:
+    """Check that an iteration has a sample for every rank.
+
+    Raises:
+        UserError: it has too few, or as `check_sequence_parallel`.
+    """
+    ranks, train = check_sequence_parallel(config.model.sequence_parallel, ranks), config.train
+    samples = train.prompts_per_iteration * train.group_size
+    if samples < ranks:
+        raise UserError(
+            f"train.prompts_per_iteration = {train.prompts_per_iteration} and train.group_size = {train.group_size}: "
+            f"{samples} samples an iteration for {ranks} ranks; expected at least one each. The nearest is {samples} "
+            f"ranks, or train.prompts_per_iteration = {-(-ranks // train.group_size)}"
+        )
+
+
 def check_sequence_parallel(size: int, ranks: int) -> int:
-    """The number of sequence groups, each one data-parallel rank.
+    """Return the number of sequence groups; each acts as one data-parallel rank.
 
     Args:
         size: `model.sequence_parallel`.
-        ranks: of the run.
+        ranks: number of ranks of the run.
 
     Raises:
         UserError: `size` does not divide the ranks, or DeepSpeed is not installed.
@@ -34,9 +51,10 @@ def check_sequence_parallel(size: int, ranks: int) -> int:
 
 
 def check_heads(size: int, heads: int) -> None:
-    """
+    """Check that a group of `size` ranks can share the heads evenly.
+
     Raises:
-        UserError: the ranks of a group cannot share the heads evenly.
+        UserError: it cannot.
     """
     if heads % size:
         raise UserError(

@@ -1,7 +1,7 @@
 """Choose the implementation of the operators for each device. No other module does.
 
-Each operator registers itself here: its PyTorch reference for every device, replaced by the fused implementations that
-are installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
+Each operator registers its PyTorch reference for every device here. Fused implementations replace it where they are
+installed: Triton on CUDA, the C++ extension on the CPU. float64 (tests) stays with the reference.
 
 `SAGE_FAST_OPS=reference` in the environment disables the fused implementations. `SAGE_FAST_OPS=triton` with
 `TRITON_INTERPRET=1` runs Triton's interpreter on the CPU: slow, for checks only, with the rounding of a GPU
@@ -54,7 +54,7 @@ def _cpp(name: str) -> Callable[[], Callable[..., Any]]:
 
 
 def _choose() -> dict[str, Callable[[str], Callable[[], Callable[..., Any]]]]:
-    """Device -> what makes the fused implementation of an operator there; says what serves each in `_serving`."""
+    """Return device -> (operator name -> loader of its fused implementation); record each device's in `_serving`."""
     choice = os.environ.get("SAGE_FAST_OPS", "")
     if choice not in ("", "reference", "triton"):
         raise UserError(f"SAGE_FAST_OPS = {choice!r}: {nearest(choice, ('reference', 'triton'))}")
@@ -82,7 +82,7 @@ _FUSED = _choose()
 
 
 def register(name: str, reference: Callable[..., Any]) -> None:
-    """Register an operator that LIBRARY defines: its reference for every device, and what is faster where it is."""
+    """Register an operator of LIBRARY: the reference for every device, and fused implementations where installed."""
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     for device, fused in _FUSED.items():
         LIBRARY.impl(name, _serve(fused(name), reference), device.upper())

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import get_args
+import importlib.util
+import pkgutil
+from typing import Any
 
-from sage_fast.config.schema import EngineName, TrainConfig
+from sage_fast.config.engines import ENGINES, OPTIMIZERS
+from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy
-from sage_fast.parallel.plain import Engine
-from sage_fast.util.console import Say, say_nothing
+from sage_fast.parallel.engine import Engine
+from sage_fast.util.errors import UserError
 
-__all__ = ["ENGINES", "Engine", "make_engine"]
-
-ZERO = "sage_fast.parallel.zero:ZeroEngine"
-ENGINES = {"plain": "sage_fast.parallel.plain:Engine", "zero1": ZERO, "zero2": ZERO, "zero3": ZERO}
-"""`train.engine` -> its class, imported when it is made: DeepSpeed takes seconds."""
-assert tuple(ENGINES) == get_args(EngineName), "an engine is named in config.EngineName and has its class in ENGINES"
+__all__ = ["Engine", "check_engine", "engine_settings", "make_engine"]
 
 
-def make_engine(policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> Engine:
-    """Build the engine that `train.engine` names."""
-    module, _, name = ENGINES[config.engine].partition(":")
-    return getattr(importlib.import_module(module), name)(policy, config, tell)
+def make_engine(policy: Policy, config: TrainConfig) -> Engine:
+    """Build the engine that `train.engine` names; its module is imported here, since DeepSpeed takes seconds."""
+    engine: Engine = pkgutil.resolve_name(ENGINES[config.engine].build)(policy, config)
+    return engine
+
+
+def engine_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
+    """Build the configuration of the engine's library for `trained` elements; empty for an engine without one."""
+    settings = ENGINES[config.engine].settings
+    return {} if settings is None else pkgutil.resolve_name(settings)(config, trained)
+
+
+def check_engine(config: TrainConfig) -> None:
+    """Check all that can be checked before the model is loaded.
+
+    Raises:
+        UserError: the library of the engine or the optimizer is not installed, or `train.deepspeed_config` cannot be
+            read or sets a key of `settings.OURS`, an unknown key or a value of the wrong type.
+    """
+    needs = (
+        ("engine", config.engine, ENGINES[config.engine].package, "plain"),
+        ("optimizer", config.optimizer, OPTIMIZERS[config.optimizer].package, "adamw"),
+    )
+    for key, value, package, without in needs:
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"train.{key} = {value!r} needs {package}, which is not installed: pip install "
+                f"'sage-fast[{package}]'; the nearest choice without it is {without}"
+            )
+    engine_settings(config, 1)

@@ -10,8 +10,9 @@ linear layers:
     zero3     (4 n + b f) / N    4 n / N         4 n / N   8 n / N   4 n / N
               + k of either
 
-ZeRO adds a bucket of gradients in flight. DeepSpeed updates a float32 copy of the weights (the master) and copies it
-back. tests/test_engine_deepspeed.py compares the sum with the live tensors.
+Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. ZeRO adds a bucket of gradients in flight.
+DeepSpeed keeps a float32 copy of the weights (the master), which is updated and copied back.
+tests/test_engine_deepspeed.py compares the sum with the live tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 
 from sage_fast.algorithm.objective import strategy_of
+from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.schema import Config
+from sage_fast.models.checkpointing import RECOMPUTED
 from sage_fast.models.policy import Policy
-from sage_fast.parallel.optimizers import OPTIMIZERS
-from sage_fast.parallel.settings import deepspeed_settings, stage_of
+from sage_fast.parallel import engine_settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,27 +51,28 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1, checkpointing: st
         ranks: N.
         checkpointing: mode; with ZeRO-3, `none` keeps the bfloat16 copies of all gathered weights for the backward.
     """
-    train, full = config.train, config.model.tuning == "full"
-    width = 4 if full or config.model.dtype == "float32" else 2
+    train, adapter = config.train, config.model.trains_adapter
+    width = config.model.element_bytes if adapter else 4
     every, trained = [p for _, p in policy.named_parameters()], policy.parameters()
     n = sum(p.numel() for p in trained.values())
     f = sum(p.numel() for p in every) - n
-    stage, snapshots = stage_of(train), int(strategy_of(config.kl).anchor is not None) + int(train.ema_decay > 0)
-    share = 1 / ranks if stage else 1.0
+    shards = ENGINES[train.engine].shards
+    snapshots = int(strategy_of(config.kl).anchor is not None) + int(train.ema_decay > 0)
+    share = 1 / ranks if shards else 1.0
     state_bytes = OPTIMIZERS[train.optimizer].state_bytes
-    moments = sum(state_bytes(p, policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
+    moments = sum(state_bytes(p.numel(), policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
     weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
     training = {
-        "gradients": 4.0 * n * (share if stage > 1 else 1),
+        "gradients": 4.0 * n * (share if "gradients" in shards else 1),
         f"state of the optimizer ({train.optimizer})": float(moments),
         "anchor and EMA": 4.0 * n * snapshots * share,
     }
-    copies = 2.0 * (n + f) if full and config.model.dtype != "float32" else 0.0
-    if stage:
+    copies = 2.0 * (n + f) if config.model.element_bytes < width else 0.0
+    if shards:
         training["float32 master of the weights"] = 4.0 * n * share
-        settings = deepspeed_settings(train, n)["zero_optimization"]
+        settings = engine_settings(train, n)["zero_optimization"]
         training["bucket of gradients"] = 4.0 * settings["reduce_bucket_size"]
-    if stage == 3:
+    if "weights" in shards:
         inner = {p for unit in policy.sharded_units() for p in unit.parameters()}
         outer = [p for p in every if p not in inner]
         weights = {part: size * share for part, size in weights.items()}
@@ -77,17 +80,17 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1, checkpointing: st
             sum((4 if p.requires_grad else width) * p.numel() for p in outer)
         )
         block = sum(p.numel() for p in policy.block_list()[0].parameters())
-        training["gathered weights of a block"] = float((4 if full else width) * block)
-        if checkpointing != "none":
+        training["gathered weights of a block"] = float(width * block)
+        if RECOMPUTED[checkpointing]:
             copies = 2.0 * block if copies else 0.0
     if copies:
         training["bf16 copies of the weights (autocast)"] = copies
     moved = []
-    if train.offload != "none":
+    if "state" in OFFLOADS[train.offload]:
         moved = [f"state of the optimizer ({train.optimizer})", "float32 master of the weights"]
-        moved += ["gradients"] if stage > 1 else []
+        moved += ["gradients"] if "gradients" in shards else []
     host = {part: training.pop(part) for part in moved}
-    if train.offload == "all":
+    if "weights" in OFFLOADS[train.offload]:
         host |= {part: weights.pop(part) for part in ("frozen weights", "trained weights")}
         host["anchor and EMA"] = training.pop("anchor and EMA")
     return Held(weights=weights, training=training, host=host)

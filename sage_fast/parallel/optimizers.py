@@ -2,101 +2,80 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import math
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import Optimizer, Schedule, TrainConfig
-from sage_fast.util.errors import UserError
+from sage_fast.config.engines import OFFLOADS, OPTIMIZERS, SMALLEST_8BIT
+from sage_fast.config.schema import Schedule, TrainConfig
+from sage_fast.parallel.muon import MOMENTUM, MuonOfParts, Spread
 
 Parameters = Mapping[str, Tensor]
 """Trained weights by name."""
 IsMuon = Callable[[str, Tensor], bool]
 """Whether `muon` updates a weight by Muon; the model says so."""
 
+Spreads = Mapping[str, Spread]
+"""How weights lie over the ranks, by name; empty if every rank holds them whole."""
+
 BETAS = (0.9, 0.999)
-SMALLEST_8BIT = 4096
-"""Elements of a weight below which bitsandbytes keeps its state in float32."""
 
 
 def _shared(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "weight_decay": config.weight_decay, "eps": config.eps}
 
 
-def _adamw(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(parameters.values(), betas=BETAS, **_shared(config))]
+def adamw(
+    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads
+) -> list[torch.optim.Optimizer]:
+    fused = True if OFFLOADS[config.offload] else None  # several times as fast on a CPU
+    return [torch.optim.AdamW(parameters.values(), betas=BETAS, fused=fused, **_shared(config))]
 
 
-def _muon(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
+def muon(parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads) -> list[torch.optim.Optimizer]:
     """Build Muon for the matrices of the blocks, and AdamW for the embedders, biases, norms and the last layer.
 
-    A Muon update is an orthogonal matrix, scaled to AdamW's usual rms of 0.2 x learning rate (Moonlight,
-    arXiv 2502.16982).
+    The factors of an adapter are matrices of the blocks too. A Muon update is an orthogonal matrix, scaled to AdamW's
+    usual rms of 0.2 x learning rate (Moonlight, arXiv 2502.16982).
     """
     matrices = {name: p for name, p in parameters.items() if is_muon(name, p)}
-    muon = torch.optim.Muon(
-        matrices.values(),
-        adjust_lr_fn="match_rms_adamw",
-        **_shared(config),  # eps is added to the gradient's norm: torch's 1e-7 would shrink updates of small gradients
-    )
-    return [muon, *_adamw({name: p for name, p in parameters.items() if name not in matrices}, config, is_muon)]
+    rest = {name: p for name, p in parameters.items() if name not in matrices}
+    # eps is added to the gradient's norm: torch's 1e-7 would shrink updates of small gradients.
+    settings = {"adjust_lr_fn": "match_rms_adamw", **_shared(config)}
+    made: list[torch.optim.Optimizer] = []
+    if matrices and spreads:
+        made.append(MuonOfParts(list(matrices.values()), [spreads[name] for name in matrices], **settings))
+    elif matrices:
+        made.append(torch.optim.Muon(matrices.values(), momentum=MOMENTUM, **settings))
+    return made + (adamw(rest, config, is_muon, spreads) if rest else [])
 
 
-def _adamw8bit(parameters: Parameters, config: TrainConfig, is_muon: IsMuon) -> list[torch.optim.Optimizer]:
+def adamw8bit(
+    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads
+) -> list[torch.optim.Optimizer]:
     """Build AdamW8bit of bitsandbytes, as `--use_8bit_adam` of diffusers' training scripts does. Runs on a CPU too."""
-    make = _bitsandbytes().optim.AdamW8bit
+    make = importlib.import_module("bitsandbytes").optim.AdamW8bit
     return [make(parameters.values(), betas=BETAS, min_8bit_size=SMALLEST_8BIT, **_shared(config))]
 
 
-def _bitsandbytes() -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            "train.optimizer = 'adamw8bit' needs bitsandbytes, which is not installed: pip install "
-            "'sage-fast[bitsandbytes]'; the nearest choice without it is adamw"
-        )
-    return importlib.import_module("bitsandbytes")
+def make_optimizers(
+    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads
+) -> list[torch.optim.Optimizer]:
+    """Build the torch optimizers that `train.optimizer` names; together they cover all weights, each weight once.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """An optimizer of `train.optimizer`.
-
-    Attributes:
-        make: returns torch optimizers that cover all weights, each weight once.
-        state_bytes: (weight, whether Muon updates it) -> bytes of optimizer state per element.
+    Args:
+        spreads: how the weights lie over the ranks, if `parameters` are this rank's parts of them; else empty.
     """
-
-    make: Callable[[Parameters, TrainConfig, IsMuon], list[torch.optim.Optimizer]]
-    state_bytes: Callable[[Tensor, bool], float]
-
-
-OPTIMIZERS = {
-    "adamw": Choice(make=_adamw, state_bytes=lambda p, is_muon: 8.0),
-    "muon": Choice(make=_muon, state_bytes=lambda p, is_muon: 4.0 if is_muon else 8.0),
-    # Two 8-bit moments, each with a float32 scale for every 256 elements.
-    "adamw8bit": Choice(
-        make=_adamw8bit, state_bytes=lambda p, is_muon: 2 + 8 / 256 if p.numel() >= SMALLEST_8BIT else 8.0
-    ),
-}
-assert tuple(OPTIMIZERS) == get_args(Optimizer), (
-    "an optimizer is named in config.Optimizer and has its row in OPTIMIZERS"
-)
-
-
-def check_optimizer(name: str) -> None:
-    """Check that an optimizer's library is installed.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    if name == "adamw8bit":
-        _bitsandbytes()
+    made: list[torch.optim.Optimizer] = pkgutil.resolve_name(OPTIMIZERS[config.optimizer].build)(
+        parameters, config, is_muon, spreads
+    )
+    return made
 
 
 SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,37 +17,32 @@ from torch import Tensor, nn
 
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy, State
-from sage_fast.parallel.optimizers import OPTIMIZERS, learning_rate
-from sage_fast.parallel.updates import BFLOAT16_RESOLUTION, UpdateSize, watch_updates
-from sage_fast.util.console import Say, say_nothing, say_wrapped
+from sage_fast.parallel.engine import Engine, UpdateSize
+from sage_fast.parallel.optimizers import learning_rate, make_optimizers
+from sage_fast.parallel.updates import BFLOAT16_RESOLUTION, watch_updates
+from sage_fast.util.console import wrapped
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.files import saving
 from sage_fast.util.ranks import all_reduce, barrier, data_size, rank, world_size
 
+log = logging.getLogger(__name__)
+
 WATCHED_ITERATIONS = 3
 """Iterations after the learning rate's warm-up in which a note reports updates too small for bfloat16."""
 
 
-class Engine:
-    """The optimizer side of training: backward, reduction, step, averaged weights and checkpoints of all these.
-
-    This is the trainer's whole interface to an engine. Every method is collective.
+class PlainEngine(Engine):
+    """An engine without shards. DeepSpeed's engine overrides how updates are made and where the state is kept.
 
     Args:
         policy: its trainable parameters are optimised.
         config: optimizer, learning rate, clipping, EMA.
-        tell: receives a note if updates are too small for bfloat16.
-
-    Attributes:
-        steps: optimizer steps so far.
-        ema: averaged weights, in the form of `policy.snapshot`; None if `train.ema_decay` is 0.
     """
 
-    def __init__(self, policy: Policy, config: TrainConfig, tell: Say = say_nothing) -> None:
+    def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self.policy = policy
         self.config = config
-        self.tell = tell
         self.parameters = list(policy.parameters().values())
         self.steps = 0
         self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.whole)
@@ -57,12 +53,10 @@ class Engine:
         self._remembered_bytes = 0
 
     def _prepare(self) -> None:
-        make, policy = OPTIMIZERS[self.config.optimizer].make, self.policy
-        self.optimizers = make(policy.parameters(), self.config, policy.is_muon)
+        self.optimizers = make_optimizers(self.policy.parameters(), self.config, self.policy.is_muon, {})
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the latest update; before the first update, that of the first."""
         return learning_rate(self.config, max(self.steps - 1, 0))
 
     def backward(self, loss: Tensor, total: int) -> None:
@@ -78,11 +72,6 @@ class Engine:
         (data_size() / total * loss).backward()
 
     def step(self) -> tuple[float, UpdateSize]:
-        """Reduce, clip and apply the accumulated gradients; return their norm before clipping and the update's size.
-
-        Raises:
-            NonFiniteError: the norm is not finite; the weights are unchanged.
-        """
         self._updates.remember()
         norm = self._update(learning_rate(self.config, self.steps))
         if not math.isfinite(norm):
@@ -118,12 +107,12 @@ class Engine:
         if change < BFLOAT16_RESOLUTION:
             self._warned = True
             what = "adapter" if self.policy.has_adapter else "weights"
-            say_wrapped(
+            note = (
                 f"note: the relative change of the {what} in an update is {change:.1e}, and bfloat16 resolves "
                 f"{BFLOAT16_RESOLUTION:.1e}: the forward sees it only once several updates have added up. Raise "
-                f"train.learning_rate = {self.config.learning_rate:g}, or set model.dtype = float32",
-                self.tell,
+                f"train.learning_rate = {self.config.learning_rate:g}, or set model.dtype = float32"
             )
+            log.info(wrapped(note))
 
     def _reduce_gradients(self) -> None:
         """Average gradients over the ranks. A weight that has a gradient on no rank keeps none (and is not decayed)."""
@@ -144,12 +133,10 @@ class Engine:
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Use the averaged weights within the block; a no-op without an EMA."""
         with contextlib.nullcontext() if self.ema is None else self.policy.using(self.ema):
             yield
 
     def remember(self) -> bool:
-        """Copy the state to host memory for `rewind`; return False if it needs more than half of the free memory."""
         state = {
             "steps": self.steps,
             "parameters": dict(self.policy.parameters()),
@@ -169,7 +156,6 @@ class Engine:
         return True
 
     def rewind(self) -> None:
-        """Restore the state saved by `remember`."""
         state = self._remembered
         assert state is not None
         self.policy.load(state["parameters"])
@@ -181,10 +167,6 @@ class Engine:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write weights, averaged weights and optimizer state into the existing `folder`; rank 0 writes.
-
-        All engines write the same files of unsharded tensors, so a run can resume with another engine.
-        """
         self.save_state(self.policy.parts(), folder / "trainable.safetensors")  # no copy on the device
         if self.ema is not None:
             self.save_state(self.ema, folder / "ema.safetensors")
@@ -197,11 +179,6 @@ class Engine:
             self.save_weights(folder)
 
     def load(self, folder: Path, steps: int) -> None:
-        """Restore what `save` wrote at optimizer step `steps`.
-
-        Raises:
-            UserError: `train.ema_decay` has been switched on since, or `train.optimizer` is another one.
-        """
         ema = folder / "ema.safetensors"
         if self.ema is not None and not ema.is_file():
             raise UserError(
@@ -236,22 +213,15 @@ class Engine:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def save_state(self, state: State, file: Path) -> None:
-        """Write a snapshot of the policy as unsharded, contiguous tensors."""
         whole = self.policy.states.gather(state, self.policy.parameters())
         if rank() == 0:
             with saving(file):
                 save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file)
 
     def load_state(self, file: Path) -> State:
-        """Load a file of `save_state` as a snapshot of this policy.
-
-        Raises:
-            UserError: names or shapes do not match this model.
-        """
         return self.policy.states.split(load_file(file, device=str(self._state_device)), self.policy.parameters())
 
     def save_weights(self, folder: Path) -> None:
-        """Write the policy's current weights into `folder` in diffusers format; rank 0 writes."""
         if rank() == 0:
             with saving(folder):
                 self.policy.save_weights(folder)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sage_fast.config.engines import ENGINES, OFFLOADS
 from sage_fast.config.schema import TrainConfig
 from sage_fast.util.errors import UserError
 
@@ -32,7 +32,7 @@ OURS = {
     "zero_optimization.stage": "train.engine",
     "zero_optimization.offload_optimizer": "train.offload",
     "zero_optimization.offload_param": "train.offload",
-    "zero_optimization.stage3_prefetch_bucket_size": "nothing: rollout and training run the layers in other orders",
+    "zero_optimization.stage3_prefetch_bucket_size": "the code: rollout and training run layers in other orders",
 }
 """Keys a user's file may not set -> the setting of ours that determines them."""
 
@@ -48,7 +48,6 @@ ALLOWED = {
     "zero_optimization.overlap_comm": bool,
     "zero_optimization.contiguous_gradients": bool,
     "zero_optimization.reduce_scatter": bool,
-    "zero_optimization.round_robin_gradients": bool,
     "zero_optimization.allgather_partitions": bool,
     "wall_clock_breakdown": bool,
     "steps_per_print": int,
@@ -56,30 +55,9 @@ ALLOWED = {
 """Keys a user's file may set -> type. They change speed and memory, but no update.
 
 Other keys would change updates. A secondary partition (`zero_hpz_partition_size`) goes stale when anchor or EMA replace
-the weights. Half-precision gradient communication loses small values.
+the weights. Half-precision gradient communication loses small values. `round_robin_gradients` reorders the weights in
+DeepSpeed's rows: updates by Muon were then far from those of one process.
 """
-
-
-def stage_of(config: TrainConfig) -> int:
-    """Return the ZeRO stage; 0 without DeepSpeed."""
-    return {"plain": 0, "zero1": 1, "zero2": 2, "zero3": 3}[config.engine]
-
-
-def check_engine(config: TrainConfig) -> None:
-    """Check all that can be checked before the model is loaded.
-
-    Raises:
-        UserError: DeepSpeed is not installed, or `train.deepspeed_config` cannot be read or sets a key in `OURS`, an
-            unknown key or a value of the wrong type.
-    """
-    if stage_of(config) == 0:
-        return
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            f"train.engine = {config.engine!r} needs DeepSpeed, which is not installed: pip install "
-            "'sage-fast[deepspeed]'; the nearest choice without it is plain"
-        )
-    _own(config)
 
 
 def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
@@ -94,7 +72,7 @@ def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
     """
     bucket = max(min(BUCKET, trained), 1)
     zero: dict[str, Any] = {
-        "stage": stage_of(config),
+        "stage": ENGINES[config.engine].stage,
         "overlap_comm": False,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
@@ -102,10 +80,8 @@ def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 0,
     }
-    if config.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if config.offload == "all":
-        zero["offload_param"] = {"device": "cpu"}
+    for moved in OFFLOADS[config.offload]:
+        zero[{"state": "offload_optimizer", "weights": "offload_param"}[moved]] = {"device": "cpu"}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -116,7 +92,7 @@ def deepspeed_settings(config: TrainConfig, trained: int) -> dict[str, Any]:
         "steps_per_print": None,
         "zero_optimization": zero,
     }
-    return _laid_over(settings, _own(config))
+    return _overlaid(settings, _own(config))
 
 
 def _own(config: TrainConfig) -> dict[str, Any]:
@@ -143,21 +119,21 @@ def _own(config: TrainConfig) -> dict[str, Any]:
         if key not in ALLOWED:
             near = difflib.get_close_matches(key, ALLOWED, n=1)
             raise UserError(
-                f"{name} sets {key}, which is not among what can be laid over: "
+                f"{name} sets {key}, which cannot be overridden: "
                 + (f"the nearest is {near[0]}" if near else f"expected any of {', '.join(ALLOWED)}")
             )
         number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value % 1 == 0
         if not (number if ALLOWED[key] is int else isinstance(value, bool)):
             expected = "a whole number" if ALLOWED[key] is int else "true or false"
             raise UserError(f"{name}: {key} = {json.dumps(value)}: expected {expected}")
-    if config.engine == "zero1" and zero.get("overlap_comm"):
+    if "gradients" not in ENGINES[config.engine].shards and zero.get("overlap_comm"):
         raise UserError(f"{name}: zero_optimization.overlap_comm needs train.engine = zero2 or zero3; take it out")
     return own
 
 
-def _laid_over(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _overlaid(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     joined = dict(settings)
     for key, value in own.items():
         below = joined.get(key)
-        joined[key] = _laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        joined[key] = _overlaid(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return joined

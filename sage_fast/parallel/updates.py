@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+
+from sage_fast.parallel.engine import UpdateSize
 
 LAYERS = 16
 """Adapted layers in the sample."""
@@ -21,20 +22,6 @@ BFLOAT16_RESOLUTION = 2.0**-9
 Item = TypeVar("Item")
 Whole = Callable[[Tensor], Tensor]
 """Weight, perhaps sharded over ranks -> its full value."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateSize:
-    """Relative sizes of an update, scalars on the device.
-
-    Attributes:
-        relative: |dW| / |W| over the sample; with an adapter W is the base weight and dW the change of s B A.
-        of_rounded: relative change of the values that bfloat16 rounds: the weights themselves, or the adapter factor
-            that contributes most of dW.
-    """
-
-    relative: Tensor
-    of_rounded: Tensor
 
 
 class AdapterUpdates:

@@ -1,8 +1,9 @@
 """The DeepSpeed engine: ZeRO-1, 2 and 3 (arXiv 1910.02054), with optional offload of optimizer and weights to the host.
 
-DeepSpeed does not run our forward. It gets the modules, hooks their weights and receives every loss; it shards and
-updates weights, gradients and AdamW's moments. All else is as in the plain engine: learning rate, averages, files, and
-weights without a gradient, which stay unchanged.
+DeepSpeed does not run our forward. It gets the modules, hooks their weights and receives every loss; it shards weights
+and gradients, reduces, clips and gathers. The update is ours: DeepSpeed lays the weights of a rank in rows, and the
+optimizers of the plain engine update the parts of weights in these rows. All else is as in the plain engine: learning
+rate, averages, files, and weights without a gradient, which stay unchanged.
 """
 
 from __future__ import annotations
@@ -11,26 +12,43 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
+from sage_fast.config.engines import ENGINES, OFFLOADS
 from sage_fast.models.policy import Item, Policy, State, WholeStates, check_names
-from sage_fast.parallel.optimizers import BETAS
-from sage_fast.parallel.plain import Engine
-from sage_fast.parallel.settings import deepspeed_settings, stage_of
+from sage_fast.parallel import engine_settings
+from sage_fast.parallel.muon import Spread
+from sage_fast.parallel.optimizers import make_optimizers
+from sage_fast.parallel.plain import PlainEngine
+from sage_fast.util.deepspeed_private import (
+    check_version,
+    forget_order,
+    gather,
+    join_deepspeed,
+    keep_whole,
+    part_of_master,
+    refresh_master,
+    release_gathered,
+    shard,
+    whole_shape,
+)
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import all_reduce, data_size, join_deepspeed, rank, world_size
+from sage_fast.util.ranks import all_gather_object, all_reduce, data_size, rank, world_size
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# DeepSpeed calls these by their old names, thousands of times an iteration.
+_OLD_NAMES = "all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base"
+warnings.filterwarnings("ignore", rf"`torch\.distributed\.({_OLD_NAMES})` is ", FutureWarning)
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(PlainEngine):
     """ZeRO over all ranks; one rank works too.
 
     Each rank keeps its share of anchor and averaged weights. With ZeRO-3 this is its shard of the weights (in host
@@ -39,34 +57,40 @@ class ZeroEngine(Engine):
 
     def _prepare(self) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        logging.getLogger("DeepSpeed").addFilter(_is_news)
         if not dist.is_initialized():
             backend = "nccl" if self.policy.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
+        check_version()
         join_deepspeed()
-        self.stage = stage_of(self.config)
-        trained = sum(p.numel() for p in self.parameters)
+        self.sharded = ENGINES[self.config.engine].shards
         self._moves = torch.zeros(len(self.parameters), dtype=torch.bool, device=self.policy.device)
-        self._moved: set[int] = set()  # weights that have moments
         for number, p in enumerate(self.parameters):
             p.register_hook(functools.partial(self._note, number))
-        # We apply weight decay ourselves (`_decay`): DeepSpeed's optimizer only sees one flat buffer.
-        fused = True if self.config.offload != "none" else None
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=self.config.learning_rate,
-            betas=BETAS,
-            eps=self.config.eps,
-            weight_decay=0.0,
-            fused=fused,
-        )
-        self.optimizer.register_step_pre_hook(self._decay)
-        modules = _Modules(self.policy)
+        named = self.policy.parameters()
+        matrices = {name for name, p in named.items() if self.policy.is_muon(name, p)}
+        modules, trained = _Modules(self.policy), sum(p.numel() for p in self.parameters)
         self.deepspeed, *_ = deepspeed.initialize(
-            model=modules, optimizer=self.optimizer, config=deepspeed_settings(self.config, trained)
+            model=modules,
+            optimizer=_Rows(self.parameters, self._update_row),
+            config=engine_settings(self.config, trained),
+        )
+        optimizer = self.deepspeed.optimizer
+        none = torch.empty(0, device="cpu" if OFFLOADS[self.config.offload] else self.policy.device)
+        parts = [part_of_master(optimizer, p) for p in self.parameters]
+        self.parts = [nn.Parameter(none if part is None else part.detach()) for part in parts]
+        sizes = zip(*all_gather_object([part.numel() for part in self.parts]))
+        spreads = [
+            Spread(shape=whole_shape(p), sizes=on_ranks, device=_device())
+            for p, on_ranks in zip(self.parameters, sizes)
+        ]
+        self.spreads = dict(zip(self.parts, spreads))
+        self.optimizers = make_optimizers(
+            dict(zip(named, self.parts)), self.config, lambda name, _: name in matrices, dict(zip(named, spreads))
         )
         self.policy.use_all_weights()
-        self.policy.states = _Parts() if self.stage < 3 else _Shards(self.deepspeed.optimizer, modules)
+        self.policy.states = _Shards(optimizer, modules) if "weights" in self.sharded else _Parts()
 
     def _note(self, number: int, grad: Tensor) -> None:
         self._moves[number].logical_or_(grad.any())
@@ -77,49 +101,50 @@ class ZeroEngine(Engine):
 
     def _update(self, rate: float) -> float:
         all_reduce(moves := self._moves.int(), "max")
-        self._moving = moves.bool().tolist()
+        moving = moves.bool().tolist()
         self._moves.zero_()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if self.stage == 3:  # DeepSpeed would reuse the gradient of the previous update
-            for p, moves in zip(self.parameters, self._moving):
-                if not moves and (part := self._local(p)) is not None:
-                    deepspeed.utils.safe_set_local_grad(p, torch.zeros_like(part))
-        self._rate, self._decayed = rate, False
-        with self._resting(self._moved - {i for i, moves in enumerate(self._moving) if moves}):
-            self.deepspeed.step()
-        if self.deepspeed.optimizer.overflow:  # nothing was updated
+        self._waiting = [part for part, moves in zip(self.parts, moving) if moves]
+        self._count_updates(set(self._waiting))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        if "weights" in self.sharded:  # DeepSpeed would count the gradient of the previous update in the norm
+            for p, part, moves in zip(self.parameters, self.parts, moving):
+                if not moves:
+                    safe_set_local_grad(p, torch.zeros_like(part))
+        self.deepspeed.step()
+        if not self.deepspeed.was_step_applied():
             return float("nan")
-        self._moved |= {i for i, moves in enumerate(self._moving) if moves}
+        assert not self._waiting, "every part lies in one of DeepSpeed's rows"
         return float(self.deepspeed.get_global_grad_norm())
 
-    @torch.no_grad()
-    def _decay(self, *_: Any) -> None:
-        """Decay the weights about to be updated. Runs once per update, even if DeepSpeed steps in several parts."""
-        if not self._decayed:
-            self._decayed = True
-            for p, moves in zip(self.parameters, self._moving):
-                if moves and (part := self._local(p)) is not None:
-                    part.mul_(1 - self._rate * self.config.weight_decay)
+    def _count_updates(self, moving: Collection[Tensor] = ()) -> None:
+        """Let AdamW's bias correction count all updates, including those that left a weight alone.
 
-    @contextlib.contextmanager
-    def _resting(self, numbers: set[int]) -> Iterator[None]:
-        """Freeze weights that have moments but no gradient: zero their moments for the block, then restore them."""
-        kept = []
-        for p in (self.parameters[number] for number in sorted(numbers)):
-            moments = [part for key in MOMENTS if (part := self._local(p, key)) is not None]
-            kept += [(part, part.clone()) for part in moments]
-            for part in moments:
-                part.zero_()
-        yield
-        for part, values in kept:
-            part.copy_(values)
+        A weight whose gradient is exactly zero is left alone here; the plain engine counts such an update.
 
-    def _local(self, p: Any, key: str | None = None) -> Tensor | None:
-        """Return this rank's float32 shard of a weight, or of its moment `key`; None if it holds none."""
-        if self.stage == 3:
-            return self.deepspeed.optimizer._get_fp32_opt_state_partition(p, False, key)[0]
-        return None if p._hp_mapping is None else p._hp_mapping.get_hp_fragment(key)
+        Args:
+            moving: parts that are about to be updated, perhaps for the first time.
+        """
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.AdamW):
+                for part in optimizer.param_groups[0]["params"]:
+                    if part in moving and part not in optimizer.state:
+                        optimizer.state[part] = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+                for state in optimizer.state.values():
+                    state["step"] = torch.tensor(float(self.steps))
+
+    def _update_row(self, row: Tensor) -> None:
+        """Update the parts of weights in a row, by the row's gradient. Weights without a gradient stay unchanged."""
+        assert row.grad is not None
+        for part in self._waiting:
+            start = (part.data_ptr() - row.data_ptr()) // row.element_size() if part.numel() else 0
+            if 0 <= start < row.numel():
+                part.grad = row.grad.narrow(0, start, part.numel())
+        self._waiting = [part for part in self._waiting if part.grad is None]
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -128,32 +153,42 @@ class ZeroEngine(Engine):
         return torch.device("cpu")
 
     def _optimizer_states(self) -> list[Mapping[int, Any]]:
-        """Optimizer state as torch's AdamW has it for unsharded weights; none for weights that never had a gradient."""
-        states = {}
-        for number in sorted(self._moved):
-            moments = {key: safe_get_full_optimizer_state(self.parameters[number], key) for key in MOMENTS}
-            if rank() == 0:
-                states[number] = {"step": torch.tensor(float(self.steps))}
-                states[number] |= {key: moment.cpu() for key, moment in moments.items()}
-        return [states]
+        """Optimizer states as for unsharded weights; whole on rank 0 only."""
+        self._count_updates()
+        return self._changed(super()._optimizer_states(), self._join)
 
     def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
-        optimizer = self.deepspeed.optimizer
-        optimizer.refresh_fp32_params()
-        steps = max((float(state["step"]) for state in states[0].values()), default=0.0)
-        ours = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
-        for flat in getattr(optimizer, ours):
-            state = self.optimizer.state[flat]
-            state["step"] = torch.tensor(steps)
-            state |= {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
-        if self.stage < 3:
-            optimizer._lazy_init_hp_params_optimizer_state()
-        for number, state in states[0].items():
-            for key in MOMENTS:
-                deepspeed.utils.safe_set_full_optimizer_state(
-                    self.parameters[number], state[key].to(self.policy.device), key
-                )
-        self._moved = set(states[0])
+        refresh_master(self.deepspeed.optimizer)
+        super()._load_optimizer_states(self._changed(states, self._split))
+
+    def _changed(
+        self, states: list[Mapping[int, Any]], change: Callable[[Tensor, Spread], Tensor]
+    ) -> list[Mapping[int, Any]]:
+        """Change every tensor of the states that has as many elements as its weight."""
+        changed: list[Mapping[int, Any]] = []
+        for optimizer, state in zip(self.optimizers, states):
+            parts = [part for group in optimizer.param_groups for part in group["params"]]
+            changed.append(kept := {})
+            for number, values in state.items():
+                spread = self.spreads[parts[number]]
+                kept[number] = {key: change(value, spread) if value.ndim else value for key, value in values.items()}
+        return changed
+
+    def _join(self, part: Tensor, spread: Spread) -> Tensor:
+        """Return the whole tensor from the parts of all ranks, in host memory; empty on all ranks but the first."""
+        start = sum(spread.sizes[: rank()])
+        whole = torch.zeros(sum(spread.sizes), device=spread.device)
+        whole[start : start + part.numel()] = part
+        all_reduce(whole)
+        return whole[: spread.shape.numel()].view(spread.shape).cpu() if rank() == 0 else torch.empty(0)
+
+    def _split(self, whole: Tensor, spread: Spread) -> Tensor:
+        """Return this rank's part of a whole tensor; the inverse of `_join`."""
+        start, size = sum(spread.sizes[: rank()]), spread.sizes[rank()]
+        part = torch.zeros(size)
+        found = whole.flatten()[start : start + size]
+        part[: found.numel()] = found
+        return part
 
     def remember(self) -> bool:
         """Return False: host memory may hold DeepSpeed's shards, or be needed for them."""
@@ -167,7 +202,7 @@ class ZeroEngine(Engine):
     def _whole_on_host(self) -> Iterator[None]:
         """With ZeRO-3, give rank 0 the weights to be saved, whole and in host memory, within the block."""
         present = []
-        if self.stage == 3:
+        if "weights" in self.sharded:
             adapter = self.policy.has_adapter
             for name, p in self.policy.named_parameters():
                 if not adapter or ".lora_" in name:
@@ -180,6 +215,24 @@ class ZeroEngine(Engine):
         finally:
             for p, data in present:
                 p.data = data
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop DeepSpeed's warning that it does not know `_Rows`."""
+    return "untested optimizer" not in record.getMessage()
+
+
+class _Rows(torch.optim.Optimizer):
+    """The optimizer handed to DeepSpeed, which lays the weights in rows and steps each of them: by `update`."""
+
+    def __init__(self, parameters: Sequence[Tensor], update: Callable[[Tensor], None]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self._update = update
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for row in group["params"]:
+                self._update(row)
 
 
 class _Modules(nn.Module):
@@ -209,9 +262,12 @@ class _Parts(WholeStates):
         size = -(-p.numel() // world_size())
         return p.detach().view(-1)[rank() * size : (rank() + 1) * size]
 
+    def numel(self, p: Tensor) -> int:
+        return int(whole_shape(p).numel())
+
     def join(self, part: Tensor, p: Tensor) -> Tensor:
         """Gather the parts of all ranks into a whole weight on the device."""
-        shape = getattr(p, "ds_shape", p.shape)
+        shape = whole_shape(p)
         padded = part.new_zeros(-(-shape.numel() // world_size()), device=p.device)
         padded[: part.numel()] = part[: padded.numel()]
         parts = [torch.empty_like(padded) for _ in range(world_size())]
@@ -233,7 +289,7 @@ class _Parts(WholeStates):
     def split(self, whole: State, parameters: Mapping[str, Tensor]) -> State:
         check_names(parameters, whole)
         for name, p in parameters.items():
-            shape = getattr(p, "ds_shape", p.shape)
+            shape = whole_shape(p)
             if whole[name].shape != shape:
                 raise UserError(f"{name}: expected shape {list(shape)}, got {list(whole[name].shape)}")
         return {name: self._of(whole[name], p) for name, p in parameters.items()}
@@ -254,33 +310,27 @@ class _Shards(_Parts):
 
     def __init__(self, optimizer: Any, modules: _Modules) -> None:
         self.optimizer = optimizer
-        offload = optimizer.parameter_offload
-        # The hook would record the order of the layers for prefetching, and require the same order on all ranks.
-        offload.fwd_pre_hook.remove()
+        forget_order(optimizer)
         gathered = {p for module in modules.gathered for p in module.parameters()}
-        self.kept: list[Any] = [p for p in modules.parameters() if p not in gathered]
-        offload.persistent_parameters += self.kept  # gathered after every update
-        self._gather_kept()
-
-    def _gather_kept(self) -> None:
-        self.kept[0].all_gather(self.kept)
+        self.kept = [p for p in modules.parameters() if p not in gathered]
+        keep_whole(optimizer, self.kept)
 
     def part(self, p: Any) -> Tensor:
-        return p.ds_tensor.detach()
+        return shard(p).detach()
 
     def whole(self, p: Tensor) -> Tensor:
         return self.join(self.part(p), p)
 
     def write(self, parameters: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        self.optimizer.empty_partition_cache()
+        release_gathered(self.optimizer)
         for name, p in parameters.items():
-            p.ds_tensor.data.copy_(state[name])
-        self._gather_kept()
+            shard(p).data.copy_(state[name])
+        gather(self.kept)
 
     def _of(self, whole: Tensor, p: Any) -> Tensor:
-        part, shard = super()._of(whole, p), torch.zeros_like(p.ds_tensor)
-        shard[: part.numel()] = part
-        return shard
+        part, padded = super()._of(whole, p), torch.zeros_like(shard(p))
+        padded[: part.numel()] = part
+        return padded
 
 
 def _device() -> torch.device:

@@ -30,7 +30,7 @@ PAGE, KEY = "blind.html", "blind-key.json"
 def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path) -> tuple[Path, Path]:
     """Write a voting page and its key: `count` pairs of videos for the first source against each other source.
 
-    Pairs are drawn at random, whatever their scores: one per prompt before any second one. The order is random, and
+    Pairs are drawn at random regardless of their scores, one per prompt before any second one. The order is random, and
     each source is on the left in half of its pairs.
 
     Args:

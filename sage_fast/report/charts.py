@@ -356,13 +356,13 @@ def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> st
 
 
 Points = Mapping[int, tuple[float, float]]
-"""Iteration -> score and its standard error (NaN if unknown)."""
+"""Iteration -> score and the half-width of its 95 % interval (NaN if unknown)."""
 
 
 def held_out(
     points: Mapping[str, Points], title: str = "Held-out reward", ylabel: str = "composite reward", least: int = 3
 ) -> str | None:
-    """Draw scores of evaluations by iteration, with standard errors and one line per label.
+    """Draw scores of evaluations by iteration, with 95 % intervals and one line per label.
 
     Returns None if no line has `least` points.
     """
@@ -380,5 +380,6 @@ def held_out(
         axes.set_title(_plain(title))
         if len(points) > 1:
             _legend(axes, len(points))
-        _finish_axes(axes, "iteration", ylabel)
+        known = any(math.isfinite(margin) for line in points.values() for _, margin in line.values())
+        _finish_axes(axes, "iteration", f"{ylabel}, 95 % intervals" if known else ylabel)
         return themed_svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")

@@ -34,6 +34,7 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSe
             sets.append(read_folder(label, path))
             continue
         runs[label] = run = read_run(path)
+        notes += [f"{label}: {note}" for note in run.left_out]
         newest = run.last or ("before" if "before" in run.evaluations else None)
         if newest is None:
             notes.append(f"{label} has no evaluation yet.")

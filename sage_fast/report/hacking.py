@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from sage_fast.report.scores import PairedRow, as_float, columns_of, hacking, mean_and_error, paired_table
+from sage_fast.report.scores import hacking, mean_and_margin, paired_table
 from sage_fast.util.metrics import JUDGE_PART
 
 Evaluations = Mapping[str, Mapping[str, Any]]
@@ -36,7 +35,7 @@ def verdict(evaluations: Evaluations) -> str | None:
     if found:
         return found
     for part in judge_parts(evaluations):
-        means = [mean_and_error(s["prompts"], s["parts"].get(part, []))[0] for s in ordered[:-1]]
+        means = [mean_and_margin(s["prompts"], s["parts"].get(part, []))[0] for s in ordered[:-1]]
         if np.isnan(means).all():
             continue
         best = ordered[int(np.nanargmax(means))]
@@ -48,31 +47,3 @@ def verdict(evaluations: Evaluations) -> str | None:
 
 def judge_parts(evaluations: Evaluations) -> list[str]:
     return sorted({part for scores in evaluations.values() for part in scores["parts"] if part.startswith(JUDGE_PART)})
-
-
-def changes(evaluations: Evaluations) -> dict[str, dict[int, tuple[float, float]]]:
-    """Return score -> iteration -> (change, standard error), for the composite and the judge's parts.
-
-    Changes are paired differences to the first evaluation, in units of the score's standard deviation over the first
-    evaluation's videos, so that all fit one axis. Empty without a judge. A score that is constant over those videos is
-    skipped.
-    """
-    ordered = in_order(evaluations)
-    judges = judge_parts(evaluations)
-    if not ordered or not judges:
-        return {}
-    first = ordered[0]
-    tables: dict[int, list[PairedRow]] = {scores["iteration"]: paired_table(first, scores) for scores in ordered}
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for name in ("reward", *judges):
-        finite = [value for value in map(as_float, columns_of(first).get(name, [])) if math.isfinite(value)]
-        unit = float(np.std(finite)) if finite else 0.0
-        rows = {i: row for i, table in tables.items() for row in table if row.name == name}
-        points = {
-            i: (row.difference / unit, (math.nan if row.standard_error is None else row.standard_error) / unit)
-            for i, row in rows.items()
-            if unit > 0 and math.isfinite(row.difference)
-        }
-        if points:
-            found[name.replace(JUDGE_PART, "judge: ")] = points
-    return found

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from sage_fast.config.load import leaves
+from sage_fast.config.load import leaves, read_yaml
 from sage_fast.report import charts
 from sage_fast.report.charts import Row, column
-from sage_fast.report.hacking import changes, verdict
+from sage_fast.report.hacking import Evaluations, in_order, judge_parts, verdict
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.scores import (
     TOO_FEW,
     PairedRow,
+    as_float,
     columns_of,
     format_number,
     hacking,
-    mean_and_error,
+    mean_and_margin,
     paired_table,
-    read_scores,
+    read_evaluations,
 )
 from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.report.videos import numbered
@@ -47,6 +47,7 @@ class Run:
         facts: `run.json`: command, commit, versions, device, sampler notes; empty if the file is missing.
         rows: iterations, from `metrics.jsonl`.
         evaluations: file stem (`before`, `iteration-000010`, `after`) -> scores.
+        left_out: a note on each damaged file.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Run:
     facts: dict[str, Any]
     rows: list[dict[str, Any]]
     evaluations: dict[str, dict[str, Any]]
+    left_out: list[str]
 
     @property
     def last(self) -> str | None:
@@ -64,11 +66,11 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder, finished or not.
+    """Read a run folder, finished or not. Damaged evaluations are left out.
 
     Raises:
-        UserError: the folder is missing, holds no run (names what is missing), or holds a damaged file (names file
-            and line).
+        UserError: the folder is missing, holds no run (names what is missing), or its settings, facts or metrics are
+            damaged (names file and line).
     """
     if not folder.is_dir():
         raise UserError(f"{str(folder)!r}: no such folder")
@@ -76,26 +78,19 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{str(folder)!r} is no run folder: config.yaml is missing")
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
-    evaluations = {path.stem: read_scores(path) for path in sorted((folder / "eval").glob("*.json"))}
+    evaluations, left_out = read_evaluations(folder)
     facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
     _check_facts(facts, folder / "run.json")
-    config, settings = _read_settings(folder / "config.yaml")
+    settings = leaves(read_yaml(folder / "config.yaml"))
     return Run(
         folder=folder,
-        config=config,
+        config=(folder / "config.yaml").read_text(encoding="utf-8"),
         settings=settings,
         facts=facts,
         rows=read_metrics(folder / "metrics.jsonl"),
         evaluations=evaluations,
+        left_out=left_out,
     )
-
-
-def _read_settings(file: Path) -> tuple[str, dict[str, Any]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-        return text, leaves(yaml.safe_load(text))
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from error
 
 
 def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
@@ -216,9 +211,10 @@ def write_report(run: Path) -> Path:
         The path of the page.
 
     Raises:
-        UserError: `run` is no run folder, or a file in it is damaged.
+        UserError: as `read_run`.
     """
     data = read_run(Path(run))
+    videos = _videos(data)
     before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
     table = paired_table(before, last) if before and last else []
     page = render(
@@ -231,7 +227,8 @@ def write_report(run: Path) -> Path:
         last=_label(data, data.last),
         checks=checks(data.rows, table, verdict(data.evaluations)),
         charts=_charts(data),
-        videos=_videos(data),
+        videos=videos,
+        left_out=data.left_out,
         environment=_environment(data.facts),
         too_few=TOO_FEW,
         notes=data.facts.get("notes") or [],
@@ -288,8 +285,8 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _only(scores: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
-    """Return (name, mean, standard error) for each score of a single evaluation."""
-    return [(name, *mean_and_error(scores["prompts"], values)) for name, values in columns_of(scores).items()]
+    """Return (name, mean, half-width of its 95 % interval) for each score of a single evaluation."""
+    return [(name, *mean_and_margin(scores["prompts"], values)) for name, values in columns_of(scores).items()]
 
 
 def _label(data: Run, name: str | None) -> str:
@@ -328,20 +325,49 @@ def _charts(data: Run) -> list[str]:
     return [chart for chart in drawn if chart is not None]
 
 
+def changes(evaluations: Evaluations) -> dict[str, dict[int, tuple[float, float]]]:
+    """Return score -> iteration -> (change, half-width of its 95 % interval), for the composite and the judge's parts.
+
+    Changes are paired differences to the first evaluation, in units of the score's standard deviation over the first
+    evaluation's videos, so that all fit one axis. Empty without a judge. A score that is constant over those videos is
+    skipped.
+    """
+    ordered = in_order(evaluations)
+    judges = judge_parts(evaluations)
+    if not ordered or not judges:
+        return {}
+    first = ordered[0]
+    tables: dict[int, list[PairedRow]] = {scores["iteration"]: paired_table(first, scores) for scores in ordered}
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for name in ("reward", *judges):
+        finite = [value for value in map(as_float, columns_of(first).get(name, [])) if math.isfinite(value)]
+        unit = float(np.std(finite)) if finite else 0.0
+        rows = {i: row for i, table in tables.items() for row in table if row.name == name}
+        points = {
+            i: (row.difference / unit, (math.nan if row.margin is None else row.margin) / unit)
+            for i, row in rows.items()
+            if unit > 0 and math.isfinite(row.difference)
+        }
+        if points:
+            found[name.replace(JUDGE_PART, "judge: ")] = points
+    return found
+
+
 def points_of(data: Run, name: str) -> dict[int, tuple[float, float]]:
-    """Return iteration -> mean of a score and its standard error (NaN if unknown)."""
+    """Return iteration -> mean of a score and the half-width of its 95 % interval (NaN if unknown)."""
     points = {}
     for scores in data.evaluations.values():
-        mean, error = mean_and_error(scores["prompts"], columns_of(scores).get(name, []))
+        mean, margin = mean_and_margin(scores["prompts"], columns_of(scores).get(name, []))
         if math.isfinite(mean):
-            points[int(scores["iteration"])] = (mean, math.nan if error is None else error)
+            points[int(scores["iteration"])] = (mean, math.nan if margin is None else margin)
     return points
 
 
 def _videos(data: Run) -> list[dict[str, Any]]:
     """Return the videos to show: prompt, reason, and label, scores and file for each side (before and after).
 
-    Only finished evaluations are used: the files of one in progress may be incomplete.
+    A damaged video is left out, with a note in `data.left_out`. Only finished evaluations are used: the files of one
+    in progress may be incomplete.
     """
     sides = {"before": "before"} if "before" in data.evaluations else {}
     sides |= {data.last: _label(data, data.last)} if data.last else {}
@@ -361,8 +387,10 @@ def _videos(data: Run) -> list[dict[str, Any]]:
         cells = []
         for side, label in sides.items():
             cells.append({"label": label, "scores": scores_of(scores[side], index)})
-            if index in files[side]:
-                cells[-1] |= cell_of(files[side][index])
+            try:
+                cells[-1] |= cell_of(files[side].get(index))
+            except UserError as error:
+                data.left_out.append(f"left out, since it is damaged: {error}")
         known = next((list(side["prompts"]) for side in scores.values() if side), [])
         name = next(found[index].stem for found in files.values() if index in found)
         shown.append({"prompt": known[index] if index < len(known) else name, "why": why, "cells": cells})

@@ -26,7 +26,7 @@ MIN_PROMPTS = 5
 """Fewest prompts for a standard error. Estimated from two prompts it is itself off by more than half, so "2 standard
 errors" would mean nothing."""
 
-TOO_FEW = f"no standard error from fewer than {MIN_PROMPTS} prompts"
+TOO_FEW = f"no interval from fewer than {MIN_PROMPTS} prompts"
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest score: scores are float32."""
@@ -66,6 +66,21 @@ def read_scores(file: Path) -> dict[str, Any]:
         if name not in ("iteration", "weights") and len(values) != len(scores["prompts"]):
             raise UserError(f"{file}: {name!r} has {len(values)} values for {len(scores['prompts'])} videos")
     return scores
+
+
+def read_evaluations(run: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Read all evaluations of a run folder.
+
+    Returns:
+        Name (`before`, `iteration-000010`, `after`) -> scores, and a note on each file that is damaged and left out.
+    """
+    found, notes = {}, []
+    for file in sorted((run / "eval").glob("*.json")):
+        try:
+            found[file.stem] = read_scores(file)
+        except UserError as error:
+            notes.append(f"left out, since it is damaged: {error}")
+    return found, notes
 
 
 def columns_of(scores: Mapping[str, Any]) -> dict[str, Sequence[float | None]]:
@@ -111,13 +126,20 @@ def _standard_error(prompts: Sequence[str], values: np.ndarray) -> float | None:
     return math.sqrt(clustered_variance(values, prompts)) if len(set(prompts)) >= MIN_PROMPTS else None
 
 
-def mean_and_error(prompts: Sequence[str], values: Sequence[float | None]) -> tuple[float, float | None]:
-    """Return the mean of the finite `values` and its standard error over prompts (None below `MIN_PROMPTS`)."""
+def mean_and_margin(prompts: Sequence[str], values: Sequence[float | None]) -> tuple[float, float | None]:
+    """Return the mean of the finite `values` and the half-width of its 95 % interval over prompts.
+
+    The half-width is that of Student's t; None with fewer than `MIN_PROMPTS`.
+    """
     kept = [(prompt, value) for prompt, value in zip(prompts, map(as_float, values)) if math.isfinite(value)]
     if not kept:
         return math.nan, None
-    array = np.array([value for _, value in kept])
-    return float(array.mean()), _standard_error([prompt for prompt, _ in kept], array)
+    array, names = np.array([value for _, value in kept]), [prompt for prompt, _ in kept]
+    return float(array.mean()), _margin(_standard_error(names, array), len(set(names)))
+
+
+def _margin(standard_error: float | None, prompts: int) -> float | None:
+    return None if standard_error is None else t_quantile(prompts) * standard_error
 
 
 def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str, float]:
@@ -209,6 +231,18 @@ class PairedRow:
     def standard_errors(self) -> float | None:
         """The difference in units of its standard error; None if the error is unknown or zero."""
         return self.difference / self.standard_error if self.standard_error else None
+
+    @property
+    def margin(self) -> float | None:
+        """Half-width of the 95 % interval of the difference (Student's t over prompts)."""
+        return _margin(self.standard_error, self.prompts)
+
+    @property
+    def direction(self) -> str:
+        """`up` or `down` if the interval excludes 0, else an empty string."""
+        if self.margin is None or abs(self.difference) <= self.margin:
+            return ""
+        return "up" if self.difference > 0 else "down"
 
 
 def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[PairedRow]:
@@ -341,12 +375,13 @@ def format_paired_table(rows: Sequence[PairedRow]) -> str:
     width = 22 if judged else 12
     left = _name_width(row.name for row in rows)
     lines = [
-        f"{'held-out':<{left}}{'before':>10}{'after':>10}{'difference':>{width}}" + f"{'std. errors':>13}" * judged
+        f"{'held-out':<{left}}{'before':>10}{'after':>10}{'difference ± 95 %' if judged else 'difference':>{width}}"
+        + f"{'std. errors':>13}" * judged
     ]
     for row in rows:
         difference = format_number(row.difference, 4, sign=True)
-        if row.standard_error is not None:
-            difference += f" ± {format_number(row.standard_error, 4)}"
+        if row.margin is not None:
+            difference += f" ± {format_number(row.margin, 4)}"
         before, after = format_number(row.before, 4), format_number(row.after, 4)
         line = f"{row.name:<{left}}{before:>10}{after:>10}{difference:>{width}}"
         ratio = f"{row.standard_errors:+.1f}" if row.standard_errors is not None else "-"
@@ -360,16 +395,15 @@ def format_paired_table(rows: Sequence[PairedRow]) -> str:
 
 
 def format_scores(scores: Mapping[str, Any]) -> str:
-    """Format one evaluation (`eval/*.json`) as aligned text: means with standard errors over prompts."""
+    """Format one evaluation (`eval/*.json`) as aligned text: means with 95 % intervals over prompts."""
     lines, judged = [], False
     left = _name_width(scores["parts"])
     for name, values in columns_of(scores).items():
-        mean, error = mean_and_error(scores["prompts"], values)
-        judged = judged or error is not None
-        lines.append(
-            f"{name:<{left}}{format_number(mean, 4):>10}{f' ± {format_number(error, 4)}' if error is not None else ''}"
-        )
-    why = "" if judged else f"; {TOO_FEW}"
+        mean, margin = mean_and_margin(scores["prompts"], values)
+        judged = judged or margin is not None
+        width = f" ± {format_number(margin, 4)}" if margin is not None else ""
+        lines.append(f"{name:<{left}}{format_number(mean, 4):>10}{width}")
+    why = "; ± is a 95 % interval" if judged else f"; {TOO_FEW}"
     count, scored = len(scores["prompts"]), sum(math.isfinite(as_float(value)) for value in scores["reward"])
     counted = f"{scored} of {count}" if scored < count else f"{count}"
     lines.append(f"{counted} videos of {len(set(scores['prompts']))} prompts{why}")

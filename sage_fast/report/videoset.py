@@ -174,7 +174,7 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
     notes = []
     if ours != theirs:
         both = len(ours & theirs)
-        notes.append(f"{first.label} and {other.label} have {both} videos of the same prompts: gains are of these.")
+        notes.append(f"{first.label} and {other.label} have {both} videos of the same prompts: gains are over these.")
     if first.seeds and other.seeds:
         seeds = dict(zip(first.keys, first.seeds))
         if any(seeds.get(key, seed) != seed for key, seed in zip(other.keys, other.seeds)):
@@ -305,7 +305,7 @@ def summary(rows: Sequence[Row]) -> str:
     first = rows[0].label if rows else ""
     gains = f"gains: paired differences to {first}; " if any(row.gain is not None for row in rows) else ""
     few = all(row.interval is None for row in rows)
-    intervals = TOO_FEW.replace("standard error", "interval") if few else "bootstrap intervals over prompts"
+    intervals = TOO_FEW if few else "bootstrap intervals over prompts"
     counted = f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each"
     return f"{counted}; {gains}{intervals}"
 

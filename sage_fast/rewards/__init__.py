@@ -1,8 +1,8 @@
 """Rewards: one small interface, and the composite that training maximises.
 
-A reward is a class made with the keyword arguments of `reward.args`, with `score(videos, prompts) -> {part: Tensor
-[B]}`, videos float32 `[B, F, 3, H, W]` in [0, 1] and prompts a list of B strings. A callable of the same form serves
-too.
+A reward is a class with a method `score(videos, prompts) -> {part: Tensor [B]}`: videos float32 `[B, F, 3, H, W]` in
+[0, 1], and a list of B prompts. It is created with the keyword arguments of `reward.args`. A function of the same form
+works too.
 """
 
 from sage_fast.rewards.composite import CompositeReward, Judge

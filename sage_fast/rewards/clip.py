@@ -11,14 +11,16 @@ Per frame, with cos the cosine of the embeddings of frame and prompt:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from sage_fast.rewards.frames import FrameReward, evenly_spaced, levels, resize
+from sage_fast.rewards.frames import FrameReward, levels, resize
 from sage_fast.util.errors import UserError
+from sage_fast.util.frames import evenly_spaced
 
 BICUBIC = 3
 """Code of PIL's bicubic filter in preprocessor_config.json."""
@@ -36,6 +38,8 @@ class CLIPReward(FrameReward):
     Raises:
         UserError: an argument is invalid, or the files it names are not as expected.
     """
+
+    files: ClassVar = {"path": ("config.json",), "processor": ("preprocessor_config.json",)}
 
     def __init__(self, path: str, processor: str | None, num_frames: int, device: str | None) -> None:
         super().__init__(device, video_fps=1.0)  # the choice of frames does not depend on the rate

@@ -1,4 +1,4 @@
-"""The composite that training maximises, of one reward or several, and the judge that only looks on."""
+"""The composite of one or several rewards that training maximises, and the judge, which is only logged."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
-from sage_fast.rewards.errors import RewardFailure, first_line
+from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.failure_policy import Outcome, Policy
 from sage_fast.rewards.interface import Pending, Reward, Scores
 from sage_fast.rewards.load import carrier, connect
 from sage_fast.rewards.source import Source
-from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.errors import RewardError, UserError, first_line
 
 RAW = "_raw"
-"""Suffix of a part as its reward gave it, beside the normalised one."""
+"""Suffix of a part before its normalisation."""
 SMALL = 2**22
-"""Number of pixels of a made-up video up to which it has the size of a real one."""
+"""Largest number of pixels of a made-up video that has the run's own size."""
 
 
 class CompositeReward:
-    """R = sum of weight x part (Eq. 33), in which a failure is never turned into a number.
+    """R = sum of weight x part (Eq. 33). A failure never becomes a number.
 
     Args:
-        reward: one reward, called in this process; or sources, as `of` makes them.
-        config: weights, and what to do with a failure.
+        reward: one reward, called in this process; or sources, as created by `of`.
+        config: weights, and what to do about failures.
     """
 
     def __init__(self, reward: Reward | Sequence[Source], config: RewardConfig) -> None:
@@ -41,10 +41,10 @@ class CompositeReward:
 
     @classmethod
     def of(cls, config: RewardConfig, device: str = "cpu") -> CompositeReward:
-        """The rewards that the settings name.
+        """Create the rewards that the settings name.
 
         Raises:
-            UserError: one cannot be made, with its traceback.
+            UserError: a reward cannot be created; includes its traceback.
         """
         keys = [f"reward.several[{i}].name" for i in range(len(config.several))] or ["reward.name"]
         sources = [
@@ -59,22 +59,22 @@ class CompositeReward:
 
     @property
     def at_a_time(self) -> int:
-        """Number of calls that are worth making at a time."""
+        """Number of calls worth making concurrently."""
         return max(1, min((source.entry.workers for source in self.sources), default=1))
 
     # -- before a run -------------------------------------------------------------------------------------------------
 
     def check(self, sampling: SamplingConfig, prompts: Sequence[str], device: str = "cpu") -> None:
-        """Score a made-up video or two once, and hold what comes against the settings; `parts` are known then.
+        """Score one or two made-up videos, check the result against the settings, and set `parts`.
 
         Args:
-            prompts: those of the run.
-            device: that videos of the run are on.
+            prompts: prompts of the run.
+            device: device of the run's videos.
 
         Raises:
-            UserError: a reward fails, returns something else than `[B]` for each part, or lacks a part that has a
-                weight or a normalisation; or two return a part of the same name.
-            RewardError: it hangs.
+            UserError: a reward fails, does not return `[B]` for each part, or lacks a part that has a weight or a
+                normalisation; or two rewards return a part of the same name.
+            RewardError: a reward hangs.
         """
         videos = made_up_videos(sampling).to(device)
         texts = [prompts[i % len(prompts)] for i in range(len(videos))]
@@ -85,7 +85,7 @@ class CompositeReward:
                 with torch.random.fork_rng(devices=[]):
                     parts = source.submit(Policy.call, videos, texts).result()
             except RewardFailure as error:
-                if str(error).startswith(where):  # it could not be made
+                if str(error).startswith(where):  # it could not be created
                     raise UserError(str(error)) from error
                 shape = list(videos.shape)
                 raise UserError(f"{where}: failed on made-up videos {shape} of {texts[0]!r}: {error}") from error
@@ -108,19 +108,18 @@ class CompositeReward:
     # -- scores -------------------------------------------------------------------------------------------------------
 
     def submit(self, videos: Tensor, prompts: Sequence[str]) -> Pending:
-        """Have `videos [B, F, 3, H, W]` scored: beside what the caller does next by what is outside this process, and
-        at once by what is within."""
+        """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away."""
         texts = list(prompts)
-        order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].beside)
+        order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].in_background)
         futures = {i: self.sources[i].submit(Policy.score, videos, texts) for i in order}
         return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, texts))
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Scores:
-        """`submit`, and wait."""
+        """Call `submit` and wait for the scores."""
         return self.submit(videos, prompts).result()
 
     def raw(self, videos: Tensor, prompts: Sequence[str], device: str) -> dict[str, Tensor]:
-        """Each part as the rewards give it, called once, float32 `[B]`.
+        """Call each reward once; return each part unnormalised, float32 `[B]`.
 
         Args:
             device: device of this process.
@@ -130,7 +129,9 @@ class CompositeReward:
             RewardError: a reward hangs in this process.
         """
         texts, here = list(prompts), videos.to(device)
-        futures = [source.submit(Policy.call, videos if source.beside else here, texts) for source in self.sources]
+        futures = [
+            source.submit(Policy.call, videos if source.in_background else here, texts) for source in self.sources
+        ]
         return {
             source.entry.named(part): values
             for source, future in zip(self.sources, futures)
@@ -138,10 +139,10 @@ class CompositeReward:
         }
 
     def _join(self, prompts: list[str], outcomes: list[Outcome]) -> Scores:
-        """The composite and all parts; a video that a reward failed on has none of them.
+        """Join the rewards' results to the composite and all parts; all are NaN for a video without a score.
 
         Raises:
-            RewardError: there is one, and `on_failure = stop`.
+            RewardError: a video has no score, and `on_failure = stop`.
         """
         why: dict[int, str] = {}
         parts: dict[str, Tensor] = {}
@@ -150,7 +151,7 @@ class CompositeReward:
             who = f"reward {source.entry.name!r}"
             if outcome.note is not None:
                 notes.append(f"{who}: {outcome.note}")
-            if source.needed != set():  # else it is only logged
+            if source.needed != set():  # an empty set: the reward is only logged
                 why = {i: f"{who}: {error}" for i, error in outcome.errors.items()} | why
             for part, values in outcome.parts.items():
                 own = source.entry.named(part)
@@ -181,10 +182,10 @@ class CompositeReward:
         )
 
     def check_share(self, scores: Scores) -> None:
-        """After the scores of all ranks are there, on all of them.
+        """Check the share of failed samples, given the scores of all ranks, on every rank.
 
         Raises:
-            RewardError: more than `reward.max_dropped` of them failed.
+            RewardError: more than a share `reward.max_dropped` failed.
         """
         dropped, count = scores.dropped, len(scores.rewards)
         if dropped > self.config.max_dropped * count:
@@ -197,13 +198,13 @@ class CompositeReward:
 
 
 class Judge(CompositeReward):
-    """A reward that only looks on: its parts have no weights, and training never sees them.
+    """A reward that is only logged: its parts have no weights, and training never sees them.
 
-    A video that it fails on has NaN for `Scores.rewards`, and 0 else.
+    `Scores.rewards` is NaN for a video it fails on, and 0 otherwise.
 
     Args:
         name: as in `reward.name`.
-        policy: what to do with a failure, and the longest wait.
+        policy: what to do about failures, and the timeout.
         key: setting or option that holds the name, for messages.
 
     Raises:
@@ -217,8 +218,10 @@ class Judge(CompositeReward):
 
 
 def made_up_videos(sampling: SamplingConfig) -> Tensor:
-    """Noise on a ramp, float32 `[B, F, 3, H, W]` in [0, 1]: as many frames as the run's, two videos if it scores more
-    than one at a time; smaller than the run's if those are large."""
+    """Return noise on a ramp, float32 `[B, F, 3, H, W]` in [0, 1].
+
+    The number of frames is the run's; so is the size, unless that is large. B is 2 if the run scores batches, else 1.
+    """
     frames, height, width = sampling.num_frames, sampling.height, sampling.width
     if frames * height * width > SMALL:
         factor = min(height, width) / 64

@@ -1,4 +1,4 @@
-"""The two ways in which a call of a reward fails, and how a failure reads: with the reward's own traceback."""
+"""The two ways a reward call fails, and the text of a failure, with the reward's own traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 FRAMES = 8
-"""Number of frames shown of a traceback, the innermost ones."""
+"""Maximum number of traceback frames shown, innermost last."""
 
 _OURS = {
     str(Path(__file__).with_name(f"{name}.py"))
@@ -24,16 +24,16 @@ class RewardFailure(Exception):
     """The reward itself failed.
 
     Args:
-        text: as `failure` makes it: one line that says what happened, then frames if there are any.
+        text: as formatted by `failure`: one line that says what happened, then frames if there are any.
     """
 
 
 class TransportFailure(RewardFailure):
-    """No answer from the reward: it crashed, hung, could not start or was not reached."""
+    """The reward gave no answer, or not all of one: it crashed, hung, could not start or was not reached."""
 
 
 def failure(error: BaseException) -> str:
-    """File, line, type and message in the first line; then the reward's own frames, as a traceback shows them."""
+    """Format an error: file, line, type and message first; then the reward's own frames, as in a traceback."""
     if isinstance(error, RewardFailure):
         return str(error)
     if isinstance(error, SyntaxError):
@@ -41,23 +41,24 @@ def failure(error: BaseException) -> str:
     frames = list(traceback.extract_tb(error.__traceback__))
     own = frames[next((i for i, frame in enumerate(frames) if not _is_ours(frame.filename)), len(frames)) :]
     what = f"{type(error).__name__}: {error}".strip().splitlines()
-    if not own:  # raised by our call itself, such as one with too few arguments
+    if not own:  # raised by the call itself, such as a wrong number of arguments
         return what[0]
     first = f"{own[-1].filename}:{own[-1].lineno}: {what[0]}"
     return "\n".join([first, *"".join(traceback.format_list(own[-FRAMES:])).splitlines(), *what[1:]])
 
 
 def fulfil(future: Future[Result], function: Callable[..., Result], *arguments: Any) -> None:
-    """Call a function, and keep what it returns or raises."""
+    """Call a function and put its result or exception into `future`."""
     try:
         future.set_result(function(*arguments))
     except BaseException as error:
         future.set_exception(error)
-        del future  # a cycle through the error's frames would keep the videos
+        del future  # breaks a cycle through the error's frames, which would keep the videos alive
 
 
-def first_line(text: str) -> str:
-    return text.partition("\n")[0]
+def printable(text: str) -> str:
+    """Escape what a terminal would obey, in text that came over the network."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _is_ours(file: str) -> bool:

@@ -1,9 +1,9 @@
-"""The policy for a reward that fails, the same for every carrier.
+"""The policy for failing rewards, the same for every carrier.
 
-A call has `timeout` seconds. If the transport fails, it is sent again with growing waits while the carrier has
-patience. Videos without scores are then scored again, `retries` times, and at last one by one if the call raised: one
-bad video does not cost its batch. After `FALLS` calls in a row without an answer the carrier rests. A video that still
-has no score is dropped; no number is made up.
+A call may take `timeout` seconds. If the transport fails, it is sent again with growing waits while the carrier's
+patience lasts. Videos without scores are then scored again, `retries` times. If the last call raised, they are finally
+scored one by one, so that one bad video does not cost its batch. After `FALLS` consecutive calls without an answer, the
+carrier rests. A video that still has no score is dropped; no number is made up.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure, first_line
-from sage_fast.util.errors import RewardError
+from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure
+from sage_fast.util.errors import RewardError, first_line
 
 TIMEOUTS = 2
-"""Number of `reward.timeout_seconds` after which no further call is made for a batch: the other ranks wait."""
+"""Deadline of a batch in units of `reward.timeout_seconds`. No further call is made after it: other ranks wait."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
-"""Seconds before a call is sent again: the first wait, and the longest after doubling."""
+"""Seconds before a call is sent again: the first wait, and the cap on doubling."""
 FALLS = 5
-"""Circuit breaker: consecutive calls without an answer after which a carrier rests; a full GPU, for one, may pass."""
+"""Circuit breaker: consecutive calls without an answer after which a carrier rests. The cause, such as a full GPU, may
+pass."""
 FIRST_REST, LONGEST_REST = 60.0, 1800.0
-"""Seconds of a rest: the first, and the longest after doubling; an answer resets it."""
+"""Seconds of a rest: the first, and the cap on doubling; an answer resets it."""
 
 
 class Carrier(Protocol):
-    """Takes videos to one reward and its scores back, one call at a time; makes no second attempt.
+    """Carries videos to one reward and its scores back, one call at a time; never retries.
 
     Attributes:
-        beside: the reward runs outside this process, beside the rollout, and takes videos on the CPU.
-        patience: seconds for which a call is sent again after the transport failed.
+        in_background: whether the reward runs outside this process, during the rollout, and takes CPU videos.
+        patience: seconds during which a call is sent again after the transport failed.
     """
 
-    beside: bool
+    in_background: bool
 
     @property
     def patience(self) -> float: ...
 
     def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
-        """Each part, float32 `[B]` on the CPU.
+        """Score videos; return each part, float32 `[B]` on the CPU.
 
         Args:
             seconds: time limit; 0: none.
-            name: id of the call, the same when it is sent again.
+            name: id of the call; a repeated call keeps it.
 
         Raises:
             RewardFailure: the reward failed.
@@ -82,9 +83,9 @@ class Policy:
     """Scores batches through one carrier.
 
     Args:
-        needed: parts that have to be finite; None: all.
+        needed: parts that must be finite; None: all.
         retries: further calls for videos without scores.
-        timeout: seconds of a call; 0: no limit.
+        timeout: time limit of a call in seconds; 0: none.
     """
 
     def __init__(self, carrier: Carrier, needed: set[str] | None, retries: int, timeout: float) -> None:
@@ -120,7 +121,7 @@ class Policy:
         return outcome
 
     def call(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Make one call, sent again while the transport fails and the carrier has patience.
+        """Make one call; send it again while the transport fails and the carrier's patience lasts.
 
         Raises:
             RewardFailure, TransportFailure, RewardError: as `Carrier.score`.
@@ -147,7 +148,7 @@ class Policy:
                 return parts
 
     def _attempt(self, outcome: Outcome, videos: Tensor, prompts: list[str], chosen: list[int]) -> bool:
-        """Make one call for the chosen videos; whether it raised."""
+        """Make one call for the chosen videos; return whether it raised."""
         try:
             given = videos if len(chosen) == len(prompts) else videos[chosen]
             parts = self.call(given, [prompts[i] for i in chosen])
@@ -168,7 +169,7 @@ class Policy:
         return False
 
     def _count(self, text: str) -> TransportFailure:
-        """Count a call without an answer, and let the carrier rest if there were too many."""
+        """Count a call without an answer; start a rest after too many in a row. Return the failure to raise."""
         self.falls += 1
         if self.falls >= FALLS:
             rest = min(FIRST_REST * 2 ** min(self.falls - FALLS, 9), LONGEST_REST)

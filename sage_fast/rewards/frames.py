@@ -1,26 +1,21 @@
-"""Base of frame-based rewards: choosing, reading and resizing frames, of videos in memory and in files."""
+"""Base class of frame-based rewards; choosing, reading and resizing frames of videos in memory and in files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, first_line
 
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""
-
-
-def evenly_spaced(total: int, count: int) -> list[int]:
-    """Return `count` evenly spaced indices in [0, total), including first and last; all if there are fewer."""
-    return torch.linspace(0, total - 1, min(count, total), dtype=torch.float64).round().long().tolist()
 
 
 def levels(frames: Tensor) -> Tensor:
@@ -70,7 +65,7 @@ def read_frames(path: str | Path, choose: Callable[[int, float], list[int]]) -> 
             if i in wanted:
                 kept[i] = np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"{str(path)!r}: not read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{str(path)!r}: not read: {first_line(error)}") from error
     return torch.from_numpy(np.stack([kept[i] for i in wanted])).permute(0, 3, 1, 2) / 255
 
 
@@ -85,8 +80,10 @@ class FrameReward:
 
     Attributes:
         definitions: part -> description, with its pooling over frames and its scale.
+        files: argument that names a folder or a hub id -> patterns of files in it, for `--dry-run`.
     """
 
+    files: ClassVar[Mapping[str, Sequence[str]]] = {}
     network: Any
     definitions: dict[str, str]
 

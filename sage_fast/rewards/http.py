@@ -1,4 +1,4 @@
-"""A reward behind HTTP: the client, and the one JSON form that both sides speak; docs/rewards.md shows it.
+"""Rewards behind HTTP: the client, and the JSON format that client and server share (docs/rewards.md).
 
 Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in base64; nothing is unpickled.
 """
@@ -11,10 +11,13 @@ import contextlib
 import http.client
 import json
 import math
+import os
+import socket
 import ssl
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeGuard, get_args
 from urllib.parse import urlsplit
 
 import torch
@@ -22,32 +25,37 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from sage_fast.rewards.errors import RewardFailure, TransportFailure
+from sage_fast.config.fields import is_unicode
+from sage_fast.rewards.errors import RewardFailure, TransportFailure, printable
+from sage_fast.rewards.load import checked
 from sage_fast.util.errors import nearest
 
 SCHEMA = "sage-fast-reward/1"
+TOKEN = "SAGE_FAST_REWARD_TOKEN"
+"""Environment variable with the password that a server expects and a run sends, so that no file holds it."""
 LARGEST_ANSWER = 64 * 2**20
-"""Bytes."""
+"""Largest accepted answer in bytes."""
 SECONDS_TO_FIND = 20.0
-"""Patience with a server that has never answered: a wrong address is found at the start of a run."""
+"""Patience in seconds with a server that has never answered, so that a wrong address fails early in a run."""
+
 
 VideoType = Literal["float16", "float32", "uint8"]
 
 
 class HttpReward:
-    """The carrier of a reward on a server; nothing listens or is kept open between two calls.
+    """Carrier of a reward on a server. No connection stays open between calls.
 
     Args:
-        url: such as http://127.0.0.1:8000.
-        dtype: what the values of the videos are rounded to on the way: float16 is finer than the 8 bits of a file.
-        retry_seconds: how long a request is sent again; 0 tries once.
-        timeout_seconds: time limit of a request, in place of `reward.timeout_seconds`; 0: none.
+        url: address, such as http://127.0.0.1:8000.
+        dtype: dtype in which videos are sent; float16 is finer than the 8 bits of a video file.
+        retry_seconds: how long a failed request is sent again; 0 tries once.
+        timeout_seconds: time limit of a request, instead of `reward.timeout_seconds`; 0: none.
 
     Raises:
-        ValueError: not an address, or no such dtype.
+        ValueError: `url` is not an address, or `dtype` is unknown.
     """
 
-    beside = True
+    in_background = True
 
     def __init__(
         self, url: str, dtype: str = "float16", retry_seconds: float = 300.0, timeout_seconds: float | None = None
@@ -67,11 +75,11 @@ class HttpReward:
         return self.retry_seconds if self._answered else min(self.retry_seconds, SECONDS_TO_FIND)
 
     def score(self, videos: Tensor, prompts: list[str], seconds: float, name: str) -> dict[str, Tensor]:
-        """Send one request; each part float32 `[B]`, NaN for null.
+        """Send one request; return each part, float32 `[B]`, NaN for null.
 
         Raises:
-            TransportFailure: no connection, no answer in time, or a status of 500 and above or 429.
-            RewardFailure: an answer that is an error, in the server's words.
+            TransportFailure: no connection, no whole answer in time, or status 429 or at least 500.
+            RewardFailure: the server answered with an error; its own words.
         """
         limit = seconds if self.timeout_seconds is None else self.timeout_seconds
         try:
@@ -79,40 +87,77 @@ class HttpReward:
         except ssl.SSLError as error:
             raise RewardFailure(f"{self.url}: {error}") from error
         except (OSError, http.client.HTTPException, UnicodeError) as error:
-            raise TransportFailure(f"{self.url}: {type(error).__name__}: {error}") from error
-        lost = status >= 500 or status == 429
-        self._answered |= not lost
+            raise TransportFailure(f"{self.url}: {type(error).__name__}: {printable(str(error))}") from error
         if status != 200:
+            lost = status >= 500 or status == 429
+            self._answered |= not lost
             raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_words(text)}")
-        return parts_of(text, name, self.url)
+        parts = checked(parts_of(text, name, self.url), len(prompts))
+        self._answered = True
+        return parts
 
     def close(self) -> None:
         pass
 
     def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
-        deadline = time.monotonic() + seconds if seconds else math.inf
+        end = time.monotonic() + seconds
+        headers = {"Content-Type": "application/json"}
+        if token():
+            headers["Authorization"] = f"Bearer {token()}"
         connection = self._connect(self._host, self._port, timeout=seconds or None)
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
-                connection.request("POST", self._path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = bytearray()
-            while piece := response.read1(1 << 16):
-                text += piece
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer within {seconds:g} s")
-                if len(text) > LARGEST_ANSWER:
-                    raise http.client.HTTPException(f"an answer of more than {LARGEST_ANSWER} bytes")
+            connection.connect()
+            with _at_most(end - time.monotonic(), connection.sock) if seconds else contextlib.nullcontext():
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
+                    connection.request("POST", self._path, body, headers)
+                response = connection.getresponse()
+                text = bytearray()
+                while piece := response.read1(1 << 16):
+                    text += piece
+                    if len(text) > LARGEST_ANSWER:
+                        raise http.client.HTTPException(f"an answer of more than {LARGEST_ANSWER} bytes")
+                if response.length:
+                    raise http.client.IncompleteRead(bytes(text), response.length)
             return response.status, bytes(text)
         finally:
             connection.close()
 
 
-# -- the form ---------------------------------------------------------------------------------------------------------
+def token() -> str:
+    """Return the password of this process; "" if it has none."""
+    return os.environ.get(TOKEN, "").strip()
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float, connection: socket.socket) -> Iterator[None]:
+    """Shut the connection down if the block takes longer; its own timeout starts again with every byte.
+
+    Raises:
+        TimeoutError: the block did not end in time.
+    """
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        with contextlib.suppress(OSError):  # the server has just closed it
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS would wait for the other side
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if over.is_set():
+            raise TimeoutError("no whole answer in time")
+
+
+# -- the format -------------------------------------------------------------------------------------------------------
 
 
 def question(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes:
-    """A request."""
+    """Format a request."""
     values = videos.detach().cpu()
     values = (values * 255).round().to(torch.uint8) if dtype == "uint8" else values.to(getattr(torch, dtype))
     head = json.dumps({"schema": SCHEMA, "id": name, "prompts": prompts})
@@ -121,10 +166,10 @@ def question(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes
 
 
 def read_question(body: bytes) -> tuple[str, Tensor, list[str]]:
-    """Id, videos float32 `[B, F, 3, H, W]` in [0, 1], and B prompts.
+    """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], and B prompts.
 
     Raises:
-        ValueError: it is no such request; says what is wrong.
+        ValueError: the request is malformed; says what is wrong.
     """
     try:
         asked = json.loads(body)
@@ -133,13 +178,13 @@ def read_question(body: bytes) -> tuple[str, Tensor, list[str]]:
     if not isinstance(asked, dict) or asked.get("schema") != SCHEMA:
         raise ValueError(f"expected an object with schema {SCHEMA!r}")
     name, prompts = asked.get("id"), asked.get("prompts")
-    if not isinstance(name, str) or len(name) > 100:
+    if not _is_text(name) or len(name) > 100:
         raise ValueError("id: expected text of at most 100 characters")
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+    if not isinstance(prompts, list) or not prompts or not all(map(_is_text, prompts)):
         raise ValueError("prompts: expected a list of text")
     try:
         tensors = load(base64.b64decode(asked.get("videos", ""), validate=True))
-    except (TypeError, ValueError, binascii.Error, SafetensorError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError, binascii.Error, SafetensorError) as error:
         raise ValueError(f"videos: expected a safetensors file in base64: {error}") from error
     videos = tensors.get("videos")
     if videos is None or videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel():
@@ -151,33 +196,43 @@ def read_question(body: bytes) -> tuple[str, Tensor, list[str]]:
     return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts
 
 
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and is_unicode(value)
+
+
 def answer(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A response; null for what is not finite."""
+    """Format a response; values that are not finite become null."""
     values = {part: [x if math.isfinite(x) else None for x in scores.tolist()] for part, scores in parts.items()}
     return {"schema": SCHEMA, "id": name, "parts": values}
 
 
 def parts_of(body: bytes, name: str, url: str) -> dict[str, Tensor]:
-    """The parts of a response to the request of this id.
+    """Parse the parts of the response to request `name`.
 
     Raises:
-        RewardFailure: it is no such response.
+        TransportFailure: the response is not JSON; it may have been cut off.
+        RewardFailure: the response is malformed or answers another request.
     """
     try:
         got = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise TransportFailure(f"{url}: an answer that is no JSON: {body[:80]!r}") from error
+    try:
         if got["id"] != name:
             raise RewardFailure(f"{url}: answers request {str(got['id'])[:40]!r} instead of {name!r}")
+        if unfit := [part for part in got["parts"] if not part.isprintable()]:
+            raise RewardFailure(f"{url}: a part named {unfit[0]!r}")
         return {
-            str(part): torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float32)
+            part: torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float32)
             for part, values in got["parts"].items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {body[:80]!r}") from error
 
 
 def _words(body: bytes) -> str:
-    """The error of a response, or how it begins."""
+    """Return the error in a response, or else its first bytes."""
     try:
-        return str(json.loads(body)["error"])[:4000]
+        return printable(str(json.loads(body)["error"])[:4000])
     except (ValueError, TypeError, KeyError, RecursionError):
         return repr(body[:80])

@@ -1,4 +1,4 @@
-"""The carrier of a reward within this process."""
+"""Carrier of a reward in this process."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from sage_fast.util.errors import RewardError
 
 
 class InProcess:
-    """Calls a reward on one thread of this process, and does not wait for it beyond the time limit.
+    """Calls a reward on a separate thread, so that the wait can end at the time limit.
 
-    Only that ends the wait for code that swallows exceptions or never returns from C. The thread itself cannot be
-    ended. Without a limit the reward is called on the caller's thread.
+    Nothing else ends the wait for code that swallows exceptions or never returns from C. The thread itself cannot be
+    killed. Without a limit, the reward runs on the caller's thread.
 
     Args:
-        name: of the reward, for messages.
-        device: that the reward gets the videos on; None: where they are.
+        name: name of the reward, for messages.
+        device: device the videos are moved to; None: none.
     """
 
-    beside, patience = False, 0.0
+    in_background, patience = False, 0.0
     _thread: ClassVar[threading.Thread | None] = None
     _calls: ClassVar[queue.SimpleQueue[Any]]
 
@@ -40,7 +40,7 @@ class InProcess:
         device, stream = (torch.cuda.current_device(), torch.cuda.current_stream()) if gpu else (-1, None)
 
         def call() -> dict[str, Tensor]:
-            with torch.cuda.device(device), torch.cuda.stream(stream):  # one that the reward chooses it has for itself
+            with torch.cuda.device(device), torch.cuda.stream(stream):  # restores both if the reward changes them
                 given = videos if self.device is None else videos.to(self.device)
                 version = given._version
                 parts = called(self.reward, given, prompts)
@@ -61,13 +61,13 @@ class InProcess:
         try:
             error = future.exception(seconds)
         except TimeoutError as overdue:
-            InProcess._thread = None  # it may hang on; the next call has another
+            InProcess._thread = None  # it may hang forever; the next call starts another
             raise RewardError(
                 f"reward {self.name!r} gave no answer within reward.timeout_seconds = {seconds:g} for {len(prompts)} "
                 f"prompts that begin with {prompts[0]!r}; a larger value, or 0, waits longer, and reward.workers = 1 "
                 "gives it a process of its own, which can be ended and started again"
             ) from overdue
-        if error is not None:  # KeyboardInterrupt too: no Ctrl-C reaches the thread
+        if error is not None:  # even KeyboardInterrupt: Ctrl-C never reaches this thread, so the reward raised it
             raise RewardFailure(failure(error)) from error
         return future.result()
 
@@ -76,7 +76,7 @@ class InProcess:
 
     @classmethod
     def _queue(cls) -> queue.SimpleQueue[Any]:
-        """The queue of a living thread: a fork takes no thread along."""
+        """Return the queue of a live thread; start one if needed, as after a fork, which copies no threads."""
         if cls._thread is None or not cls._thread.is_alive():
             cls._calls = queue.SimpleQueue()
             cls._thread = threading.Thread(target=_serve, args=(cls._calls,), daemon=True)

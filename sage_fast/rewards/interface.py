@@ -1,4 +1,4 @@
-"""What training asks of a reward, and what it gets: the names that the trainer and the rollout import."""
+"""Interface between rewards and training: the names that the trainer and the rollout import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scores:
         rewards: composite, float32 `[N]`; NaN for a video whose reward failed.
         parts: name -> float32 `[N]`, sorted by name; NaN likewise.
         retried: number of videos without scores after the first call.
-        notes: what failed, a line each.
+        notes: one line per failure.
     """
 
     rewards: Tensor
@@ -59,11 +59,11 @@ def join_scores(chunks: Sequence[Scores]) -> Scores:
 
 
 class Pending:
-    """Scores in the making.
+    """Scores that may not be ready yet.
 
     Args:
-        futures: one for each reward.
-        join: makes the scores of their results.
+        futures: one per reward.
+        join: joins their results to scores.
     """
 
     def __init__(self, futures: Sequence[Future[Any]], join: Callable[[list[Any]], Scores]) -> None:
@@ -85,7 +85,7 @@ class Scorer(Protocol):
     """A reward as the trainer sees it; `rewards.composite.CompositeReward` is one."""
 
     def submit(self, videos: Tensor, prompts: Sequence[str]) -> Pending:
-        """Have `videos [B, F, 3, H, W]` scored."""
+        """Start to score `videos [B, F, 3, H, W]`."""
         ...
 
     def check_share(self, scores: Scores) -> None:

@@ -1,4 +1,4 @@
-"""The testbed's held-out judge; it plays the role of CLIPScore and PickScore for the real model.
+"""The testbed's held-out judge; it plays the role that CLIPScore and PickScore have for the real model.
 
 Two scores, each about 0 to 1, by a network trained on rendered clips and their corruptions, never on the reward:
 
@@ -27,7 +27,7 @@ class TestbedJudge:
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Return "alignment" and "naturalness", float32 [B]; finite for any input, since NaN pixels count as black."""
+        """Return "alignment" and "naturalness", float32 [B]; NaN for a video with a NaN pixel."""
         if videos.ndim != 5 or videos.shape[2] != 3:
             raise ValueError(f"expected videos [B, F, 3, H, W], got {list(videos.shape)}")
         if len(prompts) != videos.shape[0]:
@@ -36,7 +36,7 @@ class TestbedJudge:
         if not named.any(dim=1).all():
             prompt = next(prompt for prompt, words in zip(prompts, named) if not words.any())
             raise ValueError(f'prompt "{prompt}" names nothing that the judge knows: {", ".join(WORDS)}')
-        logits, clean = self.network.to(videos.device)(torch.nan_to_num(videos.float(), nan=0.0).clamp(0.0, 1.0))
+        logits, clean = self.network.to(videos.device)(videos.float().clamp(0.0, 1.0))
         probable = torch.cat([logits[attribute].softmax(dim=1) for attribute in ATTRIBUTES], dim=1)
         alignment = (probable * named).sum(dim=1) / named.sum(dim=1)
         return {"alignment": alignment, "naturalness": clean.sigmoid()}

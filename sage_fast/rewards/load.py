@@ -1,4 +1,4 @@
-"""A reward by its name: shipped, offered by an installed package, a module of the user's, or behind HTTP."""
+"""Find a reward by name: shipped, registered by an installed package, in a module of the user's, or behind HTTP."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.config.redact import hidden_in
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Carrier
@@ -35,26 +36,32 @@ CARRIERS = {
     "process": "sage_fast.rewards.process:ChildProcess",
     "http": "sage_fast.rewards.http:HttpReward",
 }
-"""Named by string, so that importing a reward's interface imports none of them."""
+"""Carriers by kind; strings, so that importing a reward's interface imports none of them."""
 
 GROUP = "sage_fast.rewards"
-"""Entry points of other packages: name = "package.module:Class"."""
+"""Entry-point group for other packages: name = "package.module:Class"."""
 
 
 def carrier(kind: str) -> Any:
-    """The class of a carrier."""
+    """Import the class of a carrier."""
     return pkgutil.resolve_name(CARRIERS[kind])
 
 
 def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
-    """Make a reward in this process, in processes of its own, or as clients of the server that has it.
+    """Create a reward's carriers: in this process, in separate processes, or as clients of its server.
 
     Args:
         device: device of this rank.
 
     Raises:
-        UserError: as `load_reward`; a reward in a process of its own says so in its first call.
+        UserError: as `load_reward`; in a separate process, its first call fails instead.
     """
+    if hidden := hidden_in(entry.args, f"{key.removesuffix('name')}args"):
+        option = "reward.several" if "[" in hidden else ".".join(hidden.split(".")[:3])
+        raise UserError(
+            f"{hidden}: a run folder does not keep it; give --{option} VALUE, or resume with the file of settings that "
+            "the run began with"
+        )
     if entry.is_address:
         return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -66,50 +73,53 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
 
 
 def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu") -> Any:
-    """The reward named by `entry.name`; a class is made with `entry.args`, and with `device` if it takes that keyword.
+    """Return the reward named `entry.name`; a class is created with `entry.args`, and `device` if it takes that.
 
-    Modules in the current folder are found, after those that are installed.
+    Modules in the current folder are found too, after installed ones.
 
     Args:
         key: setting that holds the name, for messages.
 
     Raises:
-        UserError: there is no such reward, or its module or class fails; with its traceback.
+        UserError: there is no such reward, or its module or class fails; includes the traceback.
     """
     setting = f"{key} = {entry.name!r}"
     if entry.is_address:
-        return _made(carrier("http"), {"url": entry.name} | entry.args, device, setting)
-    reward = _found(entry.name, setting)
+        given = {"url": entry.name} | entry.args
+        check_args(carrier("http"), given, key, setting)
+        return _made(carrier("http"), given, device, setting)
+    reward = find_reward(entry.name, setting)
     if isinstance(reward, type):
+        check_args(reward, entry.args, key, setting)
         reward = _made(reward, entry.args, device, setting)
-    elif entry.args:
-        raise UserError(f"{setting}: is no class, so that it takes no args; got {sorted(entry.args)}")
+    else:
+        check_no_args(entry, setting)
     if not callable(score_of(reward)):
         raise UserError(f"{setting}: expected a class with score(self, videos, prompts), or a function")
     return reward
 
 
 def score_of(reward: Any) -> Callable[[Tensor, list[str]], object]:
-    """What is called: its method `score`, or the reward itself; a layer that is called so is no method."""
+    """Return the function to call: its method `score`, else the reward itself. A layer named `score` is no method."""
     method = getattr(reward, "score", None)
     return method if inspect.isroutine(method) else reward
 
 
 def called(reward: Any, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-    """Call a reward without gradients; each part float32 `[B]` on the CPU, sorted by name.
+    """Call a reward without gradients; return each part, float32 `[B]` on the CPU, sorted by name.
 
     Raises:
-        RewardFailure: it returned something else than parts; or whatever it raises.
+        RewardFailure: it did not return parts. Whatever the reward raises passes through.
     """
     with torch.no_grad():
         return checked(score_of(reward)(videos, list(prompts)), len(prompts))
 
 
 def checked(returned: object, count: int) -> dict[str, Tensor]:
-    """What a reward returned, as parts float32 `[count]` on the CPU, sorted by name.
+    """Check what a reward returned; return its parts, float32 `[count]` on the CPU, sorted by name.
 
     Raises:
-        RewardFailure: it is something else than a mapping of names to `count` numbers each.
+        RewardFailure: it is not a mapping of names to `count` numbers each.
     """
     if not isinstance(returned, Mapping):
         raise RewardFailure(
@@ -132,7 +142,7 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
 
 
 def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
-    """Where the reward runs: `entry.device`, or that of its own `devices` whose turn it is.
+    """Return the device of instance `place`: `entry.devices` in turn, or `default` if there are none.
 
     Raises:
         UserError: there is no such device.
@@ -146,7 +156,7 @@ def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
     return device
 
 
-def _found(name: str, setting: str) -> Any:
+def find_reward(name: str, setting: str) -> Any:
     if ":" not in name:
         offered = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)} | SHIPPED
         if name not in offered:
@@ -159,7 +169,7 @@ def _found(name: str, setting: str) -> Any:
         raise UserError(f"{setting}: expected 'package.module:name', such as my_rewards:MyReward")
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # that of a console script begins with the folder of the script
+        sys.path.append(os.getcwd())  # a console script's path begins with the script's own folder instead
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -180,21 +190,42 @@ def _found(name: str, setting: str) -> Any:
     return reward
 
 
-def _made(of: type, args: Mapping[str, Any], device: str, setting: str) -> Any:
-    """An instance.
+def argument_of(key: str, name: str) -> str:
+    """Return the setting of an argument; `eval.judge` has none."""
+    return f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
+
+
+def check_no_args(entry: RewardEntry, setting: str) -> None:
+    if entry.args:
+        raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(entry.args)}")
+
+
+def check_args(kind: type, args: Mapping[str, Any], key: str, setting: str) -> None:
+    """Check the arguments of a class by its signature.
 
     Raises:
-        UserError: it takes other arguments, or fails.
+        UserError: the class takes other arguments.
     """
-    parameters = inspect.signature(of).parameters
-    given = ({"device": device} if "device" in parameters else {}) | dict(args)
+    parameters = inspect.signature(kind).parameters
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    taken = [name for name, parameter in parameters.items() if parameter.kind in by_keyword]
+    taken = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_keyword}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in given:
+    for name in args:
         if name not in taken and not takes_any:
-            raise UserError(f"{setting}: args: {of.__name__} takes no {name!r}; {nearest(name, taken)}")
+            raise UserError(f"{setting}: args: {kind.__name__} takes no {name!r}; {nearest(name, taken)}")
+    for name, parameter in taken.items():
+        if parameter.default is parameter.empty and name not in (*args, "device"):
+            raise UserError(f"{setting}: {argument_of(key, name)} is missing; {kind.__name__} takes {', '.join(taken)}")
+
+
+def _made(kind: type, args: Mapping[str, Any], device: str, setting: str) -> Any:
+    """Create an instance.
+
+    Raises:
+        UserError: it fails.
+    """
+    given = ({"device": device} if "device" in inspect.signature(kind).parameters else {}) | dict(args)
     try:
-        return of(**given)
+        return kind(**given)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{setting}: {of.__name__}() failed: {failure(error)}") from error
+        raise UserError(f"{setting}: {kind.__name__}() failed: {failure(error)}") from error

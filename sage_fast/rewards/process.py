@@ -1,7 +1,7 @@
-"""The carrier of a reward in a process of its own, and that process: ended when it hangs, started again when it dies.
+"""Carrier of a reward in a child process, and the child itself: killed when it hangs, restarted when it dies.
 
-Videos are handed over as a file in memory, without a name and without a copy on the way; messages are JSON.
-Nothing is pickled. The child ends with its parent, however that ends.
+Videos are passed in an anonymous memory file, without a further copy; messages are JSON. Nothing is pickled. The child
+ends with its parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure
 from sage_fast.rewards.load import called, load_reward
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import SIGNALS, UserError
 
 SECONDS_TO_END = 5.0
-"""Time for an idle child to end by itself."""
+"""Time for an idle child to exit by itself."""
 SECONDS_TO_FALL = 0.5
-"""Time for a child to end whose channel has closed."""
+"""Time for a child to exit after its channel has closed."""
 PR_SET_PDEATHSIG = 1
 
 _CHILD = (
@@ -41,15 +41,15 @@ _CHILD = (
 
 
 class ChildProcess:
-    """Calls a reward in another process, which is started at once; the first call waits until it is ready.
+    """Calls a reward in a child process. The child starts right away; the first call waits until it is ready.
 
     Args:
-        entry: the reward, which is made there.
+        entry: settings of the reward, which the child creates.
         key: setting that holds its name, for messages.
-        device: where it runs.
+        device: device of the reward.
     """
 
-    beside, patience = True, 0.0
+    in_background, patience = True, 0.0
 
     def __init__(self, entry: RewardEntry, key: str, device: str) -> None:
         self._settings = {"name": entry.name, "args": entry.args, "key": key, "device": device}
@@ -84,7 +84,7 @@ class ChildProcess:
         return {part: torch.tensor(values, dtype=torch.float32) for part, values in reply["parts"].items()}
 
     def close(self) -> None:
-        """End the process for good; one that is idle has the time to clean up."""
+        """End the child for good; an idle one has time to clean up."""
         self._closed = True
         if self._idle:
             self._channel.close()
@@ -95,7 +95,7 @@ class ChildProcess:
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         command = [sys.executable, "-P", "-c", _CHILD, path, str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            # A session of its own: Ctrl-C in the terminal ends the run, which still needs the scores of its iteration.
+            # A session of its own: Ctrl-C in the terminal stops the run, which still needs its iteration's scores.
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -103,12 +103,12 @@ class ChildProcess:
         self._idle = False
 
     def _reply(self, seconds: float, late: str) -> dict[str, Any]:
-        """Wait for the reply to the message before; `late` says what it means that there is none in time."""
+        """Wait for the reply to the previous message; `late` is the failure's text if none comes in time."""
         process, channel = self._process, self._channel
         assert process is not None
         deadline = time.monotonic() + seconds if seconds else math.inf
         while not channel.poll(0.2):
-            # A fork that it left behind may hold the other end open.
+            # A process that the child forked may still hold the other end open, so poll the child as well.
             if process.poll() is not None and not channel.poll(0):
                 raise EOFError
             if time.monotonic() > deadline:
@@ -116,7 +116,7 @@ class ChildProcess:
         return json.loads(channel.recv_bytes())
 
     def _end(self, seconds: float = 0.0) -> str:
-        """Wait for the process to end by itself, then kill it and what it started; how it ended, in words."""
+        """Wait for the child to exit, then kill its process group; return how it ended, in words."""
         process, self._process = self._process, None
         if process is None:
             return "with the run"
@@ -136,16 +136,16 @@ class ChildProcess:
 
 
 def child(descriptor: int, parent: int) -> None:
-    """Make the reward, then reply to one message after the other until the parent is gone.
+    """Create the reward, then reply to one message after another until the parent is gone.
 
     Args:
         descriptor: socket to the parent.
-        parent: its process id.
+        parent: the parent's process id.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # within a call that hangs too
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # works even within a call that hangs
     if os.getppid() != parent:
         return
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides; it needs the scores of its iteration
+    for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     channel, own = Connection(descriptor), os.getpid()
 
@@ -154,9 +154,9 @@ def child(descriptor: int, parent: int) -> None:
         reply: dict[str, Any] = {}
         try:
             yield reply
-        except BaseException as error:  # SystemExit too: the process goes on
+        except BaseException as error:  # even SystemExit: the child keeps serving
             reply["error"] = str(error) if isinstance(error, UserError) else failure(error)
-        if os.getpid() != own:  # a fork that came back from the reward
+        if os.getpid() != own:  # a fork that returned from the reward's code
             os._exit(1)
         channel.send_bytes(json.dumps(reply).encode())
 
@@ -172,7 +172,7 @@ def child(descriptor: int, parent: int) -> None:
         except (EOFError, OSError):
             return
         with replying() as reply:
-            # A private map: what the reward changes in the videos, only it sees.
+            # A private mapping: changes that the reward makes to the videos stay in this process.
             shape = message["shape"]
             videos = torch.from_file(message["path"], shared=False, size=math.prod(shape), dtype=torch.float32)
             parts = called(reward, videos.view(shape).to(device), message["prompts"])

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
+import ipaddress
 import json
+import logging
+import re
+import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,15 +17,20 @@ from typing import Any
 
 from sage_fast import __version__
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.errors import failure, first_line
-from sage_fast.rewards.http import SCHEMA, answer, read_question
-from sage_fast.util.console import Say
-from sage_fast.util.errors import RewardError
+from sage_fast.rewards.errors import failure, printable
+from sage_fast.rewards.http import SCHEMA, TOKEN, answer, read_question, token
+from sage_fast.util.errors import RewardError, first_line
 
-LARGEST = 4 * 2**30
-"""Largest request in bytes: about 8 videos of 480p and 81 frames in float16."""
+log = logging.getLogger(__name__)
+
+LARGEST = 2**30
+"""Largest request in bytes: 4 videos of 480p and 81 frames in float16."""
+WAITING = 8
+"""Number of requests that may wait in memory while others are scored."""
 SECONDS_OF_SILENCE = 60.0
 """Read timeout within a request; then the connection is closed."""
+SECONDS_TO_ASK = 120.0
+"""Time in which the body of a request has to arrive."""
 SECONDS_TO_DRAIN = 2.0
 """How long the rest of a refused request is read and discarded."""
 
@@ -27,28 +38,48 @@ SECONDS_TO_DRAIN = 2.0
 class RewardServer(ThreadingHTTPServer):
     """HTTP server that scores videos posted to /score; GET describes the rewards.
 
-    It reads and scores one request at a time, or as many as the rewards have workers. More would only keep videos in
-    memory.
+    It scores one request at a time, or as many as the rewards have workers, and reads a few more meanwhile. More would
+    only keep videos in memory. With a token in the environment it serves those who send it; without one, those who
+    address this machine and not a name that a web page has made to point here (DNS rebinding).
 
     Args:
         reward: the reward, already checked.
         host, port: address to listen on; port 0 picks a free one.
-        tell: receives one line per request.
         device: device of the videos passed to in-process rewards.
+        largest: largest request in bytes.
 
     Raises:
         OSError: the address is in use, or does not belong to this machine.
     """
 
-    def __init__(self, reward: CompositeReward, host: str, port: int, tell: Say, device: str = "cpu") -> None:
-        self.reward, self.tell, self.device = reward, tell, device
+    def __init__(
+        self, reward: CompositeReward, host: str, port: int, device: str = "cpu", largest: int = LARGEST
+    ) -> None:
+        self.reward, self.device, self.largest = reward, device, largest
         self.turns = threading.BoundedSemaphore(reward.at_a_time)
+        self.places = threading.BoundedSemaphore(reward.at_a_time + WAITING)
+        self.token = token()
         super().__init__((host, port), _Handler)
+        self.names = {name.lower() for name in ("localhost", host, socket.gethostname(), self.server_name)}
 
     @property
     def address(self) -> str:
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
+
+    def is_meant(self, host: str) -> bool:
+        """Whether a Host header is an address, which no other site can be behind, or a known name of this machine."""
+        name = re.sub(r":\d+$", "", host).strip("[]").lower()
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return name in self.names
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if isinstance(sys.exception(), OSError):
+            log.info(f"{client_address[0]} has gone: {sys.exception()}")
+        else:
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,40 +88,74 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SECONDS_OF_SILENCE
 
     def do_GET(self) -> None:
-        self._send(200, {"schema": SCHEMA, "rewards": self.server.reward.names, "parts": self.server.reward.parts})
+        if self._is_welcome():
+            self._send(200, {"schema": SCHEMA, "rewards": self.server.reward.names, "parts": self.server.reward.parts})
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
+        if not self._is_welcome():
+            return
         if self.path.rstrip("/") != "/score":
             return self._refuse(404, f"{self.path[:80]}: expected /score")
         if self.headers.get_content_type() != "application/json":  # a web page cannot send it cross-origin
             return self._refuse(415, "expected Content-Type: application/json")
-        if not length.isascii() or not length.isdigit():
+        if not re.fullmatch(r"[0-9]{1,18}", length):
             return self._refuse(411, "expected a Content-Length")
-        if int(length) > LARGEST:
-            return self._refuse(413, f"{length} bytes; at most {LARGEST} are taken")
-        with self.server.turns:
-            self._score(int(length))
+        if int(length) > self.server.largest:
+            return self._refuse(413, f"{length} bytes; at most {self.server.largest} are taken")
+        with self.server.places:
+            body = self._body(int(length))
+            if body is None:
+                return self._refuse(408, f"its body did not arrive within {SECONDS_TO_ASK:g} s")
+            with self.server.turns:
+                status, content = self._score(body)
+        self._send(status, content)
 
-    def _score(self, length: int) -> None:
+    def _is_welcome(self) -> bool:
+        """Check the token if there is one, else the Host, and refuse the request that lacks it."""
+        host = self.headers.get("Host", "")
+        if self.server.token:
+            given = self.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+                self._refuse(401, f"expected the token of this server; the client takes it from {TOKEN}")
+                return False
+        elif not self.server.is_meant(host):
+            self._refuse(421, f"Host {host[:80]!r}: expected an address or a name of this machine; or set {TOKEN}")
+            return False
+        return True
+
+    def _body(self, length: int) -> bytes | None:
+        """The body, as much of it as the client sends; None if it takes too long."""
+        end, body = time.monotonic() + SECONDS_TO_ASK, bytearray()
+        while piece := self.rfile.read1(min(length - len(body), 1 << 20)):
+            body += piece
+            if time.monotonic() > end:
+                return None
+        return bytes(body)
+
+    def _score(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and content of the answer."""
         try:
-            name, videos, prompts = read_question(self.rfile.read(length))
+            name, videos, prompts = read_question(body)
         except ValueError as error:
-            return self._refuse(400, str(error))
+            return 400, self._refused(str(error))
         start = time.monotonic()
         try:
             parts = self.server.reward.raw(videos, prompts, self.server.device)
         except RewardError as error:  # the reward hangs and cannot be stopped from here
-            return self._refuse(503, str(error))
+            return 503, self._refused(str(error))
         except Exception as error:
-            self.server.tell(f"failed on {len(prompts)} videos: {first_line(failure(error))}")
-            return self._send(422, {"schema": SCHEMA, "id": name, "error": failure(error)})
-        self.server.tell(f"{len(prompts)} videos for {self.client_address[0]}: {time.monotonic() - start:.2f} s")
-        self._send(200, answer(name, parts))
+            log.info(f"failed on {len(prompts)} videos: {printable(first_line(failure(error)))}")
+            return 422, {"schema": SCHEMA, "id": name, "error": failure(error)}
+        log.info(f"{len(prompts)} videos for {self.client_address[0]}: {time.monotonic() - start:.2f} s")
+        return 200, answer(name, parts)
+
+    def _refused(self, why: str) -> dict[str, Any]:
+        log.info(f"refused a request of {self.client_address[0]}: {printable(why)}")
+        return {"schema": SCHEMA, "error": why}
 
     def _refuse(self, status: int, why: str) -> None:
-        self.server.tell(f"refused a request of {self.client_address[0]}: {why}")
-        self._send(status, {"schema": SCHEMA, "error": why})
+        self._send(status, self._refused(why))
         end = time.monotonic() + SECONDS_TO_DRAIN
         with contextlib.suppress(OSError):  # closing the connection with unread bytes would lose the answer
             self.connection.settimeout(SECONDS_TO_DRAIN)
@@ -106,4 +171,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """No-op: `tell` gets its own line."""
+        """No-op: `log` gets its own line."""

@@ -22,27 +22,27 @@ Result = TypeVar("Result")
 Jobs = queue.Queue[tuple[Future[Any], Callable[[Policy], Any]] | None]
 
 SECONDS_TO_LOOK = 0.2
-"""Interval at which a carrier that rests looks whether another one works; if none does, it takes jobs, which fail."""
+"""Interval at which a resting carrier checks whether others work. If all rest, it takes jobs, which fail at once."""
 
 
 class Source:
-    """Calls one reward, at once within this process, else on a daemon thread for each carrier.
+    """Calls one reward: directly if it is in this process, otherwise on one daemon thread per carrier.
 
     Args:
-        entry: its settings.
+        entry: settings of the reward.
         key: setting that holds its name, for messages.
-        carriers: ways to it, which work side by side.
+        carriers: its carriers, which work in parallel.
         config: retries and time limit.
-        needed: its parts that have to be finite; None: all.
+        needed: parts that must be finite; None: all.
     """
 
     def __init__(
         self, entry: RewardEntry, key: str, carriers: Sequence[Carrier], config: RewardConfig, needed: set[str] | None
     ) -> None:
-        self.entry, self.key, self.needed, self.beside = entry, key, needed, carriers[0].beside
+        self.entry, self.key, self.needed, self.in_background = entry, key, needed, carriers[0].in_background
         self._policies = [Policy(carrier, needed, config.retries, config.timeout_seconds) for carrier in carriers]
         self._jobs: Jobs = queue.Queue(maxsize=len(carriers))
-        if self.beside:
+        if self.in_background:
             for policy in self._policies:
                 threading.Thread(target=_serve, args=(self._jobs, policy, self._policies), daemon=True).start()
             self.close = weakref.finalize(self, _close, self._jobs, carriers, os.getpid())
@@ -50,9 +50,9 @@ class Source:
     def submit(
         self, method: Callable[[Policy, Tensor, list[str]], Result], videos: Tensor, prompts: list[str]
     ) -> Future[Result]:
-        """Have a method of `Policy` called; wait while the queue holds a job for each thread."""
+        """Schedule a call of a method of `Policy`; block while the queue holds a job for every thread."""
         future: Future[Result] = Future()
-        if self.beside:
+        if self.in_background:
             given = videos.cpu()
             self._jobs.put((future, lambda policy: method(policy, given, prompts)))
         else:
@@ -72,11 +72,11 @@ def _serve(jobs: Jobs, policy: Policy, policies: Sequence[Policy]) -> None:
         if job is None:
             return
         fulfil(*job, policy)
-        del job  # an idle thread would keep the last videos
+        del job  # otherwise an idle thread would keep the last videos alive
 
 
 def _close(jobs: Jobs, carriers: Sequence[Carrier], process: int) -> None:
-    """End the carriers and threads, but not in a fork, whose they are not."""
+    """End the carriers and threads; a no-op in a fork, which does not own them."""
     if os.getpid() != process:
         return
     for carrier in carriers:

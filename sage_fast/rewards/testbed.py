@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, SHAPES, SPEEDS, coverage, parse
+from sage_fast.testbed.render import coverage
+from sage_fast.testbed.world import AREA, BACKGROUND, COLORS, DIRECTIONS, PEAK, SHAPES, SPEEDS, parse
 
 COLOR_TOLERANCE = 0.3  # RGB distance at which a colour's score falls to exp(-1/2)
 SHAPE_TEMPERATURE = 0.05  # difference in overlap that matters; two clean shapes differ by about 0.15
@@ -47,7 +48,7 @@ class TestbedReward:
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Return "vq", "mq" and "ta", float32 [B]; finite for any input, since NaN pixels count as black."""
+        """Return "vq", "mq" and "ta", float32 [B]; NaN for a video with a NaN pixel, which is no video."""
         if videos.ndim != 5 or videos.shape[2] != 3 or videos.shape[1] < 2:
             raise ValueError(f"expected videos [B, F >= 2, 3, H, W], got {list(videos.shape)}")
         if len(prompts) != videos.shape[0]:
@@ -58,7 +59,7 @@ class TestbedReward:
 
 def measure(videos: Tensor) -> Measurement:
     """Do all pixel work of the three scores, once."""
-    pixels = torch.nan_to_num(videos.float(), nan=0.0).clamp(0.0, 1.0) - BACKGROUND
+    pixels = videos.float().clamp(0.0, 1.0) - BACKGROUND
     # Each palette colour peaks at PEAK, so the largest channel gives a pixel's coverage.
     lit = (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)  # [B, F, H, W]
     area = lit.sum(dim=(2, 3))

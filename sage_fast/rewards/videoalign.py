@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sage_fast.rewards.frames import FrameReward, evenly_spaced, levels, resize
+from sage_fast.rewards.frames import FrameReward, levels, resize
 from sage_fast.rewards.videoalign_checkpoint import (
     SPECIAL_TOKENS,
     build_network,
@@ -28,6 +28,7 @@ from sage_fast.rewards.videoalign_checkpoint import (
     read_weights,
 )
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.frames import evenly_spaced
 
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Precision = Literal["bfloat16", "float32"]
@@ -70,6 +71,8 @@ class VideoAlignReward(FrameReward):
         UserError: an argument, the checkpoint or the base is not as expected. The error lists all keys of the
             checkpoint that are missing, unknown or of the wrong shape.
     """
+
+    files: ClassVar = {"path": ("model_config.json", "checkpoint-*/model.pth"), "base": ("config.json",)}
 
     def __init__(
         self,

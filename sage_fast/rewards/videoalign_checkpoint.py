@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLModel
 
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, first_line
 
 SPECIAL_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
 """Tokens added to the base model's; their ids are 151657 to 151659 with the published tokenizer."""
@@ -121,7 +121,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: not read: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path}: not read: {first_line(error)}") from error
     if not (isinstance(weights, dict) and all(isinstance(value, Tensor) for value in weights.values())):
         raise UserError(f"{path}: expected the tensors of a model by their names")
     return weights

@@ -1,1 +1,1 @@
-"""Sampling: the denoising loop, its CUDA graphs, the stored trajectories, and the schedule of an iteration."""
+"""Rollouts: the denoising loop, its CUDA graphs, the stored trajectories, and their scoring and replay."""

@@ -1,13 +1,14 @@
-"""CUDA graphs of a denoising step: the host issues one launch where it would issue thousands.
+"""CUDA graphs of a denoising step: one launch from the host instead of thousands.
 
-A graph holds the transformer and the fused transition over buffers that stay where they are: latents, step index,
-seeds, coefficients and conditioning. The step index advances inside, so a rollout is T replays and nothing else. A
-graph is tied to the addresses of the weights: in-place updates (the optimizer, `Policy.using`) are seen
-by the next rollout, after replaced weights or adapters it records again.
+A graph holds the transformer and the fused transition over buffers at fixed addresses: latents, step index, seeds,
+coefficients and conditioning. The step index advances inside the graph, so a rollout is just T replays. A graph is tied
+to the addresses of the weights. The next rollout sees in-place updates (the optimizer, `Policy.using`); if weights or
+adapters are replaced, it records a new graph.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +21,22 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Schedule
 from sage_fast.ops import transition_step
 from sage_fast.ops.transition_step import guided
+from sage_fast.util.errors import first_line
 from sage_fast.util.profiling import annotate
 from sage_fast.util.ranks import sequence_size
 
+log = logging.getLogger(__name__)
+
 MAX_TOKENS = 8192
-"""Tokens of a batch above which the kernels outlast their launches by far: 54 blocks take the host some 30 ms to issue
-and an H200 at its ceiling 80 ms to compute."""
+"""Tokens per batch above which kernels take far longer than their launches: at this size, 54 blocks take the host about
+30 ms to launch, and an H200 at its ceiling 80 ms to compute."""
 MAX_GRAPHS = 16
 MAX_MEMORY_SHARE = 0.25
-"""Of the device, for what the graphs keep allocated between replays."""
+"""Share of the device's memory that graphs may keep allocated between replays."""
 
 Run = Callable[[], tuple[Tensor, ...]]
 Recorder = Callable[[Run], tuple[Callable[[], object], tuple[Tensor, ...], int]]
-"""run -> (replay, the outputs that a replay fills, bytes that are kept)."""
+"""run -> (replay, the outputs that a replay fills, bytes kept allocated)."""
 
 
 def denoise(
@@ -43,7 +47,7 @@ def denoise(
     x: Tensor,
     step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of B samples: x_next, log-prob `[B]` and the guided velocity; `step` is int64 `[1]`."""
+    """Run one step of B samples; return x_next, log-prob `[B]` and the guided velocity. `step` is int64 `[1]`."""
     with annotate("transformer"):
         v, v_uncond = policy.velocities(x, schedule.at(step))
     with annotate("transition"):
@@ -53,11 +57,11 @@ def denoise(
 
 
 class StepGraph:
-    """A recorded step and its buffers, shaped after the arguments of a first rollout.
+    """A recorded step and its buffers, with the shapes of the given arguments.
 
     Args:
-        policy: of the velocity.
-        record: how to record.
+        policy: predicts the velocity.
+        record: records a function as a graph.
     """
 
     def __init__(
@@ -78,70 +82,71 @@ class StepGraph:
             self._x_before.copy_(x)
             outputs = denoise(policy, coefs, schedule, seeds, x, step)
             x.copy_(outputs[0])
-            step.add_(1).remainder_(len(coefs))  # warming up and benchmarks may take more steps than there are
+            step.add_(1).remainder_(len(coefs))  # warm-ups and benchmarks may run more than T steps
             return outputs
 
         self._replay, self._outputs, self.memory = record(run)
 
     def load(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor) -> None:
-        """Begin a rollout at step 0."""
+        """Copy in a rollout's inputs and start at step 0."""
         for buffer, value in zip(self._buffers, [coefs, *schedule.tensors(), seeds, latents], strict=True):
             buffer.copy_(value)
         self._step.zero_()
 
     def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Replay: x, x_next, log-prob, velocity; the next call overwrites them."""
+        """Replay one step; return x, x_next, log-prob and velocity, which the next call overwrites."""
         self._replay()
         x_next, log_prob, velocity = self._outputs
         return self._x_before, x_next, log_prob, velocity
 
 
 class StepGraphs:
-    """Graphs by shape, a bounded number of them in a bounded share of memory; the least recently used goes first.
+    """Graphs by shape, bounded in number and memory; the least recently used is evicted first.
 
     Args:
         policy: whose steps are recorded.
         record: a `CudaRecorder`.
         max_memory: bytes that all graphs together may keep.
-        say: told once for each reason why a step runs without a graph.
+
+    Attributes:
+        refused: shapes -> why their steps run without a graph.
     """
 
-    def __init__(self, policy: Policy, record: Recorder, max_memory: int, say: Callable[[str], object] = print) -> None:
+    def __init__(self, policy: Policy, record: Recorder, max_memory: int) -> None:
         self.policy = policy
         self.record = record
         self.max_memory = max_memory
-        self.say = say
         self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
-        self._refused: set[tuple[Any, ...]] = set()
+        self.refused: dict[tuple[Any, ...], str] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._failed = False
 
     def prepare(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor) -> StepGraph | None:
-        """The graph of these shapes, loaded with these values; None if the step runs without one.
+        """Return the graph for these shapes, loaded with these values; None if the steps run without one.
 
-        The first rollout of a shape does: recording costs as much as some steps, and a shape may never come back.
+        A shape's first rollout runs without one: recording costs as much as a few steps, and the shape may not recur.
         """
         inputs = (coefs, schedule, seeds, latents)
-        self.policy.refresh()  # a replay does not
+        self.policy.refresh()  # a replay does not do this
         tokens = len(latents) * (latents[0, 0].numel() // self.policy.patch + schedule.tokens)
         if tokens > MAX_TOKENS:
             self._refuse(("tokens",), f"a step has {tokens:,} tokens, and they pay below {MAX_TOKENS:,}")
             return None
         shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents))
         key = (weights_key(self.policy), shapes)
-        if key in self._refused or (self._failed and key not in self._graphs):
+        if key in self.refused or (self._failed and key not in self._graphs):
             return None
         if key not in self._seen:
             self._seen.add(key)
             return None
         if key not in self._graphs:
             for other in [other for other in self._graphs if other[0] != key[0]]:
-                del self._graphs[other]  # its weights are gone
+                del self._graphs[other]  # recorded with weights that were replaced
             try:
                 graph = StepGraph(self.policy, *inputs, self.record)
             except RuntimeError as error:  # an operator that cannot be recorded, or no memory
-                self._refuse(key, str(error).splitlines()[0])
-                self._failed = True  # torch 2.11's allocator takes a capture that failed for one that still goes on
+                self._refuse(key, first_line(error))
+                self._failed = True  # torch 2.11's allocator treats a failed capture as still running
                 return None
             if graph.memory > self.max_memory:
                 needed, allowed = (size / 2**30 for size in (graph.memory, self.max_memory))
@@ -158,13 +163,13 @@ class StepGraphs:
         return len(self._graphs)
 
     def _refuse(self, key: tuple[Any, ...], reason: str) -> None:
-        if key not in self._refused:
-            self._refused.add(key)
-            self.say(f"no CUDA graph for this rollout: {reason}")
+        if key not in self.refused:
+            self.refused[key] = f"no CUDA graph for this rollout: {reason}"
+            log.info(self.refused[key])
 
 
 def weights_key(policy: Policy) -> int:
-    """Changes when a weight or adapter is replaced, or a setting that a recording fixes; not by in-place updates."""
+    """Return a hash that changes if a weight, an adapter or a recorded setting is replaced, not by in-place updates."""
     addresses = [p.data_ptr() for _, p in policy.named_parameters()]
     adapters = [
         (layer.disable_adapters, layer.merged, *layer.active_adapters, *layer.scaling.items())
@@ -176,15 +181,18 @@ def weights_key(policy: Policy) -> int:
 
 
 class CudaRecorder:
-    """Records into one memory pool: graphs that never run at the same time may share it. And on one stream, that of the
-    warm-up too, so that the workspace which cuBLAS takes for each stream is not part of a graph."""
+    """Records graphs into one memory pool, on one stream.
+
+    Graphs that never run at the same time may share a pool. The warm-up runs on the same stream, so that cuBLAS
+    allocates its workspace, one per stream, outside the graph.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
-        """Record `run` after a warm-up (Triton compiles, cuBLAS takes its workspace)."""
+        """Record `run` after a warm-up, in which Triton compiles and cuBLAS allocates its workspace."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -192,24 +200,27 @@ class CudaRecorder:
                 run()
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
-        # As the capture is about to: given back there, the warm-up's memory would hide what the graph keeps.
+        # The capture does this too; there, the freed warm-up memory would offset what the graph keeps.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        # A call of another thread, such as a reward's that works beside the rollout, would spoil a global capture.
+        # A CUDA call from another thread, such as a concurrent reward, would invalidate a global capture.
         capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
             with capture:
                 outputs = run()
         finally:
-            torch.cuda.set_stream(current)  # which a capture that fails does not
+            torch.cuda.set_stream(current)  # a failed capture does not restore it
         return graph.replay, outputs, torch.cuda.memory_reserved() - before
 
 
-def step_graphs(policy: Policy, say: Callable[[str], object]) -> StepGraphs | None:
-    """Graphs for a policy on a CUDA device; None on the CPU, which has none, where weights come and go (ZeRO-3), and
-    where ranks share samples, whose exchanges DeepSpeed issues from the host."""
+def step_graphs(policy: Policy) -> StepGraphs | None:
+    """Return graphs for a policy on a CUDA device; None where graphs cannot be used.
+
+    That is: on the CPU; if weights are gathered and released (ZeRO-3); and if ranks share samples, because DeepSpeed
+    issues their exchanges from the host.
+    """
     if policy.device.type != "cuda" or policy.states.gathers or sequence_size() > 1:
         return None
     total = torch.cuda.get_device_properties(policy.device).total_memory
-    return StepGraphs(policy, CudaRecorder(), int(MAX_MEMORY_SHARE * total), say)
+    return StepGraphs(policy, CudaRecorder(), int(MAX_MEMORY_SHARE * total))

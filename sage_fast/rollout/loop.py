@@ -1,8 +1,8 @@
-"""Drive a policy through a transition table and keep what training needs.
+"""The denoising loop: drive a policy through a transition table and pass each step on for storage.
 
-The loop is plain: per step one velocity (two with guidance) and one fused `transition_step`. Latents stay float32
-between steps, so that rollout and training see the same numbers. All randomness is a function of each sample's seed,
-so a sample comes out the same in any batch and on any rank.
+Each step is one velocity (two with guidance) and one fused `transition_step`. Latents stay float32 between steps, so
+rollout and training see the same numbers. All randomness is a function of a sample's seed, so a sample comes out the
+same in any batch and on any rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def equal_runs(lengths: Sequence[object], size: int) -> list[slice]:
-    """Consecutive slices of at most `size` samples whose texts have one length in each pass (`pass_lengths`), so that
-    none needs a mask."""
+    """Return consecutive slices of at most `size` samples with equal text lengths, so that no batch needs a mask.
+
+    Args:
+        lengths: per sample, its text length in each pass (`pass_lengths`).
+        size: maximum slice length.
+    """
     runs: list[slice] = []
     start = 0
     for i in range(1, len(lengths) + 1):
@@ -36,7 +40,7 @@ def equal_runs(lengths: Sequence[object], size: int) -> list[slice]:
 
 
 def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Standard normal latents at sigma = 1, float32 `[B, *shape]`, a function of the seeds."""
+    """Return standard normal latents at sigma = 1, float32 `[B, *shape]`, determined by the seeds."""
     return philox_normal(
         seeds.to(device), torch.zeros((), dtype=torch.int64, device=device), shape, STREAM_INITIAL_LATENTS
     )
@@ -59,16 +63,16 @@ def rollout(
     """Sample from sigma = 1 to 0.
 
     Args:
-        policy: gives the velocity.
-        table: the transitions, host side.
+        policy: predicts the velocity.
+        table: the transitions, on the host.
         coefs: `table.coefficients(...)` on the policy's device.
-        conditioning: of the noise levels of `table`.
-        keys: of the conditions of B samples; a prompt is its own.
+        conditioning: conditions at the noise levels of `table`.
+        keys: condition keys of B samples.
         seeds: int64 `[B]`, noise key of each sample.
         latents: float32 `[B, C, T, H, W]` at sigma = 1.
-        record: given every step (`Trajectories.record`).
+        record: called with the results of every step (`Trajectories.record`).
         on_step: called after every step (progress).
-        graphs: CUDA graphs to replay steps from; the same numbers to the bit.
+        graphs: CUDA graphs to replay steps from; results are bit-identical.
 
     Returns:
         float32 `[B, C, T, H, W]`, the final samples (VAE-scaled).

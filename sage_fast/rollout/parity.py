@@ -8,6 +8,7 @@ by the KL of that movement (bias) and scatters (noise).
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -19,10 +20,12 @@ from sage_fast.models.policy import Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.trajectories import on_device
-from sage_fast.util.console import Say
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import ParityError
 from sage_fast.util.ranks import all_reduce
 from sage_fast.util.seeding import derive_seed
+
+log = logging.getLogger(__name__)
 
 LARGEST_MOVE = 1e-5
 """Largest distance by which `moments_after_an_update` moves a weight.
@@ -40,7 +43,6 @@ def check_parity(
     steps: Sequence[int],
     biases: Tensor,
     equalizer: Tensor,
-    tell: Say,
 ) -> dict[str, float]:
     """Score stored transitions with the rollout's weights, and with moved weights if the ratio will see an update.
 
@@ -50,7 +52,6 @@ def check_parity(
         steps: trained steps.
         biases: minus the expected log-ratio by step, in units of the KL, `[T]`.
         equalizer: S_t by step, `[T]`.
-        tell: receives a line on rounding.
 
     Returns:
         `log_prob/parity` and, after a moved scoring, `log_prob/rounding`.
@@ -79,7 +80,7 @@ def check_parity(
     if config.train.optimizer_steps > 1:
         velocity = functools.partial(replay.velocity, batch)
         moments = moments_after_an_update(policy, config, first(4), len(batch.table), velocity, log_ratio)
-        metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config, tell)
+        metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config)
     return metrics
 
 
@@ -166,14 +167,13 @@ def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     return bias, torch.stack(squares).mean(0).sqrt()
 
 
-def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config, tell: Say) -> float:
+def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config) -> float:
     """Report how much of the clip range rounding takes up after one update; raise if it is too much.
 
     Args:
         near, far: result of `moments_after_an_update`.
         equalizer: S_t by step, `[T]`.
         config: settings of the run.
-        tell: receives the finding as one line.
 
     Returns:
         Rounding in the clipped log-ratio, at the step where it is largest.
@@ -205,5 +205,5 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config,
     advice = f"the clip acts on rounding, not on the policy. Use {', '.join(remedies[:-1])}, or {remedies[-1]}"
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")
-    tell(f"{found}, more than a tenth: {advice}" if share > 0.1 else found)
+    log.info(wrapped(f"{found}, more than a tenth: {advice}" if share > 0.1 else found))
     return value

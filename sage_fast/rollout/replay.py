@@ -1,4 +1,4 @@
-"""Forwards at the stored transitions of an iteration, with the policy's weights or the anchor's."""
+"""Replay: forwards at an iteration's stored transitions, with the policy's weights or the anchor's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from sage_fast.util.console import progress
 
 
 class Replay:
-    """
+    """Runs and scores forwards at stored transitions.
+
     Args:
-        policy: whose forwards these are.
-        config: of the run.
-        embeddings: key -> condition, of every training sample and its negative one.
+        policy: the policy.
+        config: settings of the run.
+        embeddings: key -> condition, for every training sample, including negative ones.
 
     Attributes:
-        lengths: key -> length of the condition in each pass of a forward.
+        lengths: key -> condition length in each pass of a forward.
     """
 
     def __init__(self, policy: Policy, config: Config, embeddings: Mapping[Any, Condition]) -> None:
@@ -37,7 +38,7 @@ class Replay:
         self.lengths = pass_lengths(embeddings, guided=policy.uses_guidance)
 
     def runs(self, keys: Sequence[Key], size: int) -> list[slice]:
-        """Neighbours that go through one forward: at most `size` conditions of one length, so that none is padded."""
+        """Return slices of neighbours that share a forward: at most `size` conditions of equal length, none padded."""
         return equal_runs([self.lengths[key] for key in keys], size)
 
     @property
@@ -47,8 +48,9 @@ class Replay:
     def score(
         self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward at `micro`; its log-probs, KL to the anchor and KL to the rollout's velocity (to `v_old`, if it is
-        given), each float32 `[B]`.
+        """Run a forward at `micro`; return log-probs, KL to the anchor and KL to the rollout, each float32 `[B]`.
+
+        `v_old`, if given, replaces the rollout's stored velocity.
         """
         rows = batch.trajectories
         x = rows.gather(rows.states, micro)
@@ -63,42 +65,42 @@ class Replay:
         )
 
     def velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor | None = None) -> Tensor:
-        """`[B, C, T, H, W]`, guidance included, at the stored latents (`x`, if they are at hand)."""
+        """Return the guided velocity `[B, C, T, H, W]` at the stored latents; pass `x` if already gathered."""
         if x is None:
             x = batch.trajectories.gather(batch.trajectories.states, micro)
         return self.policy.guided_velocity(x, self._inputs(batch, micro))
 
     def _inputs(self, batch: Batch, micro: Sequence[Transition]) -> Inputs:
-        """One row of steps where all of them are the same."""
+        """Return the forward's inputs; equal steps are passed as a single row."""
         keys, steps = [batch.keys[i] for i, _ in micro], [t for _, t in micro]
         same = len(set(steps)) == 1
         return batch.conditioning.at(keys, on_device(steps[:1] if same else steps, self.policy.device))
 
     @torch.no_grad()
-    def anchor_velocities(
-        self, batch: Batch, steps: Sequence[int], anchor: State, quiet: bool = True
-    ) -> dict[int, Tensor]:
-        """step -> `[N, C, T, H, W]`: one forward of the anchor's weights for each sample and step."""
+    def anchor_velocities(self, batch: Batch, steps: Sequence[int], anchor: State) -> dict[int, Tensor]:
+        """Return step -> velocities `[N, C, T, H, W]` under the anchor's weights: one forward per sample and step."""
         velocities = {t: batch.trajectories.empty(self.velocity_dtype) for t in steps}
         with self.policy.using(anchor):
-            for t, run, micro in self._work(batch, steps, quiet):
+            for t, run, micro in self._work(batch, steps):
                 velocities[t][run].copy_(self.velocity(batch, micro), non_blocking=True)
         return velocities
 
     @torch.no_grad()
-    def score_noised(self, batch: Batch, quiet: bool = True) -> None:
-        """Fill in the velocities and log-probs of the rollout's weights, which are the present ones, at final samples
-        that were noised again: one forward each."""
+    def score_noised(self, batch: Batch) -> None:
+        """Fill in the rollout's velocities and log-probs at the renoised final samples: one forward each.
+
+        Call it before the first update, while the present weights are still the rollout's.
+        """
         rows = batch.trajectories
-        for t, run, micro in self._work(batch, sorted(rows.velocities), quiet):
+        for t, run, micro in self._work(batch, sorted(rows.velocities)):
             x, at = rows.gather(rows.states, micro), on_device(t, rows.device)
             v = self.velocity(batch, micro, x)
             rows.log_probs[t][run] = transition_score(x, rows.next_states(micro), v, batch.coefs, at)[0]
             rows.velocities[t][run].copy_(v, non_blocking=True)
 
-    def _work(self, batch: Batch, steps: Sequence[int], quiet: bool) -> Iterable[tuple[int, slice, list[Transition]]]:
-        """(step, samples, their transitions) of forwards at every sample and step; as many on every rank."""
+    def _work(self, batch: Batch, steps: Sequence[int]) -> Iterable[tuple[int, slice, list[Transition]]]:
+        """Return (step, samples, their transitions) of the forwards at every sample and step, equally many per rank."""
         runs = self.runs(batch.keys, self.config.sampling.batch_size)
         work = [(t, run, [(i, t) for i in range(run.start, run.stop)]) for t in steps for run in runs]
         work = [item for item, _ in self.policy.states.lockstep(work, work[-1])]
-        return progress(work, "anchor", len(work), "forward", quiet=quiet)
+        return progress(work, "anchor", len(work), "forward")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from sage_fast.models.decoder import Decoder, PendingVideos
 from sage_fast.rewards.interface import Pending, Scorer, Scores, join_scores
-from sage_fast.util.console import Say, say_nothing
 from sage_fast.util.errors import RewardError
 from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.ranks import all_gather_object, gather_objects_of_sequence, sequence_rank, sequence_size
+
+log = logging.getLogger(__name__)
 
 
 def gather_scores(numbers: Sequence[int], scores: Scores) -> Scores:
@@ -26,13 +28,13 @@ MOST_NOTES = 8
 """Largest number of failure lines per iteration or evaluation; further ones are only counted."""
 
 
-def tell_failures(scores: Scores, tell: Say) -> None:
+def log_failures(scores: Scores) -> None:
     """Report failed rewards: on the screen of rank 0 and in the log of every rank."""
     lines = list(dict.fromkeys(scores.notes))
     for line in lines[:MOST_NOTES]:
-        tell(line)
+        log.info(line)
     if len(lines) > MOST_NOTES:
-        tell(f"and {len(lines) - MOST_NOTES} more such lines; {scores.dropped} samples dropped in total")
+        log.info(f"and {len(lines) - MOST_NOTES} more such lines; {scores.dropped} samples dropped in total")
 
 
 class VideoScorer:
@@ -50,7 +52,6 @@ class VideoScorer:
         decoder: decodes latents into videos.
         reward: scores the videos.
         watch: receives the times of `decode` and `reward`, without the parts hidden behind a rollout.
-        tell: receives lines on failed rewards.
         in_step: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
     """
 
@@ -59,14 +60,12 @@ class VideoScorer:
         decoder: Decoder,
         reward: Scorer,
         watch: Stopwatch,
-        tell: Say = say_nothing,
         *,
         in_step: bool = False,
     ) -> None:
         self.decoder = decoder
         self.reward = reward
         self.watch = watch
-        self.tell = tell
         self.in_step = in_step
         self._pending: tuple[PendingVideos, list[str]] | None = None
         self._submitted = 0
@@ -115,7 +114,7 @@ class VideoScorer:
         """
         assert self._finished is not None
         scores = gather_scores(numbers, self._finished)
-        tell_failures(scores, self.tell)
+        log_failures(scores)
         self.reward.check_share(scores)
         return scores
 

@@ -98,5 +98,5 @@ def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int
     shared = trained == config.sampling.steps or not surrogate_of(config.objective).process.scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
     velocities = int(strategy_of(config.kl).anchor is not None) + int(stores_rollout_velocities(config))
-    width = 2 if config.model.dtype == "bfloat16" and config.sampling.guidance_scale == 1 else 4
+    width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4
     return 4 * numel * samples * states, width * numel * samples * trained * velocities

@@ -11,6 +11,7 @@ Only rank 0 lists folders. On a network file system the other ranks may not see 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -19,12 +20,14 @@ from typing import Any
 
 from sage_fast.models.policy import State
 from sage_fast.parallel import Engine
-from sage_fast.report.scores import mean_and_error, read_scores
-from sage_fast.run.weights import MANIFEST, checkpoints, digest, fault_of, iteration_of
-from sage_fast.util.console import Say, say_nothing, say_wrapped
+from sage_fast.report.scores import mean_and_margin, read_scores
+from sage_fast.run.manifest import MANIFEST, checkpoints, digest, fault_of, iteration_of
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, remove_folder, sync, write_json
 from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, rank, together, world_size
+
+log = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -84,12 +87,8 @@ def save_checkpoint(
     barrier()
 
 
-def prune_checkpoints(run: Path, keep: int, keep_best: bool, tell: Say = say_nothing) -> None:
-    """Remove all but the last `keep` checkpoints and, with `keep_best`, the best one. Call on rank 0 only.
-
-    Args:
-        tell: receives a note for each checkpoint that cannot be removed.
-    """
+def prune_checkpoints(run: Path, keep: int, keep_best: bool) -> None:
+    """Remove all but the last `keep` checkpoints and, with `keep_best`, the best one. Call on rank 0 only."""
     found = checkpoints(run)
     kept = set(found[-keep:])
     if keep_best and (best := best_checkpoint(run)) is not None:
@@ -99,7 +98,7 @@ def prune_checkpoints(run: Path, keep: int, keep_best: bool, tell: Say = say_not
             try:
                 remove_folder(folder)
             except OSError as error:
-                say_wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}", tell)
+                log.info(wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}"))
 
 
 def best_checkpoint(run: Path) -> Path | None:
@@ -108,17 +107,12 @@ def best_checkpoint(run: Path) -> Path | None:
     for folder in checkpoints(run):
         with contextlib.suppress(FileNotFoundError, UserError):  # not evaluated, or its scores are damaged
             scores = read_scores(run / "eval" / f"{folder.name}.json")
-            rewards[folder] = mean_and_error(scores["prompts"], scores["reward"])[0]
+            rewards[folder] = mean_and_margin(scores["prompts"], scores["reward"])[0]
     return max((f for f in rewards if math.isfinite(rewards[f])), key=rewards.__getitem__, default=None)
 
 
-def load_checkpoint(
-    run: Path, engine: Engine, tell: Say = say_nothing
-) -> tuple[int, dict[str, Any], State | None] | None:
+def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], State | None] | None:
     """Restore the engine from the newest intact checkpoint of `run`. Collective.
-
-    Args:
-        tell: receives a note for each checkpoint that is skipped.
 
     Returns:
         The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
@@ -135,7 +129,7 @@ def load_checkpoint(
             has_anchor = broadcast_object(anchor.is_file(), 0)
             return counters["iteration"], counters, engine.load_state(anchor) if has_anchor else None
         faults.append(f"{folder.name}: {fault}")
-        say_wrapped(f"note: checkpoint {folder.name} is damaged and is skipped: {fault}", tell)
+        log.info(wrapped(f"note: checkpoint {folder.name} is damaged and is skipped: {fault}"))
     if faults:
         raise UserError(
             f"{str(run / 'checkpoints')!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy "

@@ -14,17 +14,16 @@ from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.models.load import find_spec
 from sage_fast.run.setup import configured_prompts
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import initialize, rank, shutdown
+from sage_fast.util.ranks import initialize, shutdown
 
 
-def embed_prompts(config: Config, source: str | None, *, quiet: bool) -> str:
+def embed_prompts(config: Config, source: str | None) -> str:
     """Add missing embeddings to `data.embedding_cache`: prompts, negative prompts and the empty prompt.
 
     The ranks share the work. Only the text encoders are loaded, and only if an embedding is missing.
 
     Args:
         source: prompts that replace the configured training and evaluation prompts.
-        quiet: show no progress.
 
     Returns:
         A one-line summary.
@@ -43,6 +42,6 @@ def embed_prompts(config: Config, source: str | None, *, quiet: bool) -> str:
     spec, cache = find_spec(config.model.path, fetch=True), Path(config.data.embedding_cache)
     load = functools.partial(spec.load_encoder, getattr(torch, config.model.dtype), device)
     key = cache_key(spec.path, config.model.dtype, cache, spec.encoder_version)
-    encoded = fill_cache(list(texts), load, cache, key, quiet or rank() > 0)
+    encoded = fill_cache(list(texts), load, cache, key)
     shutdown()
     return f"{cache}: {len(texts)} texts, of which {encoded} were encoded now"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
+from sage_fast.report.playback import read_video
 from sage_fast.report.scores import format_scores
-from sage_fast.report.videos import numbered, read_video
+from sage_fast.report.videos import numbered
 from sage_fast.report.videoset import (
     VideoSet,
     as_csv,
@@ -34,14 +36,14 @@ from sage_fast.report.videoset import (
 from sage_fast.rewards import Judge
 from sage_fast.run.evaluation import Chunks, evaluate, prompts_and_seeds
 from sage_fast.run.folder import save_video
-from sage_fast.run.setup import configured_prompts, load_scoring, load_setup
+from sage_fast.run.setup import Setup, configured_prompts, load_scoring, load_setup
 from sage_fast.run.sources import Source
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, write_atomic, write_json, writing
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import initialize, rank
 
-Tell = Callable[..., object]
+log = logging.getLogger(__name__)
 
 
 def run_eval(
@@ -51,8 +53,6 @@ def run_eval(
     scorers: Sequence[str] = (),
     folder: Path | None = None,
     json: Path | None = None,
-    quiet: bool = False,
-    tell: Tell = lambda *lines: None,
 ) -> None:
     """Evaluate the sources, print their table and write the requested files.
 
@@ -62,8 +62,6 @@ def run_eval(
         scorers: additional rewards, named as in `reward.name`; their parts do not count in the composite.
         folder: where to write the videos, `evaluation.md`, `evaluation.csv` and `evaluation.html`; new or empty.
         json: file for all scores.
-        quiet: show no progress.
-        tell: prints lines.
 
     Raises:
         UserError: a scorer, the folder or a video is wrong, or the sources have no prompt in common.
@@ -75,7 +73,7 @@ def run_eval(
     if len(videos) < len(sources):
         known = [prompt.text for prompt in configured_prompts(config)[1]]
     further = _scorers(scorers, config, known)
-    evaluator = _Evaluator(sources, config, further, videos, quiet, tell)
+    evaluator = _Evaluator(sources, config, further, videos)
     evaluations: dict[str, dict[str, Any]] = {}
     sets: list[VideoSet] = []
     for source, home in zip(sources, _folders(sources, folder)):
@@ -134,6 +132,11 @@ def _folders(sources: Sequence[Source], folder: Path | None) -> list[Path | None
     return [folder / "videos" / name for name in names]
 
 
+def _log_notes(setup: Setup) -> None:
+    for note in setup.model.notes:
+        log.info(f"note: {note}")
+
+
 class _Evaluator:
     """Loads the rewards once and the models one at a time."""
 
@@ -143,11 +146,9 @@ class _Evaluator:
         config: Config,
         scorers: Mapping[str, Judge],
         videos: Mapping[str, VideoSet],
-        quiet: bool,
-        tell: Tell,
     ) -> None:
         self.config, self.scorers, self.videos = config, scorers, videos
-        self.quiet, self.tell, self.several = quiet, tell, len(sources) > 1
+        self.several = len(sources) > 1
         self.prompts: list[str] | None = None
         first = next((source for source in sources if source.config is not None), None)
         self.loaded: Source | None = first
@@ -156,7 +157,7 @@ class _Evaluator:
             return
         assert first.config is not None
         self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
-        tell(*(f"note: {note}" for note in self.setup.model.notes))
+        _log_notes(self.setup)
         self.prompts = prompts_and_seeds(self.setup)[0]
         for label, found in videos.items():
             missing = [prompt for prompt in dict.fromkeys(self.prompts) if prompt not in found.prompts]
@@ -166,8 +167,8 @@ class _Evaluator:
                     f"{missing[0]!r}; data.eval_prompts = FILE with the prompts of {VIDEOS} makes them pairs"
                 )
             if missing:
-                tell(f"note: {label} has no video of {len(missing)} of the prompts, such as {missing[0]!r}")
-        self.setup.encode(quiet=quiet)
+                log.info(f"note: {label} has no video of {len(missing)} of the prompts, such as {missing[0]!r}")
+        self.setup.encode()
 
     def __call__(self, source: Source, home: Path | None) -> tuple[dict[str, Any], VideoSet]:
         """Evaluate one source; return its scores as in `eval/*.json`, and its videos."""
@@ -176,15 +177,13 @@ class _Evaluator:
         if self.loaded is not source:
             self._load(source)
         if self.several:
-            self.tell(f"evaluate {source.label}")
+            log.info(f"evaluate {source.label}")
 
         def save(number: int, prompt: str, video: Tensor) -> None:
             if home is not None:
                 save_video(video, prompt, home, number, self.setup.model.fps)
 
-        result = evaluate(
-            self.setup, iteration=source.iteration, quiet=self.quiet, save=save, scorers=self.scorers
-        ).to_json()
+        result = evaluate(self.setup, iteration=source.iteration, save=save, scorers=self.scorers).to_json()
         return result, of_scores(source.label, result, numbered(home) if home is not None else {})
 
     def _load(self, source: Source) -> None:
@@ -202,10 +201,10 @@ class _Evaluator:
         device = initialize(self.config.timeout_minutes)
         self.setup.model = load_model(settings, self.config.sampling, device, self.config.seed)
         self.setup.config = dataclasses.replace(self.config, model=settings)
-        self.tell(*(f"note: {note}" for note in self.setup.model.notes))
+        _log_notes(self.setup)
         self.loaded = source
         if (self.setup.model.path, self.setup.model.policy.dtype) != before:
-            self.setup.encode(quiet=self.quiet)
+            self.setup.encode()
 
     def _of_videos(self, source: Source) -> tuple[dict[str, Any], VideoSet]:
         """Score a folder's videos: those of the evaluated prompts, or all of them if no source has a model."""
@@ -213,7 +212,7 @@ class _Evaluator:
         wanted = None if self.prompts is None else set(self.prompts)
         chosen = [i for i, prompt in enumerate(found.prompts) if wanted is None or prompt in wanted]
         if len(chosen) < len(found.prompts):
-            self.tell(f"note: {source.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
+            log.info(f"note: {source.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
         files = [found.files[i] for i in chosen]
         device = initialize(self.config.timeout_minutes)
         size = self.config.sampling.batch_size
@@ -237,8 +236,8 @@ class _Evaluator:
             eval=dataclasses.replace(self.config.eval, num_prompts=len(chosen), seeds_per_prompt=1, num_videos=1),
         )
         setup = dataclasses.replace(self.setup, config=config, eval_prompts=[found.prompts[i] for i in chosen])
-        self.tell(f"score {source.label}")
-        result = evaluate(setup, iteration=0, quiet=self.quiet, scorers=self.scorers, videos_of=read).to_json()
+        log.info(f"score {source.label}")
+        result = evaluate(setup, iteration=0, scorers=self.scorers, videos_of=read).to_json()
         result["seeds"] = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
         scored = of_scores(source.label, result, {})
         seeds = result["seeds"] if found.seeds else None

@@ -22,9 +22,9 @@ from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
-from sage_fast.rollout.scoring import tell_failures
+from sage_fast.rollout.scoring import log_failures
 from sage_fast.run.setup import Setup
-from sage_fast.util.console import Progress, speaker
+from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
@@ -62,8 +62,8 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Return the scores as JSON; null where a reward failed."""
         fields = ("iteration", "prompts", "negatives", "seeds", "weights")
-        scores = {"reward": _finite(self.reward), "parts": {part: _finite(of) for part, of in self.parts.items()}}
-        return {field: getattr(self, field) for field in fields} | scores
+        parts = {part: _finite(values) for part, values in self.parts.items()}
+        return {field: getattr(self, field) for field in fields} | {"reward": _finite(self.reward), "parts": parts}
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
@@ -106,7 +106,6 @@ def video_chunks(
     embeddings: Mapping[Any, Condition],
     seeds: Tensor,
     *,
-    quiet: bool = True,
     pause: Callable[[], object] = lambda: None,
 ) -> Chunks:
     """Sample videos with the ODE and yield them in chunks of at most `sampling.batch_size` prompts.
@@ -120,13 +119,13 @@ def video_chunks(
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
     shape = model.latent_shape(config.sampling)
-    # Prompts of one length together, so that none is padded.
+    # Group prompts of equal length, so that none is padded.
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = equal_runs([lengths[prompts[i]] for i in order], config.sampling.batch_size)
-    graphs = step_graphs(model.policy, speaker(quiet)) if config.sampling.cuda_graphs else None
+    graphs = step_graphs(model.policy) if config.sampling.cuda_graphs else None
     pending = None
-    with Progress("sample", len(runs) * len(table), quiet=quiet, pause=pause) as bar:
+    with Progress("sample", len(runs) * len(table), pause=pause) as bar:
         for run, real in model.policy.states.lockstep(runs, slice(0, 0)):
             chosen = order[run]
             texts, keys = ([prompts[i] for i in chosen], seeds[chosen]) if real else ([""], seeds.new_zeros(1))
@@ -141,22 +140,6 @@ def video_chunks(
                 pending = chosen, model.decoder.submit(latents)
         if pending is not None:
             yield pending[0], pending[1].result()
-
-
-def generate(
-    config: Config,
-    model: Model,
-    prompts: Sequence[str],
-    embeddings: Mapping[Any, Condition],
-    seeds: Tensor,
-    *,
-    quiet: bool = True,
-) -> list[Tensor]:
-    """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
-    videos: dict[int, Tensor] = {}
-    for chosen, chunk in video_chunks(config, model, prompts, embeddings, seeds, quiet=quiet):
-        videos.update(zip(chosen, chunk.cpu()))
-    return [videos[i] for i in range(len(prompts))]
 
 
 def prompts_and_seeds(setup: Setup) -> tuple[list[str], Tensor]:
@@ -186,7 +169,6 @@ def evaluate(
     setup: Setup,
     *,
     iteration: int,
-    quiet: bool = True,
     save: Callable[[int, str, Tensor], object] | None = None,
     pause: Callable[[], object] = lambda: None,
     scorers: Mapping[str, CompositeReward] | None = None,
@@ -213,31 +195,33 @@ def evaluate(
     pending: dict[str, list[Pending]] = {prefix: [] for prefix in scored}
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    in_step = videos_of is None and setup.model.policy.in_step
+    samples = videos_of is None
+    in_step = samples and setup.model.policy.in_step
+    guidance = setup.model.policy.at_guidance(config.eval_guidance_scale) if samples else contextlib.nullcontext()
     failure: RewardError | OSError | None = None
-    with together():
+    with together(), guidance:
         if videos_of is None:
-            made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, quiet=quiet, pause=pause)
+            made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, pause=pause)
         else:
             made = videos_of(share)
-        for chosen_texts, chunk in made:
+        for indices, chunk in made:
             if failure is not None:
                 continue
-            chunk_texts = [texts[i] for i in chosen_texts]
+            chunk_texts = [texts[i] for i in indices]
             try:
                 for prefix, reward in reversed(scored.items()):
                     pending[prefix].append(reward.submit(chunk, chunk_texts))
                 if save is not None and sequence_rank() == 0:
-                    for i, video in zip(chosen_texts, chunk.cpu()):
+                    for i, video in zip(indices, chunk.cpu()):
                         save(share[i], texts[i], video)
             except (RewardError, OSError) as error:
                 if not in_step:
                     raise
-                failure = error  # once the forwards are made that others wait in
+                failure = error  # raised later: other ranks wait for this rank's forwards
                 continue
-            order += chosen_texts
+            order += indices
             # Copies: a view would keep the whole chunk.
-            kept = [(i, video) for i, video in zip(chosen_texts, chunk) if i < config.eval.num_videos]
+            kept = [(i, video) for i, video in zip(indices, chunk) if i < config.eval.num_videos]
             videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
         if failure is not None:
             raise failure
@@ -247,9 +231,9 @@ def evaluate(
             for prefix, chunks in pending.items()
         }
     rows = all_gather_object((texts, seeds.tolist(), own))[:: sequence_size()]  # ranks that share samples have the same
-    of_all = {prefix: join_scores([row[2][prefix] for row in rows]) for prefix in scored}
-    for prefix, scores in of_all.items():
-        tell_failures(scores, speaker(quiet))
+    merged = {prefix: join_scores([row[2][prefix] for row in rows]) for prefix in scored}
+    for prefix, scores in merged.items():
+        log_failures(scores)
         scored[prefix].check_share(scores)
     all_texts = [text for row in rows for text in row[0]]
     return Evaluation(
@@ -257,8 +241,8 @@ def evaluate(
         prompts=all_texts,
         negatives=negatives_for(setup, all_texts) if videos_of is None else {},
         seeds=[seed for row in rows for seed in row[1]],
-        reward=of_all[""].rewards.tolist(),
-        parts={prefix + part: values.tolist() for prefix in of_all for part, values in of_all[prefix].parts.items()},
+        reward=merged[""].rewards.tolist(),
+        parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},
         weights=config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
     )

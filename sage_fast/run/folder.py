@@ -9,69 +9,39 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from sage_fast.config.load import dump, load
+from sage_fast.config.redact import redacted
 from sage_fast.config.schema import Config
-from sage_fast.report.videos import contact_sheet, numbered, video_suffix, write_video
-from sage_fast.run.resume import LAUNCHERS, began_here, check_kept, check_run, differences, launcher
-from sage_fast.run.weights import checkpoints, iteration_of
-from sage_fast.util.console import Say, say_wrapped
+from sage_fast.report.videos import video_suffix, write_video
+from sage_fast.run.early import LOCK
+from sage_fast.run.resume import LAUNCHERS, began_here, differences, launcher
+from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
-from sage_fast.util.files import PARTIAL, aside, read_json, read_metrics, remove, write_atomic
+from sage_fast.util.files import PARTIAL, read_json, read_metrics, remove, write_atomic
 from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, initialize, rank
 
-LOCK = "run.lock"
-
-
-def check_output(config: Config, *, resume: bool) -> None:
-    """Check the output folder without touching it.
-
-    Raises:
-        UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
-            began with other values of settings it must keep, or a run past `train.iterations`.
-    """
-    run = Path(config.output)
-    if resume:
-        check_run(run)
-        check_kept(config)
-        done = max(map(iteration_of, checkpoints(run)), default=0)
-        if done > config.train.iterations:
-            raise UserError(
-                f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
-                "nothing was changed"
-            )
-    elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
-        holds_run = (run / "config.yaml").exists()
-        found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
-        raise UserError(
-            f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
-            "nothing was changed"
-        )
-
-
-def _is_trace(path: Path) -> bool:
-    """Whether this file may be left from a run that was killed before it began."""
-    return path.name == LOCK or path.suffix == PARTIAL
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def locked(run: Path, tell: Say) -> Iterator[None]:
+def locked(run: Path) -> Iterator[None]:
     """Lock the folder against other runs. Rank 0 holds the lock; the kernel releases it if the process dies.
 
     If no run begins in the block, the folder is restored to its previous state.
 
     Args:
         run: created if missing.
-        tell: receives a note if the file system does not support locks.
 
     Raises:
         UserError: on all ranks, if another run uses the folder.
@@ -81,7 +51,9 @@ def locked(run: Path, tell: Say) -> Iterator[None]:
     if rank() == 0:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            lock, user = _lock(run / LOCK, tell)
+            lock, user = _lock(run / LOCK)
+            if lock is not None:
+                _held.add(lock)
         except OSError as error:  # raised only after the broadcast that the other ranks wait for
             failure = error
     refused = broadcast_object(user if failure is None else f"cannot be locked: {failure}", 0)
@@ -101,10 +73,23 @@ def locked(run: Path, tell: Say) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # no longer empty
                     for folder in made:
                         folder.rmdir()
+            _held.discard(lock)
             lock.close()
 
 
-def _lock(file: Path, tell: Say) -> tuple[BinaryIO | None, str | None]:
+_held: set[BinaryIO] = set()
+
+
+def _let_go() -> None:
+    """Close the locks in a forked child, such as one that a reward leaves behind: any copy would keep the folder."""
+    for lock in _held:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _lock(file: Path) -> tuple[BinaryIO | None, str | None]:
     """Return the open lock file, or a description of its holder."""
     while True:
         opened = file.open("a+b", buffering=0)
@@ -118,7 +103,7 @@ def _lock(file: Path, tell: Say) -> tuple[BinaryIO | None, str | None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            tell(
+            log.info(
                 f"note: no locks on this file system ({error.strerror}): make sure that only one run uses {file.parent}"
             )
             return opened, None
@@ -144,7 +129,7 @@ def claim_output(config: Config) -> None:
             raise UserError(f"output = {config.output!r}: another run began there while this one was loading")
         if named := sorted({name for name in launchers if name is not None}):
             write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
-        write_atomic(run / "config.yaml", dump(config))
+        write_atomic(run / "config.yaml", dump(redacted(config)))
     barrier()
 
 
@@ -156,57 +141,28 @@ def is_restart(config: Config) -> bool:
     return any(all_gather_object(began_here(Path(config.output))))
 
 
-def replace_settings(config: Config, tell: Say) -> None:
+def replace_settings(config: Config) -> None:
     """Write the settings of a resumed run, report the changes and keep the old file under another name. Collective."""
     run = Path(config.output)
     settings = run / "config.yaml"
     changed = differences(load(settings), config)
     barrier()  # every rank has read the old settings
     for line in changed:
-        tell(line)
+        log.info(line)
     if rank() == 0 and changed:
         before = settings.read_text(encoding="utf-8")
         write_atomic(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml", before)
-        write_atomic(settings, dump(config))
+        write_atomic(settings, dump(redacted(config)))
     barrier()
 
 
-def remove_partials(run: Path, tell: Say) -> None:
-    """Remove the partial files of a killed run. Call with the lock held, before writing anything.
-
-    Args:
-        tell: receives a note for each file that cannot be removed.
-    """
+def remove_partials(run: Path) -> None:
+    """Remove the partial files of a killed run. Call with the lock held, before writing anything."""
     for path in sorted(run.rglob(f"*{PARTIAL}")):
         try:
             remove(path)
         except OSError as error:
-            say_wrapped(f"note: a partial file of a killed run cannot be removed: {reason(error)}", tell)
-
-
-def save_videos(videos: Sequence[torch.Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:
-    """Write one file per video, and a contact sheet named after the number of the first video.
-
-    Nothing is overwritten: numbering continues from the highest number in `folder`.
-
-    Args:
-        videos: float `[F, 3, H, W]` in [0, 1] each.
-        prompts: one per video; surplus prompts are ignored.
-        folder: created if missing.
-        fps: frames per second.
-
-    Returns:
-        The video files.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    first = max(numbered(folder), default=-1) + 1
-    paths = []
-    for place, (video, prompt) in enumerate(zip(videos, prompts), start=first):
-        paths.append(save_video(video, prompt, folder, place, fps))
-    if videos:
-        with aside(folder / f"contact-sheet-{first:02d}.png") as file:
-            contact_sheet(videos, prompts[: len(videos)]).save(file, "PNG")
-    return paths
+            log.info(wrapped(f"note: a partial file of a killed run cannot be removed: {reason(error)}"))
 
 
 def save_video(video: torch.Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:

@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import logging
 import re
 import shlex
 import signal
@@ -32,14 +33,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from sage_fast.util.errors import RunError, Stopped, UserError, nearest
+from sage_fast.util.errors import SIGNALS, RunError, Stopped, UserError, nearest
 from sage_fast.util.files import read_json, write_atomic
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import Config
 
 KEYS = ("base", "output", "seeds", "axes")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,13 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     Raises:
         UserError: the file, an option or a setting of any cell is wrong.
         RunError: some cells failed; the others are finished.
-        Stopped: after SIGINT or SIGTERM; the interrupted run has left a checkpoint.
+        Stopped: after a signal; the interrupted run has left a checkpoint.
     """
     cells = read_grid(Path(options.config), overrides)
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: expected at least 1")
     if options.cell is not None:
-        return _run_cell(_named(cells, options.cell), quiet=options.quiet)
+        return _run_cell(_named(cells, options.cell))
     if options.slurm is not None:
         file = Path(options.slurm)
         write_atomic(file, _array_job(options, overrides, cells))
@@ -75,10 +77,9 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         )
         return 0
     failed = _run_all(options, overrides, cells)
-    if not options.quiet:
-        finished = [str(cell.run) for cell in cells if is_finished(cell)]
-        compare = f"; to compare them: {shlex.join(['sage-fast', 'compare', *finished])}" if finished else ""
-        print(f"{len(finished)} of {len(cells)} runs are finished{compare}")
+    finished = [str(cell.run) for cell in cells if is_finished(cell)]
+    compare = f"; to compare them: {shlex.join(['sage-fast', 'compare', *finished])}" if finished else ""
+    log.info(f"{len(finished)} of {len(cells)} runs are finished{compare}")
     if failed:
         names = ", ".join(f"{name} (status {status})" for name, status in failed.items())
         raise RunError(f"{len(failed)} of {len(cells)} runs failed: {names}; the same command tries them again")
@@ -184,13 +185,14 @@ def is_finished(cell: Cell) -> bool:
     return False
 
 
-def _run_cell(cell: Cell, *, quiet: bool) -> int:
+def _run_cell(cell: Cell) -> int:
     """Start or resume the run of a cell in this process (maybe one of several ranks); skip it if finished."""
     if is_finished(cell):
         return 0
+    from sage_fast.report.comparison import report_run
     from sage_fast.run.train import train
 
-    train(cell.config, resume=(cell.run / "config.yaml").is_file(), quiet=quiet)
+    train(cell.config, resume=(cell.run / "config.yaml").is_file(), report=report_run)
     return 0
 
 
@@ -203,8 +205,7 @@ def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: S
     def jobs() -> Iterator[tuple[str, list[str]]]:
         for number, cell in enumerate(cells, start=1):
             if not is_finished(cell):
-                if not options.quiet:
-                    print(f"run {number} of {len(cells)}: {cell.name}", flush=True)
+                log.info(f"run {number} of {len(cells)}: {cell.name}")
                 yield cell.name, [*launcher, "-m", "sage_fast", *_words(options, overrides), "--cell", cell.name]
 
     statuses: dict[str, int] = {}
@@ -231,12 +232,13 @@ def run_many(
     waiting = iter(jobs)
     received: list[int] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
         for child in running.values():
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, forward) for number in taken}
     try:
         while True:
             while not received and len(running) < workers and (job := next(waiting, None)):

@@ -1,12 +1,18 @@
-"""`sage-fast init`: create a starter folder with settings, a reward and prompts to edit."""
+"""`sage-fast init`: create a starter folder with settings and prompts to edit, and for the testbed a reward.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from sage_fast.config.load import load
+from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import write_atomic
 
@@ -14,14 +20,21 @@ OWN = {
     "output": "runs/first",
     "prompts": "prompts.txt # one prompt a line",
     "eval_prompts": "heldout.txt # prompts that are never trained on",
-    "name": "my_rewards:MyReward # the class in my_rewards.py; see there",
-    "weights": "{color: 1, steady: 1} # reward = sum of weight x part; parts without a weight are only logged",
 }
 """Settings that `init` changes in a shipped configuration to point at the files it writes."""
 
+OWN_REWARD = {
+    "name": "my_rewards:MyReward # the class in my_rewards.py; see there",
+    "weights": "{color: 1, steady: 1} # reward = sum of weight x part; parts without a weight are only logged",
+}
+"""Settings that point at an example of a reward, made for the testbed. Other configurations keep their own reward."""
+
+TESTBED_PROMPT = "a red circle moves left quickly"
+REAL_PROMPT = "a red fox trots through fresh snow"
+
 
 def init(folder: Path, name: str) -> str:
-    """Write config.yaml, my_rewards.py, prompts.txt and heldout.txt.
+    """Write config.yaml, prompts.txt and heldout.txt, and my_rewards.py for a configuration of the testbed.
 
     Args:
         folder: created if missing.
@@ -33,18 +46,18 @@ def init(folder: Path, name: str) -> str:
     Raises:
         UserError: there is no such configuration, or one of the files exists; nothing is written.
     """
-    shipped = files("sage_fast.configs")
-    names = sorted(file.name.removesuffix(".yaml") for file in shipped.iterdir() if file.name.endswith(".yaml"))
+    shipped = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
+    names = sorted(file.stem for file in shipped.glob("*.yaml"))
     if name not in names:
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
-    from sage_fast.testbed.world import heldout_prompts, train_prompts
-
-    texts = {
-        "config.yaml": _own_settings((shipped / f"{name}.yaml").read_text(encoding="utf-8")),
-        "my_rewards.py": (shipped / "my_rewards.py").read_text(encoding="utf-8"),
-        "prompts.txt": "".join(f"{prompt}\n" for prompt in train_prompts()),
-        "heldout.txt": "".join(f"{prompt}\n" for prompt in heldout_prompts()),
-    }
+    config = load(shipped / f"{name}.yaml")
+    on_testbed = config.data.prompts in SETS
+    texts = {"config.yaml": _own_settings(shipped / f"{name}.yaml", OWN | OWN_REWARD if on_testbed else OWN)}
+    if on_testbed:
+        texts["my_rewards.py"] = (shipped / "my_rewards.py").read_text(encoding="utf-8")
+    for file, source in (("prompts.txt", config.data.prompts), ("heldout.txt", config.data.eval_prompts)):
+        path = source if on_testbed else str(shipped / source.removeprefix("configs/"))
+        texts[file] = "".join(f"{prompt.text}\n" for prompt in read_prompts(path, config.sampling))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in texts if (folder / file).exists()]:
@@ -54,25 +67,31 @@ def init(folder: Path, name: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         write_atomic(folder / file, text)
-    return f"{folder}: wrote {', '.join(texts)}\n{_next_commands(folder, testbed=name == 'demo')}"
+    return f"{folder}: wrote {', '.join(texts)}\n{_next_commands(folder, on_testbed=on_testbed)}"
 
 
-def _own_settings(text: str) -> str:
-    """Replace the settings of `OWN` in a shipped configuration, each of which occurs exactly once."""
-    for key, value in OWN.items():
+def _own_settings(file: Path, own: Mapping[str, str]) -> str:
+    """Replace settings in a shipped configuration, in which each occurs exactly once."""
+    text = file.read_text(encoding="utf-8")
+    for key, value in own.items():
         text, count = re.subn(rf"^( *{key}:) .*$", rf"\1 {value}", text, flags=re.MULTILINE)
         assert count == 1, f"{key}: {count} times in a shipped configuration"
-    return re.sub(r"^  args: .*\n", "", text, flags=re.MULTILINE)  # the arguments of the shipped reward
+    return text
 
 
-def _next_commands(folder: Path, *, testbed: bool) -> str:
+def _next_commands(folder: Path, *, on_testbed: bool) -> str:
+    if on_testbed:
+        plan = "sage-fast train config.yaml --dry-run", "sizes, FLOPs and memory"
+        train = "sage-fast train config.yaml", "Ctrl-C, then again with --resume"
+    else:
+        plan = "sage-fast train config.yaml --dry-run --gpus 8", "sizes, memory, time, reward"
+        train = "torchrun --nproc-per-node 8 -m sage_fast train config.yaml", "--resume"
+    prompt = TESTBED_PROMPT if on_testbed else REAL_PROMPT
     rows = [
         (f"cd {shlex.quote(str(folder))}", ""),
-        ("sage-fast train config.yaml --dry-run", "sizes, FLOPs and memory"),
-        ("sage-fast train config.yaml", "Ctrl-C, then again with --resume")
-        if testbed
-        else ("torchrun --nproc-per-node 8 -m sage_fast train config.yaml", "--resume"),
-        ('sage-fast sample runs/first --prompt "a red circle moves left quickly"', ""),
+        plan,
+        train,
+        (f'sage-fast sample runs/first --prompt "{prompt}"', ""),
         ("sage-fast eval runs/first", "scores on heldout.txt"),
     ]
     return "\n".join(["next:", *(f"  {command:<42}{f'  # {note}' if note else ''}".rstrip() for command, note in rows)])

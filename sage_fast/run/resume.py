@@ -14,6 +14,7 @@ from typing import Any
 
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import keys_of, load
+from sage_fast.config.redact import redacted, restored
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError
 
@@ -23,7 +24,7 @@ KEPT = (
     "data.eval_prompts",
     *(f"sampling.{name}" for name in ("num_frames", "height", "width", "shift", "guidance_scale")),
     *(f"reward.{name}" for name in ("several", "name", "args", "normalisation", "prefix")),
-    *(f"eval.{name}" for name in ("steps", "num_prompts", "seeds_per_prompt", "judge")),
+    *(f"eval.{name}" for name in ("steps", "guidance_scale", "num_prompts", "seeds_per_prompt", "judge")),
 )
 """Settings that a resume must not change. Otherwise the checkpoint belongs to another policy, or the evaluations before
 and after training are not paired."""
@@ -32,8 +33,8 @@ and after training are not paired."""
 def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
     """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
 
-    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
-    may have changed since, and it lacks the options the run was started with.
+    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder, and
+    for the secrets that the folder hides: it may have changed since, and it lacks the options of the start.
 
     Returns:
         The settings, and one line for each setting of the file that is ignored.
@@ -52,13 +53,15 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     config = dataclasses.replace(load(run / "config.yaml", overrides), output=str(run))  # the folder may have moved
     lines = []
     if file.resolve() != (run / "config.yaml").resolve():
-        said = load(file)
+        given = load(file)
+        config = restored(config, given)
+        given, kept = redacted(given), redacted(config)
         names = [name for name in keys_of(file) if name not in ("output", *_settings_in(overrides))]
         lines = [
-            f"{name} stays {value_of(config, name)!r} as in the run, not {value_of(said, name)!r} as in {file}; "
+            f"{name} stays {value_of(kept, name)!r} as in the run, not {value_of(given, name)!r} as in {file}; "
             f"--{name} would change it"
             for name in names
-            if value_of(said, name) != value_of(config, name)
+            if value_of(given, name) != value_of(kept, name)
         ]
     return config, lines
 
@@ -79,12 +82,12 @@ def check_kept(config: Config) -> None:
     Raises:
         UserError: the run in `config.output` began with another value of one of them.
     """
-    begun = load(Path(config.output) / "config.yaml")
+    begun, config = load(Path(config.output) / "config.yaml"), redacted(config)
     for name in KEPT:
         old, new = value_of(begun, name), value_of(config, name)
         if _kept(begun, name) != _kept(config, name):
             raise UserError(
-                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; go on without "
+                f"{name} = {new!r}: the run in {config.output!r} began with {old!r} and keeps it; continue without "
                 f"--{name}, or begin another run with another --output and no --resume; nothing was changed"
             )
 
@@ -108,6 +111,7 @@ def _scored_by(entry: RewardEntry) -> dict[str, Any]:
 
 def differences(begun: Config, config: Config) -> list[str]:
     """Return one line for each setting that has changed."""
+    config = redacted(config)
     pairs = {name: (value_of(begun, name), value_of(config, name)) for name in settings_of(Config)}
     return [f"{name} = {new!r} from here on; it was {old!r}" for name, (old, new) in pairs.items() if old != new]
 
@@ -134,7 +138,7 @@ LAUNCHERS = "launchers"
 def launcher() -> str | None:
     """Return an id of this rank's torchrun process, which is stable over restarts; None without torchrun.
 
-    It consists of host, process id and start time. The rendezvous id does not serve: commands often share it.
+    It consists of host, process id and start time. The rendezvous id is not enough: commands often share it.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None

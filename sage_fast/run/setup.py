@@ -11,13 +11,15 @@ from typing import Any, cast
 import torch
 
 from sage_fast.algorithm.schedule import share_of
+from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.embeddings import cache_key, encode_cached
-from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
+from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
-from sage_fast.models.protocol import Condition
+from sage_fast.models.protocol import Condition, Spec
+from sage_fast.models.random_weights import is_random
 from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards import CompositeReward, Judge
@@ -26,14 +28,7 @@ from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import JUDGE_PART
-from sage_fast.util.ranks import (
-    all_gather_object,
-    data_size,
-    initialize,
-    join_sequence_group,
-    rank,
-    world_size,
-)
+from sage_fast.util.ranks import all_gather_object, data_size, initialize, join_sequence_group, world_size
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,12 +50,11 @@ class Setup:
     judge: Judge | None = None
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
 
-    def encode(self, cache: Path | None = None, *, quiet: bool) -> None:
+    def encode(self, cache: Path | None = None) -> None:
         """Embed all prompts, each on one rank; see `encode_cached`. Collective.
 
         Args:
             cache: the folder to use unless `data.embedding_cache` is set; None keeps nothing on disk.
-            quiet: show no progress.
         """
         configured = self.config.data.embedding_cache
         folder = Path(configured) if configured else cache
@@ -70,7 +64,6 @@ class Setup:
             folder,
             cache_key(self.model.path, self.config.model.dtype, folder, self.model.spec.encoder_version),
             self.model.spec.condition,
-            quiet or rank() > 0,
         )
         self.embeddings = {
             prompt: dataclasses.replace(embedding, negative=self.negatives.get(prompt, ""))
@@ -99,23 +92,25 @@ def load_setup(
     """
     device = initialize(config.timeout_minutes)
     check_sequence_parallel(config.model.sequence_parallel, world_size())
+    spec = find_spec(config.model.path)
     if prompts is None:
+        check_prompt_sets(config, spec)
         train_prompts, eval_prompts = configured_prompts(config)
     else:
         train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
     negatives = negatives_of([*train_prompts, *eval_prompts])
-    spec = find_spec(config.model.path)
     for text in (*(prompt.text for prompt in (*train_prompts, *eval_prompts)), *negatives.values()):
         spec.check_prompt(text)
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
-        texts, eval_texts = ([prompt.text for prompt in of] for of in (train_prompts, eval_prompts))
+        texts, eval_texts = ([prompt.text for prompt in group] for group in (train_prompts, eval_prompts))
         reward, judge = load_rewards(config, texts, eval_texts)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     model = load_model(settings, config.sampling, device, config.seed)
-    model.set_checkpointing(choose_checkpointing(config, model), gathered=config.train.engine == "zero3")
-    if negatives and not model.policy.uses_guidance:
+    gathered = "weights" in ENGINES[config.train.engine].shards
+    model.set_checkpointing(choose_checkpointing(config, model), gathered=gathered)
+    if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
     if prompts is None and any(prompt.seed is not None for prompt in train_prompts):
         model.notes.append(
@@ -142,6 +137,21 @@ def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     return train_prompts, eval_prompts
 
 
+def check_prompt_sets(config: Config, spec: Spec) -> None:
+    """Check that a shipped set of prompts suits the model; random weights take any.
+
+    Raises:
+        UserError: the set was made for another model.
+    """
+    for key in ("prompts", "eval_prompts"):
+        source = getattr(config.data, key)
+        if source in SETS and source not in spec.prompt_sets and not is_random(spec.path):
+            raise UserError(
+                f"data.{key} = {source!r}: captions of the testbed's moving shapes, not for model.path = "
+                f"{config.model.path!r}; expected a file: {FORMATS}"
+            )
+
+
 def load_scoring(config: Config, prompts: Sequence[str]) -> Setup:
     """Load only the rewards, to score existing videos of these prompts.
 
@@ -155,7 +165,7 @@ def load_scoring(config: Config, prompts: Sequence[str]) -> Setup:
 def load_rewards(
     config: Config, prompts: Sequence[str], eval_prompts: Sequence[str]
 ) -> tuple[CompositeReward, Judge | None]:
-    """Load the reward and `eval.judge`, if set; check each on a dummy video or two of these prompts.
+    """Load the reward and, if set, `eval.judge`; check each on one or two dummy videos of these prompts.
 
     Raises:
         UserError: one is missing or does not fit.
@@ -166,8 +176,8 @@ def load_rewards(
     for part in reward.parts:
         if part in ("reward", "overall") or part.startswith(JUDGE_PART):
             raise UserError(
-                f"reward {' and '.join(map(repr, reward.names))}: returns a part {part!r}, as the tables call the "
-                "composite or what eval.judge gives; give it another name, or reward.prefix, such as my_"
+                f"reward {' and '.join(map(repr, reward.names))}: returns a part {part!r}, a name that tables "
+                "reserve for the composite and eval.judge; give it another name, or a reward.prefix such as my_"
             )
     if config.eval.judge is not None:
         judge = Judge(config.eval.judge, config.reward, device)
@@ -193,13 +203,24 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     coming = sum(held.training.values())
     if not config.sampling.offload_trajectories:
         coming += _trajectories(config, model)
-    share, tokens = MEMORY_SHARE, model.joint_tokens(config.sampling)
-    if device.type == "cuda" and config.sampling.cuda_graphs and config.sampling.batch_size * tokens <= MAX_TOKENS:
-        share -= MAX_MEMORY_SHARE
-    room = share * free_bytes(device) - coming
-    needed = model.spec.cost(config).activations
-    fits = next((mode for mode in MODES if needed[mode] <= room), MODES[-1])
+    fits = fitting_mode(config, model.spec, free_bytes(device), coming, on_gpu=device.type == "cuda")
     return MODES[max(all_gather_object(MODES.index(fits)))]
+
+
+def fitting_mode(config: Config, spec: Spec, free: float, coming: float, *, on_gpu: bool) -> str:
+    """Return the fastest mode of checkpointing whose activations fit.
+
+    Args:
+        free: bytes free on the device when the weights are loaded.
+        coming: bytes that training will allocate, without activations.
+        on_gpu: whether CUDA graphs may be recorded.
+    """
+    s, share = config.sampling, MEMORY_SHARE
+    tokens = spec.tokens(spec.latent_shape(s)) + spec.text_tokens
+    if on_gpu and s.cuda_graphs and s.batch_size * tokens <= MAX_TOKENS:
+        share -= MAX_MEMORY_SHARE
+    needed = spec.cost(config).activations
+    return next((mode for mode in MODES if needed[mode] <= share * free - coming), MODES[-1])
 
 
 def _samples(config: Config) -> int:

@@ -6,22 +6,24 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config.load import from_overrides
+from sage_fast.config.load import from_overrides, load
 from sage_fast.config.schema import Config
-from sage_fast.run.weights import fault_of_weights, iteration_of, load_run
-from sage_fast.util.console import Say, say_nothing
+from sage_fast.run.manifest import MANIFEST, check_weights, checkpoints, fault_of_weights, iteration_of
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import VIDEOS
+from sage_fast.util.files import VIDEOS, read_json
+
+log = logging.getLogger(__name__)
 
 BASE = "base"
 """The source that stands for the model of the other sources, without trained weights."""
 
-SAMPLED = ("shift", "guidance_scale", "num_frames", "height", "width")
-"""Fields of `sampling` that ODE samples depend on."""
+SAMPLED = ("shift", "num_frames", "height", "width")
+"""Fields of `sampling` that ODE samples depend on, beside the guidance scale."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ def _short(source: str, others: Sequence[str]) -> str:
     return next((end for end in ends if not any(other.endswith(f"/{end}") for other in ours)), ends[-1])
 
 
-def read_source(label: str, source: str, overrides: Mapping[str, str], tell: Say = say_nothing) -> Source:
+def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source:
     """Read one source: settings, a run, a checkpoint or a folder of videos.
 
     Raises:
@@ -82,8 +84,8 @@ def read_source(label: str, source: str, overrides: Mapping[str, str], tell: Say
     if (path / VIDEOS).is_file():
         return Source(label=label, path=source)
     if path.parent.name == "checkpoints" and re.fullmatch(r"iteration-\d+", path.name):
-        if fault := fault_of_weights(path):
-            raise UserError(f"{source!r}: no such checkpoint, or a damaged one: {fault}")
+        if not (path / MANIFEST).is_file():
+            raise UserError(f"{source!r}: no such checkpoint, or a damaged one: {MANIFEST} is missing")
         config, _ = load_run(str(path.parent.parent), {"model.weights": str(path), **overrides})
         return Source(label=label, path=source, config=config, iteration=iteration_of(path))
     if path.is_dir() and not (path / "config.yaml").is_file():
@@ -91,18 +93,15 @@ def read_source(label: str, source: str, overrides: Mapping[str, str], tell: Say
             f"{source!r} is no run folder: config.yaml is missing; nor a folder of videos: {VIDEOS}, with the columns "
             "file and prompt, is missing"
         )
-    config, iteration = load_run(source, overrides, tell)
+    config, iteration = load_run(source, overrides)
     return Source(label=label, path=source, config=config, iteration=iteration or 0)
 
 
-def read_sources(arguments: Sequence[str], overrides: Mapping[str, str], tell: Say = say_nothing) -> list[Source]:
+def read_sources(arguments: Sequence[str], overrides: Mapping[str, str]) -> list[Source]:
     """Read all sources, in the order given.
 
     All are sampled with the settings of the first source that has settings. Of the others, only the `model` section is
     used.
-
-    Args:
-        tell: receives a note for each damaged checkpoint.
 
     Raises:
         UserError: a source is wrong.
@@ -111,7 +110,7 @@ def read_sources(arguments: Sequence[str], overrides: Mapping[str, str], tell: S
         raise UserError("--model.weights goes with one source; give the runs or checkpoints of the weights as sources")
     names = labelled(arguments)
     found = {
-        label: read_source(label, source, overrides, tell)
+        label: read_source(label, source, overrides)
         for label, source in names.items()
         if source != BASE or Path(source).exists()
     }
@@ -140,7 +139,7 @@ def settings_for(sources: Sequence[Source], overrides: Mapping[str, str]) -> Con
     return from_overrides(overrides)
 
 
-def told(sources: Sequence[Source], config: Config) -> list[str]:
+def notes_on(sources: Sequence[Source], config: Config) -> list[str]:
     """Return lines that name the evaluated weights and the settings of a source that are ignored."""
     lines = []
     for source in sources:
@@ -148,10 +147,62 @@ def told(sources: Sequence[Source], config: Config) -> list[str]:
             continue
         if source.iteration:
             lines.append(f"weights of iteration {source.iteration}: {source.config.model.weights}")
-        for name in SAMPLED:
-            own, used = getattr(source.config.sampling, name), getattr(config.sampling, name)
-            if own != used:
-                lines.append(
-                    f"note: {source.label} has sampling.{name} = {own}, but is sampled with {used}, like the first"
-                )
+        both = [
+            (f"sampling.{name}", *(getattr(of.sampling, name) for of in (source.config, config))) for name in SAMPLED
+        ]
+        both.append(("eval.guidance_scale", source.config.eval_guidance_scale, config.eval_guidance_scale))
+        lines += [
+            f"note: {source.label} has {name} = {own}, but is sampled with {used}, like the first"
+            for name, own, used in both
+            if own != used
+        ]
     return lines
+
+
+def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | None]:
+    """Load settings from a run folder or a YAML file. A run gets its newest weights unless `overrides` name others.
+
+    Returns:
+        The settings, and the iteration of the run's weights; None for a YAML file or overridden weights.
+
+    Raises:
+        UserError: as `load`; or the folder is no run, the run has no weights, or the named weights are damaged.
+    """
+    run = Path(source)
+    if run.is_dir() and not (run / "config.yaml").is_file():
+        raise UserError(f"{source!r} is no run folder: config.yaml is missing")
+    if not run.is_dir() or "model.weights" in overrides:
+        config = load(run / "config.yaml" if run.is_dir() else run, overrides)
+        check_weights(config)
+        return config, None
+    weights, iteration = newest_weights(run)
+    return load(run / "config.yaml", {"model.weights": str(weights)} | dict(overrides)), iteration
+
+
+def newest_weights(run: Path) -> tuple[Path, int]:
+    """Return the folder of the newest weights and their iteration.
+
+    This is `weights/`, unless a checkpoint is newer because the run was resumed and stopped again. Both hold the
+    averaged weights if the run averages. Damaged ones are skipped.
+
+    Raises:
+        UserError: the run has no weights yet, or all are damaged.
+    """
+    found = [(iteration_of(folder), folder) for folder in checkpoints(run)]
+    final, scores = run / "weights", run / "eval" / "after.json"
+    if final.is_dir() and scores.is_file():
+        iteration = read_json(scores).get("iteration")
+        if not isinstance(iteration, int):
+            raise UserError(f"{scores}: expected a whole number as 'iteration'")
+        found = sorted([*found, (iteration, final)], key=lambda entry: entry[0])
+    if not found:
+        raise UserError(f"run {str(run)!r} has neither a checkpoint nor weights with their eval/after.json yet")
+    faults = []
+    for iteration, folder in reversed(found):
+        fault = fault_of_weights(folder)
+        if fault is None:
+            return folder, iteration
+        faults.append(f"{folder.name}: {fault}")
+        what = "weights/" if folder == final else f"checkpoint {folder.name}"
+        log.info(f"note: {what} is damaged and is skipped: {fault}")
+    raise UserError(f"run {str(run)!r}: no checkpoint can be used ({'; '.join(faults)})")

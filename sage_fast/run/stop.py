@@ -1,7 +1,8 @@
-"""SIGINT and SIGTERM: stop a run between two iterations, with a checkpoint, within a grace period."""
+"""SIGINT, SIGTERM, SIGHUP and SIGUSR1: stop a run between two iterations, with a checkpoint, within a grace period."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -14,11 +15,12 @@ from types import FrameType
 
 import torch
 
-from sage_fast.util.console import Say
-from sage_fast.util.errors import Stopped
+from sage_fast.util.console import leave_terminal
+from sage_fast.util.errors import SIGNALS, Stopped
 from sage_fast.util.ranks import all_reduce, world_size
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+log = logging.getLogger(__name__)
+
 TWICE = 0.5
 """Seconds within which a repeated signal counts as the same one: a terminal and torchrun both deliver it."""
 
@@ -35,16 +37,14 @@ class Stop:
 
     Args:
         grace_seconds: time from the first signal to the end of the process.
-        tell: receives the message that the run is stopping.
 
     Attributes:
         training: whether a checkpoint can be written.
         number: the signal received; 0 if none.
     """
 
-    def __init__(self, grace_seconds: float, tell: Say) -> None:
+    def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
-        self.tell = tell
         self.training = False
         self.number = 0
         self._asked = 0.0
@@ -130,6 +130,8 @@ class Stop:
             os.close(end)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if not self.training:
             raise Stopped(number)
 
@@ -151,10 +153,12 @@ class Stop:
 
     def _came(self, number: int) -> None:
         if not self.number:
+            if number == signal.SIGHUP:
+                leave_terminal()  # before the main thread reads `number` and prints
             self._asked, self.number = time.monotonic(), number
             if self.training:
                 limit = f"{self.grace_seconds:g} s"
-                self.tell(f"{self._name}: stopping after this iteration or {limit}; a second one stops at once")
+                log.info(f"{self._name}: stopping after this iteration or {limit}; a second one stops at once")
         elif time.monotonic() - self._asked > TWICE:
             self._end(f"at the second {signal.Signals(number).name}")
 

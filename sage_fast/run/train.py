@@ -1,183 +1,263 @@
-"""One run from configuration to report: checks, model, evaluations, iterations and checkpoints."""
+"""A training run from its settings to its final weights: checks, model, evaluations, iterations and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
+import logging
 import math
 import shutil
 import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sage_fast.algorithm.flops import flops
+from sage_fast.algorithm.objective import kl_acts
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
+from sage_fast.config.redact import hide_in_command
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.models.policy import State, numel
+from sage_fast.models.policy import State
 from sage_fast.ops import implementation
-from sage_fast.parallel.optimizers import check_optimizer
-from sage_fast.parallel.settings import check_engine
+from sage_fast.parallel import check_engine
 from sage_fast.report.hacking import verdict
-from sage_fast.report.page import write_report
-from sage_fast.report.scores import format_number, format_paired_table, paired_table, read_scores
-from sage_fast.report.videos import contact_sheet, keep_shown, numbered, write_comparison
+from sage_fast.report.scores import format_number, read_evaluations
+from sage_fast.report.sheets import contact_sheet
+from sage_fast.report.videos import numbered
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
-from sage_fast.run.folder import (
-    check_output,
-    claim_output,
-    locked,
-    remove_partials,
-    replace_settings,
-    run_facts,
-    save_video,
-)
-from sage_fast.run.setup import Setup, check_trajectories, load_setup
+from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
+from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
+from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
-from sage_fast.run.trackers import MetricsWriter, check_trackers
-from sage_fast.run.weights import checkpoints, iteration_of
+from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import Say, log_to, say_wrapped, speaker
-from sage_fast.util.environment import command_line, environment
-from sage_fast.util.errors import RankError, Stopped, UserError
+from sage_fast.util.console import log_to, wrapped
+from sage_fast.util.environment import command_line, environment, peak_flops
+from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.files import aside, read_json, write_atomic, write_json
 from sage_fast.util.metrics import REWARD_PART, straggler_line
 from sage_fast.util.ranks import barrier, initialize, rank, shutdown, world_size
 
+log = logging.getLogger(__name__)
 
-def train(config: Config, *, resume: bool = False, quiet: bool = False) -> Path:
-    """Train and write a run folder with a report. An interrupted run leaves a checkpoint for `resume`.
+
+def train(config: Config, *, resume: bool = False, report: Callable[[Config], object] = lambda config: None) -> Path:
+    """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
+
+    Args:
+        report: called on rank 0 once the run is complete; the commands pass `sage_fast.report.comparison.report_run`.
 
     Returns:
         The run folder.
 
     Raises:
-        Stopped: after SIGINT or SIGTERM.
+        Stopped: after a signal.
     """
     initialize(config.timeout_minutes)
     check_trainable(config)
-    check_optimizer(config.train.optimizer)
     check_engine(config.train)
     check_trackers(config.tracking.trackers)
     check_output(config, resume=resume)
-    run, quiet = Path(config.output), quiet or rank() > 0
-    tell = speaker(quiet)
-    with Stop(config.train.grace_seconds, tell) as stop, locked(run, tell):
-        _train(config, run, stop, resume=resume, quiet=quiet)
-    return run
-
-
-def _train(config: Config, run: Path, stop: Stop, *, resume: bool, quiet: bool) -> None:
-    tell = speaker(quiet)
-    setup = load_setup(config, attention=_attention_of(config, resume))
-    trajectories = check_trajectories(config, setup.model)
-    check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
-    lacks_before = resume and not check_pairs(setup, run)
     if not resume:
-        claim_output(config)
-    if world_size() > 1:
-        log_to(run / "logs" / f"rank-{rank():03d}.log")
-    setup.encode(run / "embeddings", quiet=quiet)
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, quiet)
-    if not trainer.policy.in_step:
-        trainer.pause = stop.pause
-    trainer.before_update = functools.partial(stop.before_update, trainer.device)
-    start_weights = trainer.policy.snapshot() if lacks_before else None
-    start = _resume(trainer, run, tell) if resume else 0
-    if resume:  # only after every check of the new settings
-        if rank() == 0:
-            remove_partials(run, tell)
-        replace_settings(config, tell)
-    facts = describe(trainer, run, start, tell)
-    tell(trajectories)
-    if resume:
-        tell(f"resumed after {start} iterations" if start else "no checkpoint yet: starting at the first iteration")
-    writer = MetricsWriter(config, run, facts["run_id"], start, tell) if rank() == 0 else None
-    stop.training = True
-    try:
-        _iterate(trainer, setup, run, start, start_weights, writer, tell, stop)
-        _finish(trainer, setup, run, writer, tell)
-    finally:
-        if writer is not None:
-            writer.close()
-    barrier()  # wait for rank 0 to write the report
-    shutdown()
+        check_weights(config)
+    with Stop(config.train.grace_seconds) as stop, locked(Path(config.output)):
+        run = Run(config, stop, resume=resume)
+        try:
+            run.iterate()
+            run.finish()
+            if rank() == 0:
+                report(config)
+        finally:
+            run.close()
+        barrier()  # wait for rank 0 to write the report
+        shutdown()
+    return run.folder
 
 
-def _iterate(
-    trainer: Trainer,
-    setup: Setup,
-    run: Path,
-    start: int,
-    start_weights: State | None,
-    writer: MetricsWriter | None,
-    tell: Say,
-    stop: Stop,
-) -> None:
-    """Run all iterations from `start` on, with evaluations and checkpoints.
+class Run:
+    """A run and its folder: loaded or resumed, then iterated, evaluated and saved until it is complete or stopped.
 
-    An interrupted evaluation is repeated first; the one before training uses `start_weights` if given. An exception
-    that all ranks share still leaves a checkpoint of the last complete iteration.
+    Every method is collective.
+
+    Args:
+        config: settings, checked against the output folder.
+        stop: its signals end the run.
+        resume: continue the run in the folder.
+
+    Attributes:
+        done: complete iterations.
+        writer: metrics and trackers; None on ranks other than 0.
     """
-    config = setup.config
-    done = start
-    whole: _Whole | None = None
 
-    def due() -> bool:
-        return config.eval.interval > 0 and done % config.eval.interval == 0 and 0 < done < config.train.iterations
+    def __init__(self, config: Config, stop: Stop, *, resume: bool) -> None:
+        self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
+        self.setup = setup = load_setup(config, attention=_attention_of(config, resume))
+        trajectories = check_trajectories(config, setup.model)
+        check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
+        lacks_before = resume and not check_pairs(setup, self.folder)
+        if not resume:
+            claim_output(config)
+        if world_size() > 1:
+            log_to(self.folder / "logs" / f"rank-{rank():03d}.log")
+        setup.encode(self.folder / "embeddings")
+        self.trainer = trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+        if not trainer.policy.in_step:
+            trainer.pause = stop.pause
+        trainer.before_update = functools.partial(stop.before_update, trainer.device)
+        self._start_weights = trainer.policy.snapshot() if lacks_before else None
+        if resume:
+            self._resume()
+        facts = describe(trainer, self.folder, self.done)
+        log.info(trajectories)
+        if warning := guidance_warning(config):
+            log.warning(wrapped(f"warning: {warning}"))
+        if resume:
+            found = f"resumed after {self.done} iterations"
+            log.info(found if self.done else "no checkpoint yet: starting at the first iteration")
+        self.writer = MetricsWriter(config, self.folder, facts["run_id"], self.done) if rank() == 0 else None
+        stop.training = True
 
-    try:
-        if read_evaluation(run, "before") is None:
-            _evaluate(trainer, setup, run, "before", 0, writer, tell, start_weights)
-        if due() and read_evaluation(run, f"iteration-{done:06d}") is None:
-            _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
-        for index in range(start, config.train.iterations):
-            stop.boundary(trainer.device)
-            whole = _Whole(trainer)
-            row = trainer.iteration(index)
-            done, trainer.mid_iteration = index + 1, False  # the iteration is complete, whatever fails below
-            if writer is not None:
-                writer.write(row)
-            tell(format_row(row, config.train.iterations))
-            if evaluated := due():
-                _evaluate(trainer, setup, run, f"iteration-{done:06d}", done, writer, tell)
-            last = done == config.train.iterations
-            if last or done % config.train.checkpoint_interval == 0 or (evaluated and config.train.keep_best):
-                _save(trainer, run, done, writer, stop)
-        stop.boundary(trainer.device)
-    except BaseException as reason:
-        # If only this rank failed, waiting for the others would hang.
-        if world_size() == 1 or getattr(reason, "on_all_ranks", False):
-            if trainer.mid_iteration and not (whole is not None and whole.restore(trainer)):
-                kept = checkpoints(run)
-                tell(
-                    f"stopped within iteration {done + 1}, whose updates are lost; continue with --resume, "
-                    + (f"from the checkpoint of {iteration_of(kept[-1])} iterations" if kept else "from the beginning")
-                )
+    def _resume(self) -> None:
+        """Restore the newest intact checkpoint, if there is one, and put the new settings into the folder."""
+        if (found := load_checkpoint(self.folder, self.trainer.engine)) is not None:
+            self.done, counters, anchor = found
+            self.trainer.load_state_dict(counters, anchor)
+        if rank() == 0:  # only after every check of the new settings
+            remove_partials(self.folder)
+        replace_settings(self.config)
+
+    def iterate(self) -> None:
+        """Run the iterations that are left, with evaluations and checkpoints.
+
+        An interrupted evaluation is repeated first. An exception that all ranks share still leaves a checkpoint of the
+        last complete iteration.
+        """
+        config, trainer = self.config, self.trainer
+        completed: _Completed | None = None
+        try:
+            if read_evaluation(self.folder, "before") is None:
+                self.evaluate("before", 0, self._start_weights)
+            if self._evaluation_is_due and read_evaluation(self.folder, f"iteration-{self.done:06d}") is None:
+                self.evaluate(f"iteration-{self.done:06d}", self.done)
+            began, first = time.monotonic(), self.done
+            for index in range(first, config.train.iterations):
+                self.stop.boundary(trainer.device)
+                completed = _Completed(trainer)
+                row = trainer.iteration(index)
+                self.done, trainer.mid_iteration = index + 1, False  # complete even if the lines below fail
+                row |= throughput(trainer, row)
+                if self.writer is not None:
+                    self.writer.write(row)
+                left = (time.monotonic() - began) / (self.done - first) * (config.train.iterations - self.done)
+                log.info(format_row(row, config.train.iterations, left))
+                if evaluated := self._evaluation_is_due:
+                    self.evaluate(f"iteration-{self.done:06d}", self.done)
+                last = self.done == config.train.iterations
+                regular = self.done % config.train.checkpoint_interval == 0
+                if last or regular or (evaluated and config.train.keep_best):
+                    self.checkpoint()
+            self.stop.boundary(trainer.device)
+        except BaseException as reason:
+            # If only this rank failed, waiting for the others would hang.
+            if world_size() == 1 or getattr(reason, "on_all_ranks", False):
+                self._save_last_complete(completed, reason)
+            raise
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        interval = self.config.eval.interval
+        return interval > 0 and self.done % interval == 0 and 0 < self.done < self.config.train.iterations
+
+    def evaluate(self, name: str, iteration: int, weights: State | None = None) -> None:
+        """Evaluate `weights`, by default the averaged ones if any, else the trained ones.
+
+        Scores and videos go into the run folder and the trackers.
+        """
+        log.info(f"evaluate ({name})")
+        folder, shown = self.folder / "videos" / name, self.config.eval.num_videos
+        # The videos of `comparison.png` are chosen by the final scores, so all candidates are kept until then.
+        keep_all = name in ("before", "after") or iteration == self.config.eval.interval
+        if self.writer is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
+        barrier()
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def save(number: int, prompt: str, video: torch.Tensor) -> None:
+            if keep_all or number < shown:
+                save_video(video, prompt, folder, number, self.setup.model.fps)
+
+        trainer = self.trainer
+        with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
+            result = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
+        if self.writer is not None:
+            scores, sheet = result.to_json(), folder.with_suffix(".png")
+            with aside(sheet) as file:
+                contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(file, "PNG")
+            videos = [path for number, path in numbered(folder).items() if number < shown]
+            (self.folder / "eval").mkdir(exist_ok=True)
+            write_atomic(self.folder / "eval" / f"{name}.json", json.dumps(scores))
+            self.writer.write_evaluation(scores, videos, sheet)
+            evaluations = read_evaluations(self.folder)[0]
+            if found := verdict({name: s for name, s in evaluations.items() if s["iteration"] <= iteration}):
+                log.warning(wrapped(f"warning: {found}"))
+
+    def checkpoint(self) -> None:
+        """Save the state between two iterations and remove the checkpoints that are not kept."""
+        with self.stop.saving():
+            if self.writer is not None:
+                self.writer.sync()
+            trainer, config = self.trainer, self.config.train
+            save_checkpoint(self.folder, self.done, trainer.engine, trainer.state_dict(), trainer.anchor)
+            if rank() == 0:
+                prune_checkpoints(self.folder, config.keep_checkpoints, config.keep_best)
+
+    def _save_last_complete(self, completed: _Completed | None, reason: BaseException) -> None:
+        """Save the last complete iteration of a run that ends early, for `reason`."""
+        if self.trainer.mid_iteration and not (completed is not None and completed.restore(self.trainer)):
+            kept = checkpoints(self.folder)
+            log.info(
+                f"stopped within iteration {self.done + 1}, whose updates are lost; continue with --resume, "
+                + (f"from the checkpoint of {iteration_of(kept[-1])} iterations" if kept else "from the beginning")
+            )
+            return
+        try:
+            self.checkpoint()
+            log.info(f"stopped after {self.done} iterations; continue with --resume")
+        except (OSError, RankError) as error:
+            log.info(f"stopped after {self.done} iterations, and no checkpoint could be written: {error}")
+            if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost
                 raise
-            try:
-                _save(trainer, run, done, writer, stop)
-                tell(f"stopped after {done} iterations; continue with --resume")
-            except (OSError, RankError) as error:
-                tell(f"stopped after {done} iterations, and no checkpoint could be written: {error}")
-                if isinstance(reason, Stopped):  # its exit status would claim that nothing is lost
-                    raise
-        raise
+
+    def finish(self) -> None:
+        """Save the final weights and evaluate them."""
+        folder, engine = self.folder / "weights", self.trainer.engine
+        with engine.averaged_weights(), aside(folder) if rank() == 0 else contextlib.nullcontext(folder) as written:
+            engine.save_weights(written)
+            if rank() == 0:
+                write_manifest(written)
+        self.evaluate("after", self.done)
+
+    def close(self) -> None:
+        """Close the metrics and the trackers."""
+        if self.writer is not None:
+            self.writer.close()
 
 
-class _Whole:
+class _Completed:
     """The state at the end of an iteration, for rolling back an unfinished next one.
 
     With one update per iteration the weights are not copied: hardly anything can fail after the update.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.counters, self.anchor = (
-            trainer.state_dict(),
-            trainer.anchor,
-        )  # an anchor is replaced, never changed in place
+        self.counters = trainer.state_dict()
+        self.anchor = trainer.anchor  # an anchor is replaced, never changed in place
         self.held = trainer.config.train.optimizer_steps > 1 and trainer.engine.remember()
 
     def restore(self, trainer: Trainer) -> bool:
@@ -197,99 +277,28 @@ def _attention_of(config: Config, resume: bool) -> AttentionBackend:
     return read_json(file).get("attention", "auto")
 
 
-def _save(trainer: Trainer, run: Path, iteration: int, writer: MetricsWriter | None, stop: Stop) -> None:
-    with stop.saving():
-        if writer is not None:
-            writer.sync()
-        save_checkpoint(run, iteration, trainer.engine, trainer.state_dict(), trainer.anchor)
-        if rank() == 0:
-            config = trainer.config.train
-            prune_checkpoints(run, config.keep_checkpoints, config.keep_best, speaker(trainer.quiet))
-
-
-def _resume(trainer: Trainer, run: Path, tell: Say) -> int:
-    """Restore the newest intact checkpoint; return the iteration to continue with."""
-    found = load_checkpoint(run, trainer.engine, tell)
-    if found is None:
-        return 0
-    iteration, counters, anchor = found
-    trainer.load_state_dict(counters, anchor)
-    return iteration
-
-
-def _finish(trainer: Trainer, setup: Setup, run: Path, writer: MetricsWriter | None, tell: Say) -> None:
-    """Save and evaluate the weights, then write the comparison and the report."""
-    folder = run / "weights"
-    with trainer.engine.averaged_weights(), aside(folder) if rank() == 0 else contextlib.nullcontext(folder) as written:
-        trainer.engine.save_weights(written)
-    _evaluate(trainer, setup, run, "after", trainer.config.train.iterations, writer, tell)
-    if rank() == 0:
-        write_comparison(run, trainer.config.eval.num_videos)
-        keep_shown(run, trainer.config.eval.num_videos)
-        before, after = (read_json(run / "eval" / f"{name}.json") for name in ("before", "after"))
-        tell(format_paired_table(paired_table(before, after)))
-        tell(f"report: {write_report(run)}")
-
-
-def _evaluate(
-    trainer: Trainer,
-    setup: Setup,
-    run: Path,
-    name: str,
-    iteration: int,
-    writer: MetricsWriter | None,
-    tell: Say,
-    weights: State | None = None,
-) -> None:
-    """Evaluate `weights`, by default the averaged ones if any, else the trained ones.
-
-    Scores and videos go into the run folder and the trackers.
-    """
-    tell(f"evaluate ({name})")
-    folder, shown = run / "videos" / name, setup.config.eval.num_videos
-    # The videos of `comparison.png` are chosen by the final scores, so all candidates are kept until then.
-    keep_all = name in ("before", "after") or iteration == setup.config.eval.interval
-    if writer is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
-    barrier()
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def save(number: int, prompt: str, video: torch.Tensor) -> None:
-        if keep_all or number < shown:
-            save_video(video, prompt, folder, number, setup.model.fps)
-
-    with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
-        result = evaluate(setup, iteration=iteration, quiet=trainer.quiet, save=save, pause=trainer.pause)
-    if writer is not None:
-        scores, sheet = result.to_json(), folder.with_suffix(".png")
-        with aside(sheet) as file:
-            contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(file, "PNG")
-        videos = [path for number, path in numbered(folder).items() if number < shown]
-        (run / "eval").mkdir(exist_ok=True)
-        write_atomic(run / "eval" / f"{name}.json", json.dumps(scores))
-        writer.write_evaluation(scores, videos, sheet)
-        if found := verdict(_evaluations(run, iteration)):
-            say_wrapped(f"warning: {found}", tell)
-
-
-def _evaluations(run: Path, iteration: int) -> dict[str, dict[str, Any]]:
-    """Return name -> scores of the run's evaluations up to an iteration; damaged files are skipped."""
-    found = {}
-    for file in sorted((run / "eval").glob("*.json")):
-        with contextlib.suppress(UserError):  # cut off by a kill; the report names it
-            found[file.stem] = read_scores(file)
-    return {name: scores for name, scores in found.items() if scores["iteration"] <= iteration}
-
-
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str, Any]:
+def guidance_warning(config: Config) -> str | None:
+    """Return why evaluations at another guidance scale than training's will mislead; None if they will not."""
+    trained, evaluated = config.sampling.guidance_scale, config.eval_guidance_scale
+    if trained == evaluated or kl_acts(config.kl):
+        return None
+    return (
+        f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
+        f"and no KL acts (kl.strategy = {config.kl.strategy}): the policy learns what guidance does, and guidance on "
+        "top of it over-sharpens (docs/choosing.md)"
+    )
+
+
+def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     """Print a summary of the run that starts or resumes at `iteration`; write `run.json` and return its content."""
+    numel = trainer.policy.states.numel
     parameters = sum(numel(p) for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(map(numel, trainer.engine.parameters))
     facts = environment(trainer.device, implementation(trainer.device)) | {
-        "command": command_line(sys.argv),
+        "command": command_line(hide_in_command(sys.argv)),
         "ranks": world_size(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
@@ -319,12 +328,27 @@ def describe(trainer: Trainer, run: Path, iteration: int, tell: Say) -> dict[str
         times = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in measured.items())
         lines.append(f"attention, forward and backward: {times}")
     for line in lines:
-        say_wrapped(line, tell)
+        log.info(wrapped(line))
     return facts
 
 
-def format_row(row: dict[str, Any], iterations: int) -> str:
-    """Format an iteration's metrics as two lines; a third names a straggling rank.
+def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
+    """Return samples per GPU-hour of an iteration and, where the GPU's peak is known, its model FLOPs utilization.
+
+    Both are over all ranks and the whole iteration, rewards and waiting included.
+    """
+    config = trainer.config
+    samples, seconds = config.train.prompts_per_iteration * config.train.group_size, row["time/total"] * world_size()
+    found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
+    if peak := peak_flops(trainer.device, trainer.policy.dtype):
+        cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
+        done = flops(cost, trainer.forwards, samples, checkpointing=None, frozen_base=frozen_base)
+        found["throughput/mfu"] = sum(done.values()) / (seconds * peak)
+    return found
+
+
+def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
+    """Format an iteration's metrics and the time left as two lines; a third names a straggling rank.
 
     They fit into 80 columns for up to four reward parts.
     """
@@ -339,7 +363,16 @@ def format_row(row: dict[str, Any], iterations: int) -> str:
         )
     else:
         second = "no update: the rewards of every group are equal  "
-    lines = [first, f"{'':>{len(label)}}  {second}{row['time/total']:.1f} s"]
+    lines = [first, f"{time_left(seconds_left):>{len(label)}}  {second}{row['time/total']:.1f} s"]
     if slow := straggler_line(row):
         lines.append(f"{'':>{len(label)}}  {slow}")
     return "\n".join(lines)
+
+
+def time_left(seconds: float) -> str:
+    """Format a duration in at most 8 characters, such as `35m left`; empty for 0."""
+    if seconds <= 0:
+        return ""
+    unit, size = next(((unit, size) for unit, size in (("s", 1), ("m", 60), ("h", 3600)) if seconds < 99 * size),
+                      ("d", 86400))  # fmt: skip
+    return f"{seconds / size:.0f}{unit} left"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, grid_sample, interpolate
 
+from sage_fast.testbed.render import coverage, paint, random_start, render
 from sage_fast.testbed.world import (
     BACKGROUND,
     COLORS,
@@ -22,10 +23,6 @@ from sage_fast.testbed.world import (
     WIDTH,
     Scene,
     all_scenes,
-    coverage,
-    paint,
-    random_start,
-    render,
 )
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {

@@ -50,7 +50,7 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
 
 
 def judge_loss(
-    network: JudgeNetwork, videos: Tensor, scenes: list[Scene], clean: Tensor, told: dict[str, Tensor]
+    network: JudgeNetwork, videos: Tensor, scenes: list[Scene], clean: Tensor, legible: dict[str, Tensor]
 ) -> Tensor:
     """Compute the cross-entropy with graded targets, from the true word (legible) to a uniform one (erased).
 
@@ -59,13 +59,13 @@ def judge_loss(
         videos: [B, F, 3, H, W].
         scenes: B scenes.
         clean: [B], from 1 for a rendered clip to 0 for a clip that is fully corrupted.
-        told: attribute -> [B], from 1 for a legible attribute to 0 for an erased one.
+        legible: attribute -> [B], from 1 for a legible attribute to 0 for an erased one.
     """
     logits, clean_logit = network(videos)
     loss = 4.0 * binary_cross_entropy_with_logits(clean_logit, clean)
     for attribute, words in ATTRIBUTES.items():
         word = torch.tensor([words.index(getattr(scene, attribute)) for scene in scenes])
-        share = told[attribute][:, None]
+        share = legible[attribute][:, None]
         target = share * one_hot(word, len(words)) + (1 - share) / len(words)
         loss = loss - (target * logits[attribute].log_softmax(dim=1)).sum(dim=1).mean()
     return loss

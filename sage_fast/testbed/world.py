@@ -2,6 +2,7 @@
 
 A scene is a point of a small grid (shape x colour x direction x speed, 96 captions). Its videos differ only in where
 the shape starts. Coordinates are in pixels, x to the right and y down; pixel `i` covers `[i, i + 1)`.
+`sage_fast.testbed.render` draws it. Imports nothing heavy.
 """
 
 import difflib
@@ -9,9 +10,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 FRAMES = 17
 HEIGHT = 32
@@ -37,19 +35,19 @@ BACKGROUND = 0.06
 
 # Sizes in pixels. The three shapes have the same area, so that size does not give the shape away.
 AREA = 100.0
-_CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
-_SQUARE_HALF = math.sqrt(AREA) / 2
-_TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
-_TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))  # base below, apex above
+CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
+SQUARE_HALF = math.sqrt(AREA) / 2
+TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
+TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))  # base below, apex above
 # Reach of each shape from its centroid: left, right, up, down.
 _EXTENT: dict[str, tuple[float, float, float, float]] = {
-    "circle": (_CIRCLE_RADIUS,) * 4,
-    "square": (_SQUARE_HALF,) * 4,
+    "circle": (CIRCLE_RADIUS,) * 4,
+    "square": (SQUARE_HALF,) * 4,
     "triangle": (
-        _TRIANGLE_INRADIUS * math.sqrt(3),
-        _TRIANGLE_INRADIUS * math.sqrt(3),
-        _TRIANGLE_INRADIUS * 2,
-        _TRIANGLE_INRADIUS,
+        TRIANGLE_INRADIUS * math.sqrt(3),
+        TRIANGLE_INRADIUS * math.sqrt(3),
+        TRIANGLE_INRADIUS * 2,
+        TRIANGLE_INRADIUS,
     ),
 }
 
@@ -141,32 +139,6 @@ def heldout_prompts() -> list[str]:
     return [captions[7 * i % len(captions)] for i in range(len(captions))]
 
 
-def coverage(shape: str, center: Tensor, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
-    """Return the share of each pixel that the shape covers (anti-aliased), [..., height, width] in [0, 1].
-
-    Args:
-        shape: one of `SHAPES`.
-        center: [..., 2], the (x, y) of the shape's centroid.
-        height: pixels.
-        width: pixels.
-    """
-    x = torch.arange(width, dtype=center.dtype, device=center.device) + 0.5
-    y = torch.arange(height, dtype=center.dtype, device=center.device) + 0.5
-    dx = x - center[..., 0, None]  # [..., width]
-    dy = y - center[..., 1, None]  # [..., height]
-    dx, dy = dx[..., None, :], dy[..., :, None]
-    if shape == "circle":
-        distance = torch.sqrt(dx * dx + dy * dy) - _CIRCLE_RADIUS
-    elif shape == "square":
-        distance = torch.maximum(dx.abs(), dy.abs()) - _SQUARE_HALF
-    elif shape == "triangle":
-        (bottom, right, left) = (nx * dx + ny * dy for nx, ny in _TRIANGLE_NORMALS)
-        distance = torch.maximum(bottom, torch.maximum(right, left)) - _TRIANGLE_INRADIUS
-    else:
-        raise ValueError(f'unknown shape "{shape}"; expected one of {", ".join(SHAPES)}')
-    return (0.5 - distance).clamp_(0.0, 1.0)
-
-
 def start_range(scene: Scene, frames: int = FRAMES) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the smallest and the largest start (x, y) from which the shape stays inside for all frames."""
     left, right, up, down = _EXTENT[scene.shape]
@@ -176,38 +148,3 @@ def start_range(scene: Scene, frames: int = FRAMES) -> tuple[tuple[float, float]
     if low[0] > high[0] or low[1] > high[1]:
         raise ValueError(f'"{scene.caption}" leaves a {WIDTH} x {HEIGHT} frame within {frames} frames')
     return low, high
-
-
-def random_start(scene: Scene, generator: torch.Generator) -> tuple[float, float]:
-    """Draw a start position uniformly from `start_range`."""
-    low, high = start_range(scene)
-    u, w = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-    return low[0] + u * (high[0] - low[0]), low[1] + w * (high[1] - low[1])
-
-
-def render(
-    scene: Scene,
-    generator: torch.Generator | None = None,
-    *,
-    start: tuple[float, float] | None = None,
-    frames: int = FRAMES,
-) -> Tensor:
-    """Render the video of a scene, float32 [frames, 3, 32, 32] in [0, 1].
-
-    Give either `generator`, to draw a start position that suits the full 17 frames, or `start`, the (x, y) of the
-    shape's centroid in the first frame. `start` is not checked: the shape may leave the frame.
-    """
-    if (generator is None) == (start is None):
-        raise ValueError("render needs either a generator or a start position")
-    if start is None:
-        assert generator is not None
-        start = random_start(scene, generator)
-    time = torch.arange(frames, dtype=torch.float64)[:, None]
-    center = torch.tensor(start, dtype=torch.float64) + time * torch.tensor(scene.velocity, dtype=torch.float64)
-    return paint(coverage(scene.shape, center), scene.color)
-
-
-def paint(alpha: Tensor, color: str) -> Tensor:
-    """Blend the colour over the background with coverage `alpha` [..., H, W]; return float32 [..., 3, H, W]."""
-    rgb = torch.tensor(COLORS[color], dtype=alpha.dtype)[:, None, None]
-    return (BACKGROUND + alpha[..., None, :, :] * (rgb - BACKGROUND)).to(torch.float32)

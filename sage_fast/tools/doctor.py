@@ -11,11 +11,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import logging
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from packaging.requirements import Requirement
 from sage_fast.models.attention import ATTENTION
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import Save, best_device, head_line, save_nothing
-from sage_fast.tools.verdict import VERDICTS, Check, Verdict, in_one_line, tried
-from sage_fast.util.console import say
+from sage_fast.tools.verdict import VERDICTS, Check, Verdict, tried
 from sage_fast.util.environment import environment
+from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import write_json
+
+log = logging.getLogger(__name__)
 
 OPTIONAL = {
     "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),
@@ -37,24 +40,21 @@ OPTIONAL = {
     "xformers": ("an attention kernel", ATTENTION["xformers"].install),
     "deepspeed": ("train.engine = zero1 to zero3, model.sequence_parallel", "pip install 'sage-fast[deepspeed]'"),
     "bitsandbytes": ("train.optimizer = adamw8bit", "pip install 'sage-fast[bitsandbytes]'"),
-    "wandb": ("a tracker", "pip install wandb"),
-    "trackio": ("a tracker", "pip install trackio"),
+    "wandb": ("a tracker", "pip install 'sage-fast[trackers]'"),
+    "trackio": ("a tracker", "pip install 'sage-fast[trackers]'"),
 }
 """Distribution -> (use, how to get it). All are optional."""
 COMPILED = {"triton": "triton", "nvtx": "nvtx", "flash-attn": "flash_attn", "xformers": "xformers.ops"}
 """Distribution -> module, for those that may be installed but broken: built for another torch or CUDA."""
 
 
-def run(
-    device: torch.device | None = None,
-    tell: Callable[[Check], object] = lambda check: None,
-    save: Save = save_nothing,
-) -> dict[str, Any]:
-    """Run all checks and return what `sage-fast doctor` writes as JSON.
+def run(device: torch.device | None = None, save: Save = save_nothing) -> dict[str, Any]:
+    """Run all checks, log each when it is done, and return what `sage-fast doctor` writes as JSON.
+
+    The first compilation of kernels takes minutes, or hangs.
 
     Args:
         device: where to run; by default a GPU if there is one.
-        tell: called with each check when it is done. The first compilation of kernels takes minutes, or hangs.
         save: called with the result after every check.
     """
     start = time.perf_counter()
@@ -65,7 +65,7 @@ def run(
     checks: list[dict[str, Any]] = []
     result: dict[str, Any] = {"environment": about, "seconds": 0.0, "checks": checks}
     for check in itertools.chain(packages(), tools(device), tried("the package", lambda: _selftest(device))):
-        tell(check)
+        log.info(format_check(check))
         checks.append(dataclasses.asdict(check))
         result["seconds"] = time.perf_counter() - start
         save(result)
@@ -183,8 +183,8 @@ def tools(device: torch.device) -> Iterator[Check]:
 def doctor(json: str | None = None) -> int:
     """Print the table and write the file `json` after every row. Return the exit status: 1 if anything is wrong."""
     save: Save = save_nothing if json is None else functools.partial(write_json, path=Path(json))
-    result = run(tell=lambda check: say(format_check(check)), save=save)
-    say(format_summary(result))
+    result = run(save=save)
+    log.info(format_summary(result))
     return int(any(check["verdict"] == "wrong" for check in result["checks"]))
 
 

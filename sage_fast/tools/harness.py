@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sage_fast.util.environment import synchronize
+
 H200_BF16_FLOPS = 790e12
 """FLOP/s of a large bf16 matrix product on one H200; measured, but not by this code."""
 H200_BYTES_PER_SECOND = 4.3e12
@@ -47,12 +49,6 @@ def best_device() -> torch.device:
 def usual_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of activations on `device`: bfloat16 on a GPU, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU is idle; a no-op on the CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def host_timer(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:

@@ -1,7 +1,7 @@
-"""What an iteration will cost, before it is run: `sage-fast train CONFIG --dry-run`.
+"""Cost of an iteration before it runs: `sage-fast train CONFIG --dry-run`.
 
-The real architecture is built on the meta device (no memory, no weights); the rest are formulas, those of the model in
-its `Spec`, each checked by tests/test_plan.py against a count made by PyTorch. FLOPs are two per multiply-add.
+The real architecture is built on the meta device (no memory, no weights). The rest are formulas; the model's own are in
+its `Spec`. tests/test_plan.py checks each against PyTorch's counts. A multiply-add is two FLOPs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
+from collections.abc import Mapping
 
-from sage_fast.algorithm.objective import stores_rollout_velocities, strategy_of, surrogate_of
+from sage_fast.algorithm.flops import flops, forwards
+from sage_fast.algorithm.objective import strategy_of
 from sage_fast.algorithm.schedule import (
     check_trainable,
     configured_table,
@@ -19,31 +21,22 @@ from sage_fast.algorithm.schedule import (
     share_of,
     trained_steps,
 )
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import default_family
 from sage_fast.models.sharing import check_heads
 from sage_fast.parallel.memory import held_bytes
+from sage_fast.rewards.look import look_at_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
+from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.tools.harness import H200_BF16_FLOPS
-from sage_fast.util.environment import format_bytes
+from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
 
-
-def training_flops(forward: float, attention: float, *, checkpointing: str, frozen_base: bool) -> float:
-    """Forward, its recomputation with checkpointing, and a backward.
-
-        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] + 2.5)
-
-    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither.
-
-    A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
-    for that in its weight. Attention's is five products against two, since fused kernels recompute the scores. The
-    adapter's own products are not counted: about r / d of the linear part.
-    """
-    linear = forward - attention
-    again = checkpointing != "none", checkpointing == "full"
-    return linear * (1 + again[0] + (1 if frozen_base else 2)) + attention * (1 + again[1] + 2.5)
+PEAK_FLOPS = 1e12 * PEAK_TFLOPS["H100"]
+ASSUMED_SHARE = 0.4
+"""Share of `PEAK_FLOPS` that a run is assumed to reach. Nothing here has measured it; training of Llama 3 405B on H100s
+reached 38 to 43 % (arXiv 2407.21783, section 3.3)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,21 +44,22 @@ class Plan:
     """The numbers that `format_plan` prints.
 
     Attributes:
-        parameters: of the model without its adapter.
-        trainable: of them, or of the adapter.
+        parameters: parameters of the model without its adapter.
+        trainable: trained parameters, of the model or of the adapter.
         latent_shape: (C, T, H, W).
-        tokens: of one video.
-        text_tokens: assumed of a prompt.
-        ranks: GPUs the iteration is spread over.
-        samples: of an iteration, all ranks together.
-        trained_steps: transitions trained of each sample.
-        forwards: part -> forwards of one sample in an iteration, all ranks together; guidance counts twice. None of the
+        tokens: tokens of one video.
+        text_tokens: assumed tokens of a prompt.
+        ranks: GPUs that share the iteration.
+        iterations: iterations of the run.
+        samples: samples per iteration, over all ranks.
+        trained_steps: trained transitions per sample.
+        forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts twice. Without the
             decode.
-        flops: part -> FLOPs in an iteration, all ranks together; `forward` is one forward of one sample.
+        flops: part -> FLOPs per iteration, over all ranks; `forward` is one forward of one sample.
         memory: part -> bytes on each GPU while it trains.
-        other_memory: what is not held at that time, or in host memory, or would be with another setting of
-            checkpointing.
+        other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
         engine: `train.engine`.
+        gpu_memory: bytes of a GPU.
     """
 
     parameters: int
@@ -74,6 +68,7 @@ class Plan:
     tokens: int
     text_tokens: int
     ranks: int
+    iterations: int
     samples: int
     trained_steps: int
     forwards: dict[str, int]
@@ -81,16 +76,18 @@ class Plan:
     memory: dict[str, float]
     other_memory: dict[str, float]
     engine: str
+    gpu_memory: float
 
 
-def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1) -> Plan:
-    """Sizes, FLOPs and memory of one iteration.
+def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory: float = 80e9) -> Plan:
+    """Compute sizes, FLOPs and memory of one iteration.
 
     Args:
         config: validated settings.
-        spec: of the model; by default the published sizes of the first family that ships.
-        ranks: GPUs; samples are spread over them (`model.sequence_parallel` of them share theirs), and of weights and
-            optimizer what `train.engine` shares out.
+        spec: spec of the model; by default the published sizes of the default family.
+        ranks: number of GPUs. Samples are spread over them, or over groups of `model.sequence_parallel`; `train.engine`
+            decides which weights and optimizer states are sharded.
+        gpu_memory: bytes of a GPU, for which `auto` chooses the mode of checkpointing.
     """
     spec = spec or default_family()()
     s, train, sharing = config.sampling, config.train, config.model.sequence_parallel
@@ -102,37 +99,27 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1) -> Plan:
     samples = train.prompts_per_iteration * train.group_size
     steps = trained_steps(iteration_table(configured_table(config), config, 0), config, 0)
     trained, anchored = len(steps), len(position_steps(config, steps, 0))
-    passes = 2 if s.guidance_scale != 1 else 1
-    process = surrogate_of(config.objective).process
-    scored = trained * (not process.scores_rollout and stores_rollout_velocities(config))
-
-    forwards = {
-        "rollout": samples * s.steps * passes,
-        "training": samples * trained * passes,
-        "anchor": samples * (anchored * (strategy_of(config.kl).anchor is not None) + scored) * passes,
-    }
-    asked = config.model.gradient_checkpointing
-    mode = "full" if asked == "auto" else asked  # what is free is known where it is run
-    per_training = training_flops(
-        cost.forward, cost.attention, checkpointing=mode, frozen_base=config.model.tuning == "lora"
-    )
-    flops = {
-        "forward": cost.forward,
-        "rollout": forwards["rollout"] * cost.forward,
-        "training": forwards["training"] * per_training,
-        "anchor": forwards["anchor"] * cost.forward,
-        "decode": samples * cost.decode,
-    }
-
-    width = 2 if config.model.dtype == "bfloat16" else 4
     mine = len(share_of(samples, ranks // sharing, 0))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
+    decoder = float(config.model.element_bytes * cost.decoder_weights)
+    asked = config.model.gradient_checkpointing
+    mode: str = asked
+    held = held_bytes(config, policy, ranks)
+    if asked == "auto":
+        coming = sum(held.training.values()) + (0 if s.offload_trajectories else states + velocities)
+        mode = fitting_mode(config, spec, gpu_memory - sum(held.weights.values()) - decoder, coming, on_gpu=True)
     held = held_bytes(config, policy, ranks, mode)
-    memory = {
-        **held.weights,
-        **held.training,
-        "autoencoder": float(width * cost.decoder_weights),
-    }
+    counted = forwards(
+        config,
+        samples=samples,
+        steps=s.steps,
+        trained=trained,
+        transitions=samples * trained,
+        anchored=anchored * (strategy_of(config.kl).anchor is not None),
+    )
+    of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
+
+    memory = {**held.weights, **held.training, "autoencoder": decoder}
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
     if s.offload_trajectories:
         host = {f"{part}, pinned host memory": size for part, size in trajectories.items()}
@@ -140,7 +127,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1) -> Plan:
         memory, host = memory | trajectories, {}
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
     activations = dict(cost.activations)
-    memory[f"activations, checkpointing {asked}{', as full' if asked == 'auto' else ''}"] = activations.pop(mode)
+    memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {mode}"] = activations.pop(mode)
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     other = {f"activations, checkpointing {name}": size for name, size in activations.items()} | videos | host
@@ -151,29 +138,35 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1) -> Plan:
         tokens=spec.tokens(latent),
         text_tokens=spec.text_tokens,
         ranks=ranks,
+        iterations=train.iterations,
         samples=samples,
         trained_steps=trained,
-        forwards=forwards,
-        flops=flops,
+        forwards=counted,
+        flops={"forward": cost.forward, **of_parts},
         memory=memory,
         other_memory=other,
         engine=config.train.engine,
+        gpu_memory=gpu_memory,
     )
 
 
 def format_plan(plan: Plan) -> str:
-    """The plan for a terminal."""
+    """Format a plan for a terminal."""
 
-    def line(label: str, *cells: str) -> str:
-        return f"  {label:<41}{''.join(f'{cell:>12}' for cell in cells)}"
+    def line(label: str, *cells: str, width: int = 41) -> str:
+        return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
 
-    def work(label: str, count: int, flops: float) -> str:
-        # Of the GPU that has the most samples.
-        share = 1 if label == "one forward of one sample" else len(share_of(plan.samples, plan.ranks, 0)) / plan.samples
-        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", _duration(flops * share))
+    busiest = len(share_of(plan.samples, plan.ranks, 0)) / plan.samples
+
+    def work(label: str, count: int, flops: float, share: float = busiest) -> str:
+        # The times are those of the GPU with the most samples.
+        times = [_duration(flops * share / rate) for rate in (H200_BF16_FLOPS, ASSUMED_SHARE * PEAK_FLOPS)]
+        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
+    together = sum(plan.memory.values())
+    fits = "fits" if together <= plan.gpu_memory else "does not fit"
     lines = [
         "model",
         line("parameters", _count(plan.parameters)),
@@ -182,14 +175,17 @@ def format_plan(plan: Plan) -> str:
         line("tokens of a video", f"{plan.tokens:,}"),
         "",
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
-        line("", "forwards", "FLOPs", "at least"),
-        work("one forward of one sample", 0, plan.flops["forward"]),
+        line("", "forwards", "FLOPs", "at least", f"at {ASSUMED_SHARE:.0%}", width=29),
+        work("one forward of one sample", 0, plan.flops["forward"], 1.0),
         *(work(part, plan.forwards.get(part, 0), flops) for part, flops in parts.items()),
         work("together", sum(plan.forwards.values()), sum(parts.values())),
+        work(f"all {plan.iterations:,} iterations", 0, plan.iterations * sum(parts.values())),
         textwrap.fill(
-            f"The time is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
-            f"H200), with {plan.text_tokens} text tokens a prompt. Training holds the backward, and the recomputation "
-            "with checkpointing. The anchor is free in the iteration after its refresh. Not counted: rewards.",
+            f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
+            f"H200), with {plan.text_tokens} text tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
+            f"nowhere here: that share of an H100's peak of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, as training of Llama 3 "
+            "reports. Training holds the backward, and the recomputation with checkpointing. The anchor is free in the "
+            "iteration after its refresh. Not counted: rewards, evaluations.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -197,7 +193,8 @@ def format_plan(plan: Plan) -> str:
         "",
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(line(part, format_bytes(count)) for part, count in plan.memory.items()),
-        line("together", format_bytes(sum(plan.memory.values()))),
+        line("together", format_bytes(together)),
+        line(f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}", format_bytes(plan.gpu_memory)),
         "  Not counted: text encoders, rewards, fragmentation.",
         "",
         "for comparison",
@@ -207,26 +204,47 @@ def format_plan(plan: Plan) -> str:
 
 
 def _count(count: int) -> str:
-    """A count with its short form, such as `8.33 B = 8,326,608,160`."""
+    """Return a count with its short form, such as `8.33 B = 8,326,608,160`."""
     unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6) if count >= 1e6 else ("k", 1e3)
     return f"{count / scale:.3g} {unit} = {count:,}"
 
 
-def _duration(flops: float) -> str:
-    """Time of `flops` at the measured ceiling."""
-    seconds = flops / H200_BF16_FLOPS
+def _duration(seconds: float) -> str:
     for unit, scale in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= 2 * scale or unit == "us":
+        if seconds >= (2 * scale if scale > 1 else scale) or unit == "us":
             return f"{seconds / scale:.3g} {unit}"
     raise AssertionError
 
 
-def dry_run(config: Config, ranks: int) -> str:
-    """The plan of a run on so many ranks, in words.
+def dry_run(config: Config, ranks: int, gpu_memory: float = 80e9) -> str:
+    """Return the plan of a run on `ranks` ranks, and what it trains on, as text. Loads no weights.
 
     Raises:
-        UserError: the settings make it impossible, or `model.path` is no checkpoint.
+        UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
     """
     spec = find_spec(config.model.path)
     check_trainable(config, ranks)
-    return format_plan(plan(config, spec, ranks=ranks))
+    check_prompt_sets(config, spec)
+    return f"{_format_data(config)}\n\n{format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory))}"
+
+
+def _format_data(config: Config) -> str:
+    """Format the prompts and the rewards."""
+    train, heldout = configured_prompts(config)
+    several = [f"reward.several[{i}].name" for i in range(len(config.reward.several))]
+    entries = dict(zip(several or ["reward.name"], config.reward.entries))
+    if config.eval.judge is not None:
+        entries["eval.judge"] = RewardEntry(name=config.eval.judge, weights={})
+    lines, notes = ["prompts and rewards"], []
+    lines.append(f"  {config.data.prompts}: {len(train)} prompts")
+    evaluated = min(config.eval.num_prompts, len(heldout))
+    lines.append(f"  {config.data.eval_prompts}: {len(heldout)} held-out prompts, of which {evaluated} are evaluated")
+    for key, entry in entries.items():
+        lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
+        notes += look_at_reward(entry, key)
+    lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
+    return "\n".join(lines)
+
+
+def _format_weights(weights: Mapping[str, float]) -> str:
+    return " + ".join(f"{weight:g} {part}" for part, weight in weights.items())

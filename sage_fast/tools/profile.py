@@ -3,7 +3,7 @@
     <folder>/profile.json trace.json.gz
 
 With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: only one tool at
-a time can use CUPTI. FLOPs come from measure/plan.py; the ceiling is a matrix product measured on the device.
+a time can use CUPTI. FLOPs come from tools/plan.py; the ceiling is a matrix product measured on the device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import logging
 import re
 import shlex
 from collections import defaultdict
@@ -28,12 +29,14 @@ from sage_fast.run.setup import load_setup
 from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import progress, say
+from sage_fast.util.console import hush, progress
 from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
 from sage_fast.util.profiling import DOMAIN, PHASES, annotate, ranges
 from sage_fast.util.ranks import initialize, world_size
+
+log = logging.getLogger(__name__)
 
 COLUMNS = (*PHASES, "other")
 """The phases, and `other` for the rest of an iteration."""
@@ -101,14 +104,16 @@ def profile_iteration(
     if not window_only and (folder / "profile.json").exists():
         raise UserError(f"{str(folder)!r} already holds a profile; choose another folder with --folder")
     with ranges("nvtx" if window_only else "torch"):
-        say("loading the model")
+        log.info("loading the model")
         setup = load_setup(config)
         folder.mkdir(parents=True, exist_ok=True)
-        setup.encode(folder / "embeddings", quiet=True)
+        with hush():
+            setup.encode(folder / "embeddings")
         trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
         for index in progress(range(warmup), "warm-up", warmup, "iteration"):
-            trainer.iteration(index)
-        say("measuring one iteration")
+            with hush():
+                trainer.iteration(index)
+        log.info("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
         chosen = cast(Checkpointing, setup.model.checkpointing)  # resolves `auto`
         run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
@@ -137,7 +142,7 @@ def profile_iteration(
     }
     if profiler is not None:
         write_json(result, folder / "profile.json")  # a million events take minutes to read
-        say("reading the trace")
+        log.info("reading the trace")
         work, changes = _read(list(profiler.events() or []), device)
         busy = busy_seconds(work, changes) if device.type == "cuda" else {}
         result |= {"phases": phase_table(row, flops, ceiling, busy), "families": family_table(work, changes)}
@@ -152,7 +157,7 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     if cuda is not None:
         torch.cuda.synchronize()
         cuda.cudaProfilerStart()
-    with annotate("iteration", index):
+    with hush(), annotate("iteration", index):
         row = trainer.iteration(index)
     if cuda is not None:
         torch.cuda.synchronize()

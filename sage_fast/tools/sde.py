@@ -18,7 +18,7 @@ COLUMNS = "step   sigma    next         a         b  c, noise   excess     N_t  
 def tables(steps: int, shift: float, eta: float, samplers: Sequence[str]) -> list[TransitionTable]:
     """Return the transition tables of the named samplers.
 
-    Without names, return those of all samplers but `ode`, and but `cps` where eta is out of its range.
+    Without names: those that are `compared` and defined at this eta.
 
     Raises:
         UserError: unknown sampler, or a number out of range.
@@ -32,9 +32,10 @@ def tables(steps: int, shift: float, eta: float, samplers: Sequence[str]) -> lis
         raise UserError(f"--shift {shift:g}: expected above 0 and at most 100, such as 5 (480p) or 1 (no shift)")
     if not 0 <= eta <= 10:
         raise UserError(f"--eta {eta:g}: expected 0 to 10; the nearest is {10 if eta > 10 else 0}")
-    if "cps" in samplers and eta > 1:
-        raise UserError(f"--eta {eta:g}: cps is defined up to 1; the nearest is 1")
-    default = [name for name in SAMPLERS if name != "ode" and (name != "cps" or eta <= 1)]
+    for name in samplers:
+        if eta > (largest := SAMPLERS[name].largest_eta):
+            raise UserError(f"--eta {eta:g}: {name} is defined up to {largest:g}; the nearest is {largest:g}")
+    default = [name for name, row in SAMPLERS.items() if row.compared and eta <= row.largest_eta]
     sigmas = sigma_schedule(steps, shift)
     return [transition_table(sigmas, name, eta) for name in dict.fromkeys(samplers or default)]
 

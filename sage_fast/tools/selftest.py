@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.testbed.model import LATENT_SHAPE, TestbedTransformer
 from sage_fast.models.testbed.text import embed
-from sage_fast.ops.transition_score import transition_score_reference
-from sage_fast.ops.transition_step import transition_step_reference
 from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
-from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.tools import normalisations
+from sage_fast.tools.checks import CHECKS, UNIT, Kernels, example, registered
 from sage_fast.tools.harness import host_timer, matmul_ceiling, usual_dtype
-from sage_fast.tools.verdict import Check, in_one_line, tried
-from sage_fast.util.seeding import sample_seeds
+from sage_fast.tools.replays import replay_problem
+from sage_fast.tools.verdict import Check, tried
+from sage_fast.util.console import hush
+from sage_fast.util.errors import in_one_line
 
 PROMPT = "a red circle moves left quickly"
 LEAST_SHARE = {"operator": 0.8, "attention": 0.4, "transformer": 0.5}
@@ -49,102 +49,30 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 # -- the operators ----------------------------------------------------------------------------------------------------
 
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "transition_step": transition_step_reference,
-    "transition_score": transition_score_reference,
-    **{name: reference for name, (_, reference) in normalisations.OPERATORS.items()},
-}
-"""Name -> reference."""
-
-
-def inputs(operator: str, device: torch.device, dtype: torch.dtype, large: bool = False) -> list[Any]:
-    """Make the arguments of an operator and its reference; the trained ones require gradients.
-
-    Args:
-        operator: a name in OPERATORS.
-        device: device of the tensors.
-        dtype: dtype of velocities and activations; latents are float32.
-        large: whether to use a size at which only memory limits a copy, instead of a small odd one.
-    """
-    gpu = device.type == "cuda"
-    if operator in normalisations.OPERATORS:
-        size = ((4 if gpu else 1), 8000, 192, 16, 128) if large else (2, 75, 11, 2, 64)
-        return normalisations.inputs(operator, size, device, dtype)
-    shape = ((24 if gpu else 2), 32, 21, 45, 80) if large else (3, 32, 5, 7, 9)
-    table = transition_table(sigma_schedule(20, 5.0), "flow", 0.7)
-    coefs = table.coefficients(math.prod(shape[1:])).to(device)
-    step = torch.tensor(7, device=device)
-    x, v, other = (torch.randn(shape, device=device, dtype=kind) for kind in (torch.float32, dtype, dtype))
-    if operator == "transition_step":
-        guidance = None if large else torch.tensor(6.0, device=device)
-        return [x, v, None if large else other, guidance, coefs, step, torch.arange(shape[0], device=device)]
-    x_next = float(table.a[7]) * x + float(table.b[7]) * v.float() + float(table.c[7]) * torch.randn_like(x)
-    return [x, x_next, v.requires_grad_(), other, None, coefs, step]
-
-
-def fused(operator: str) -> Callable[..., Any]:
-    """Return the operator itself, which takes the arguments of its reference."""
-    if operator in normalisations.OPERATORS:
-        return normalisations.OPERATORS[operator][0]
-    return getattr(torch.ops.sage_fast, operator).default
-
 
 def operators(device: torch.device) -> Iterator[Check]:
     """Check values and gradients of each operator, in float32 and bfloat16, against its reference in float64."""
-    for operator in OPERATORS:
+    for operator in CHECKS:
         for dtype in (torch.float32, torch.bfloat16):
-            yield operator_check(operator, fused(operator), device, dtype)
+            yield operator_check(operator, registered, device, dtype)
 
 
-def operator_check(operator: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Check:
-    """Check that the error of `function` is at most twice that of plain PyTorch in the same dtypes, per tensor."""
+def operator_check(operator: str, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> Check:
+    """Check the example of an operator: the error of `kernels` is at most twice that of plain PyTorch, per tensor."""
     name = f"{operator}, {device.type}, {str(dtype).removeprefix('torch.')}"
-    arguments = inputs(operator, device, dtype)
     advice = "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
-    upstream: list[Tensor] = []
     try:
-        ours = _values_and_gradients(function, arguments, upstream)
+        compared = list(CHECKS[operator](kernels, *example(operator, device, dtype)))
     except Exception as error:  # this check looks for kernels that cannot be compiled or launched
         found = f"it does not run: {in_one_line(error)}"
         return Check(name=name, verdict="wrong", found=found, advice=advice)
-    plain = _values_and_gradients(OPERATORS[operator], arguments, upstream)
-    doubled = [a.detach().double().requires_grad_(a.requires_grad) if _floating(a) else a for a in arguments]
-    exact = _values_and_gradients(OPERATORS[operator], doubled, upstream)
-    worst, wrong = 0.0, []
-    for label, truth in exact.items():
-        off, allowed = ((values[label].double() - truth).abs().max().item() for values in (ours, plain))
-        largest = truth.abs().max().item()
-        worst = max(worst, off / max(largest, 1e-30))
-        # A sum in plain PyTorch may happen to be exact; another order of summation differs by a few units.
-        if not off <= 2 * allowed + 8 * torch.finfo(torch.float32).eps * largest:
-            wrong.append(f"{label}: error {off:.1e}, plain PyTorch {allowed:.1e}")
-    if wrong:
-        return Check(name=name, verdict="wrong", found="; ".join(wrong), advice=advice)
-    found = f"{', '.join(ours)}: largest error {worst:.0e} of the largest value"
+    # A sum in plain PyTorch may happen to be exact; another order of summation differs by a few units.
+    if wrong := list(filter(None, (comparison.problem(relative=8 * UNIT) for comparison in compared))):
+        return Check(name=name, verdict="wrong", found="; ".join(dict.fromkeys(wrong)), advice=advice)
+    worst = max(error / max(largest, 1e-30) for error, _, largest in (each.errors() for each in compared))
+    names = dict.fromkeys(comparison.name for comparison in compared)
+    found = f"{', '.join(names)}: largest error {worst:.0e} of the largest value"
     return Check(name=name, verdict="ok", found=found)
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _values_and_gradients(
-    function: Callable[..., Any], arguments: Sequence[Any], upstream: list[Tensor]
-) -> dict[str, Tensor]:
-    """Return name -> output or gradient. The first call fills `upstream`; later calls reuse it."""
-    out = function(*arguments)
-    outputs = [out] if isinstance(out, Tensor) else list(out)
-    if not upstream:
-        upstream += [torch.randn_like(output, dtype=torch.float32) for output in outputs]
-    named = {f"output {i}" if i else "output": output.detach() for i, output in enumerate(outputs)}
-    trained = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
-    if trained:
-        differentiable = [(output, up) for output, up in zip(outputs, upstream) if output.requires_grad]
-        gradients = torch.autograd.grad(
-            [output for output, _ in differentiable], trained, [up.to(output.dtype) for output, up in differentiable]
-        )
-        named |= {f"gradient {i}" if i else "gradient": gradient for i, gradient in enumerate(gradients)}
-    return named
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------
@@ -165,13 +93,32 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / _seconds(lambda: target.copy_(source), device, 5 if device.type == "cuda" else 2)
 
 
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "transition_step": torch.ops.sage_fast.transition_step.default,
+    "transition_score": torch.ops.sage_fast.transition_score.default,
+    **{name: function for name, (function, _) in normalisations.OPERATORS.items()},
+}
+"""Name -> the function that a model calls."""
+
+
+def inputs(operator: str, device: torch.device) -> list[Any]:
+    """Make the arguments of an operator in the usual dtype, so large that only memory limits a copy."""
+    gpu, dtype = device.type == "cuda", usual_dtype(device)
+    if operator in normalisations.OPERATORS:
+        return normalisations.inputs(operator, ((4 if gpu else 1), 8000, 192, 16, 128), device)
+    shape = ((24 if gpu else 2), 32, 21, 45, 80)
+    coefs = transition_table(sigma_schedule(20, 5.0), "flow", 0.7).coefficients(math.prod(shape[1:])).to(device)
+    step = torch.tensor(7, device=device)
+    x, v, other = (torch.randn(shape, device=device, dtype=kind) for kind in (torch.float32, dtype, dtype))
+    if operator == "transition_step":
+        return [x, v, None, None, coefs, step, torch.arange(shape[0], device=device)]
+    return [x, torch.randn_like(x), v, other, None, coefs, step]
+
+
 def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
     """Check the speed of each operator's forward at a production size, as a share of a copy of the same bytes."""
-    for operator in OPERATORS:
-        arguments = [
-            a.detach() if isinstance(a, Tensor) else a for a in inputs(operator, device, usual_dtype(device), True)
-        ]
-        function = fused(operator)
+    for operator, function in OPERATORS.items():
+        arguments = [a.detach() if isinstance(a, Tensor) else a for a in inputs(operator, device)]
         out = function(*arguments)
         outputs, given = [out] if isinstance(out, Tensor) else out, [a for a in arguments if isinstance(a, Tensor)]
         # An output that is a view of an argument is neither read nor written.
@@ -262,6 +209,7 @@ def transformer(device: torch.device, ceiling: float) -> Check:
     return _speed("transformer, speed", share, "transformer", found, device)
 
 
+@hush()
 def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder) -> Check:
     """Check that a rollout replayed from a CUDA graph equals the one without a graph bit for bit.
 
@@ -272,31 +220,9 @@ def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder
     name = "CUDA graph"
     if device.type != "cuda" and recorder is CudaRecorder:
         return Check(name=name, verdict="missing", found="needs a GPU; steps run one kernel at a time")
-    notes: list[str] = []
-    policy = tiny_policy(device)
-    replayed = StepGraphs(policy, recorder(), 2**30, notes.append)
-    table = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
-    coefs = table.coefficients(math.prod(LATENT_SHAPE)).to(device)
-    conditioning = policy.conditioning_table(table.sigmas[:-1], {"": prompt(), PROMPT: prompt()})
-
-    def roll(index: int, using: StepGraphs | None) -> list[Tensor]:
-        seeds = sample_seeds(0, index, 0, range(2))
-        recorded: list[Tensor] = []
-        latents = initial_latents(seeds, LATENT_SHAPE, device)
-
-        def record(step: int, *tensors: Tensor) -> None:
-            recorded.extend(tensor.clone() for tensor in tensors)
-
-        last = rollout(policy, table, coefs, conditioning, [PROMPT] * 2, seeds, latents, record=record, graphs=using)
-        return [last, *recorded]
-
-    advice = "sampling.cuda_graphs = false runs without"
-    for index in range(3):  # the second is recorded, the third is replayed with other values
-        for mine, expected in zip(roll(index, replayed), roll(index, None), strict=True):
-            if not torch.equal(mine, expected):
-                error = (mine.float() - expected.float()).abs().max().item()
-                found = f"rollout {index + 1} differs from the one without by {error:.1e}"
-                return Check(name=name, verdict="wrong", found=found, advice=advice)
-    if notes or not len(replayed):
-        return Check(name=name, verdict="wrong", found="; ".join(notes) or "nothing was recorded", advice=advice)
+    replayed = StepGraphs(tiny_policy(device), recorder(), 2**30)
+    problem = replay_problem(replayed, {"": prompt(), PROMPT: prompt()}, [[PROMPT] * 2] * 3)
+    if problem or replayed.refused or not len(replayed):
+        found = problem or "; ".join(replayed.refused.values()) or "nothing was recorded"
+        return Check(name=name, verdict="wrong", found=found, advice="sampling.cuda_graphs = false runs without")
     return Check(name=name, verdict="ok", found="replays give the same bits as a rollout without")

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, get_args
 
+from sage_fast.util.errors import in_one_line
+
 Verdict = Literal["ok", "wrong", "missing", "slow"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
@@ -18,11 +20,6 @@ class Check:
     verdict: Verdict
     found: str
     advice: str = ""
-
-
-def in_one_line(error: Exception) -> str:
-    """Return the error's type and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def tried(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:

@@ -1,13 +1,18 @@
-"""Console output: lines on stdout, progress of long work, and the log file.
+"""What a process shows: messages of Python's `logging` on stdout, progress of long work, and the log file.
 
-On a terminal, progress is a bar on stderr. Elsewhere it is a plain line now and then: a log gets no carriage returns,
-and long work is never silent.
+Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING. Nothing is shown until `show`,
+which each command calls once. On a terminal and in a notebook, progress is a bar. Elsewhere it is a plain line now and
+then: a log gets no carriage returns, and long work is never silent.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import faulthandler
+import logging
 import os
+import select
 import socket
 import sys
 import textwrap
@@ -16,38 +21,72 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from tqdm import tqdm
+from tqdm.asyncio import tqdm_asyncio
+from tqdm.auto import tqdm
 
-Say = Callable[[str], object]
-"""Function that takes one line of output."""
-
+IN_NOTEBOOK = tqdm is not tqdm_asyncio
 SECONDS_BETWEEN_LINES = 4.0
 LONG = 60.0
 """Seconds of work after which progress lines come only this often, so that a log of hours stays short."""
 
 Item = TypeVar("Item")
 
-
-def say(line: str) -> None:
-    """Print a line above any bar."""
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()
+log = logging.getLogger(__name__)
+PACKAGE = logging.getLogger(__name__.partition(".")[0])
 
 
-def say_wrapped(line: str, tell: Say) -> None:
-    """Wrap a line to 80 columns and pass it to `tell`. Continuation lines are indented; paths are not broken."""
-    tell(textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+class _Screen(logging.Handler):
+    """Prints messages on stdout, above any bar, for as long as its terminal is open."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            leave_terminal()  # closed before its SIGHUP was handled
 
 
-def say_nothing(line: str) -> None:
-    """Log a line without printing it: `say` for a quiet command and for every rank but 0."""
-    if _log is not None:
-        _log.write(f"{line}\n")
+class _Hidden(logging.Handler):
+    """Writes the messages that are not printed to the log file; the file gets the others through stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _log is not None and not shows(record.levelno):
+            _log.write(f"{self.format(record)}\n")
 
 
-def speaker(quiet: bool) -> Say:
-    """Return `say_nothing` if quiet, else `say`."""
-    return say_nothing if quiet else say
+_screen, _hidden = _Screen(), _Hidden()
+
+
+def show(*, quiet: bool = False) -> None:
+    """Print the package's messages and progress from here on. `quiet`, or a rank other than 0, prints only errors."""
+    first = os.environ.get("RANK", "0") == "0"
+    _screen.setLevel(logging.INFO if first and not quiet else logging.ERROR)
+    PACKAGE.setLevel(logging.INFO)
+    PACKAGE.addHandler(_screen)
+    PACKAGE.propagate = False  # a library may have set up the root logger
+
+
+@contextlib.contextmanager
+def hush() -> Iterator[None]:
+    """Print nothing but errors within the block."""
+    before = _screen.level
+    _screen.setLevel(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        _screen.setLevel(before)
+
+
+def shows(level: int = logging.INFO) -> bool:
+    """Whether messages of this level are printed."""
+    return _screen in PACKAGE.handlers and level >= _screen.level
+
+
+def wrapped(line: str) -> str:
+    """Wrap a line to 80 columns. Continuation lines are indented; paths are not broken."""
+    return textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
 class _Log:
@@ -59,8 +98,8 @@ class _Log:
 
     def write(self, text: str) -> None:
         for line in text.splitlines(keepends=True) if "\r" not in text else ():
-            time_of_line = time.strftime("%Y-%m-%d %H:%M:%S ") if self._at_start and line.strip() else ""
-            self.file.write(time_of_line + line)
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if self._at_start and line.strip() else ""
+            self.file.write(stamp + line)
             self._at_start = line.endswith("\n")
 
 
@@ -82,17 +121,29 @@ class _Copied:
 _log: _Log | None = None
 
 
+def leave_terminal() -> None:
+    """Point stdout and stderr to /dev/null if their terminal is closed: printing to it would fail and end the run."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    for descriptor, event in poll.poll(0):
+        if event & select.POLLHUP:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
 def log_to(path: Path) -> None:
     """Mirror stdout and stderr to `path`, appending to what an earlier process wrote.
 
-    The log gets warnings, the final traceback, the stack after a crash or an abort (faulthandler), and the lines of
-    `say_nothing`. The screen shows the same as before.
+    The file gets warnings, the final traceback, the stack after a crash or an abort (faulthandler), and the messages
+    that are not printed. The screen shows the same as before.
     """
     global _log
     path.parent.mkdir(parents=True, exist_ok=True)
     _log = _Log(path.open("a", encoding="utf-8", errors="replace", buffering=1))
     _log.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     faulthandler.enable(_log.file)
+    PACKAGE.setLevel(logging.INFO)
+    PACKAGE.addHandler(_hidden)
     for name in ("stdout", "stderr"):
         if not isinstance(getattr(sys, name), _Copied):
             setattr(sys, name, _Copied(getattr(sys, name)))
@@ -105,26 +156,20 @@ class Progress:
         what: name of the work, such as `sample`.
         total: number of units.
         unit: singular name of a unit.
-        quiet: show nothing.
         pause: called after each update; an exception it raises ends the work.
     """
 
     def __init__(
-        self,
-        what: str,
-        total: int,
-        unit: str = "step",
-        *,
-        quiet: bool = False,
-        pause: Callable[[], object] = lambda: None,
+        self, what: str, total: int, unit: str = "step", *, pause: Callable[[], object] = lambda: None
     ) -> None:
         self.what, self.total, self.unit, self.pause = what, total, unit, pause
         self.done = 0
         self._bar: Any = None
-        self._prints = not quiet and not sys.stderr.isatty()
+        bar = IN_NOTEBOOK or sys.stderr.isatty()
+        self._prints = shows() and not bar
         self._start = time.monotonic()
         self._next_line = self._start + SECONDS_BETWEEN_LINES
-        if not quiet and not self._prints:
+        if shows() and bar and total:
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False, dynamic_ncols=True)
 
     def __enter__(self) -> Progress:
@@ -140,17 +185,15 @@ class Progress:
         if self._bar is not None:
             self._bar.update(count)
         elif self._prints and time.monotonic() >= self._next_line and self.done < self.total:
-            say(f"{self.what}: {self.done} of {self.total} {self.unit}s")
+            log.info(f"{self.what}: {self.done} of {self.total} {self.unit}s")
             now = time.monotonic()
             self._next_line = now + (SECONDS_BETWEEN_LINES if now < self._start + LONG else LONG)
         self.pause()
 
 
-def progress(
-    items: Iterable[Item], what: str, total: int, unit: str = "step", *, quiet: bool = False
-) -> Iterator[Item]:
+def progress(items: Iterable[Item], what: str, total: int, unit: str = "step") -> Iterator[Item]:
     """Yield the items and show `Progress` over them."""
-    with Progress(what, total, unit, quiet=quiet) as bar:
+    with Progress(what, total, unit) as bar:
         for item in items:
             yield item
             bar.update()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -16,6 +17,22 @@ import psutil
 import torch
 
 from sage_fast import __version__
+
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200 NVL": 835,
+    "H200": 989,
+    "GH200": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "B200": 2250,
+    "L40S": 362,
+}
+"""Part of a GPU's name -> dense bfloat16 peak by its data sheet; of several that fit, the first counts."""
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "peft", "accelerate")
 
@@ -73,6 +90,23 @@ def device_name(device: torch.device) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of a device by its data sheet; None if it is unknown: on a CPU, and for other types."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = device_name(device)
+    if "MIG" in name:  # a slice
+        return None
+    known = (peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name))
+    return next((1e12 * peak for peak in known), None)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU is idle; a no-op on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def free_bytes(device: torch.device) -> int:

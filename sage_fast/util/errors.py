@@ -46,14 +46,18 @@ class RewardError(RunError):
     """A reward that failed or is not finite."""
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run: Ctrl-C, a scheduler, a terminal that closes, and Slurm's --signal=USR1."""
+
+
 class Stopped(KeyboardInterrupt):
-    """Stop requested by SIGINT or SIGTERM. Raised on every rank at a point where the run's state is consistent.
+    """Stop requested by one of `SIGNALS`. Raised on every rank at a point where the run's state is consistent.
 
     Args:
         number: signal number.
 
     Attributes:
-        status: exit status: 130 after SIGINT, as usual; 0 after SIGTERM, which a scheduler sends.
+        status: exit status: 130 after SIGINT, as usual; 0 after the others, which a scheduler sends.
     """
 
     on_all_ranks = True
@@ -61,7 +65,7 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-        self.status = 0 if number == signal.SIGTERM else 128 + number
+        self.status = 128 + number if number == signal.SIGINT else 0
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
@@ -72,8 +76,18 @@ def nearest(value: str, choices: Iterable[str]) -> str:
     return f"expected one of {', '.join(choices)}{question}"
 
 
+def first_line(text: object) -> str:
+    """Return the first line of a text, or of an error's message; empty if there is none."""
+    return next(iter(str(text).strip().splitlines()), "")
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def reason(error: OSError) -> str:
     """Return `'path': No space left on device`, or as much of it as the error knows."""
     if error.strerror is None:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return in_one_line(error)
     return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"

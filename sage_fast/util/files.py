@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, first_line
 
 PARTIAL = ".partial"
 """Suffix of a file or folder that is being written. If a kill leaves one behind, it may be removed."""
@@ -21,7 +21,7 @@ PARTIAL = ".partial"
 VIDEOS = "videos.csv"
 """File that marks a folder of videos to score and compare; see `sage_fast.report.videoset`."""
 
-_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno in _OF_WRITING:
+        if error.filename is None and error.errno in _WRITE_ERRORS:
             error.filename = str(path)
         raise
 
@@ -39,13 +39,13 @@ def writing(path: str | Path) -> Iterator[None]:
 def saving(path: Path) -> Iterator[None]:
     """Wrap `torch.save` and safetensors: convert their errors to OSError and make `path` readable for colleagues.
 
-    Only the write can go wrong there. `path` is a file or a folder.
+    Only the write itself can fail there. `path` is a file or a folder.
     """
     try:
         yield
     except (RuntimeError, SafetensorError) as error:
         free = shutil.disk_usage(path if path.is_dir() else path.parent).free
-        why = f"cannot be written, {free / 2**20:,.1f} MiB are free there: {str(error).splitlines()[0]}"
+        why = f"cannot be written, {free / 2**20:,.1f} MiB are free there: {first_line(error)}"
         raise OSError(errno.EIO, why, str(path)) from error
     _share(path)
 

@@ -95,23 +95,11 @@ def data_size() -> int:
     return world_size() // sequence_size()
 
 
-def join_deepspeed() -> None:
-    """Make DeepSpeed use the existing process group and its timeout; otherwise it would create another group."""
-    import deepspeed  # optional, and takes seconds
-    from deepspeed.utils import groups
-
-    # An inference operator that is never called here. On a CPU, DeepSpeed would compile it at start and print so.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not deepspeed.comm.is_initialized():
-        deepspeed.comm.init_distributed(verbose=False)
-    vars(groups)["_WORLD_GROUP"] = dist.group.WORLD
-
-
 def shutdown() -> None:
     global _sequence_group
     _sequence_group = None
-    if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
-        vars(groups)["_WORLD_GROUP"] = None
+    if (deepspeed_private := sys.modules.get("sage_fast.util.deepspeed_private")) is not None:
+        deepspeed_private.leave_deepspeed()
     if dist.is_initialized():
         dist.destroy_process_group()
 

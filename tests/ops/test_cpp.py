@@ -1,6 +1,7 @@
 """The C++ operators against the float64 reference, value and gradient."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,8 @@ from torch import Tensor
 from sage_fast.algorithm.transitions import SAMPLERS, sigma_schedule, transition_table
 from sage_fast.ops import implementation, transition_score, transition_step
 from sage_fast.ops.philox import philox_normal
-from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
-from sage_fast.ops.transition_step import transition_step_reference
-from tests.ops.accuracy import assert_accurate, double
+from sage_fast.tools.checks import check_transition_score, check_transition_step
+from tests.ops.accuracy import assert_accurate
 
 pytestmark = pytest.mark.skipif(
     implementation(torch.device("cpu")) != "C++", reason="the C++ extension is not built (or SAGE_FAST_OPS=reference)"
@@ -52,39 +52,19 @@ def make(shape: tuple[int, ...], x_dtype: torch.dtype, v_dtype: torch.dtype, sam
     return x.to(x_dtype), x_next.to(x_dtype), v.to(v_dtype), v_anchor.to(v_dtype), v_old.to(v_dtype), coefs, step, seed
 
 
+def kernels(name: str) -> Callable[..., Any]:
+    return getattr(torch.ops.sage_fast_cpu, name)
+
+
 def check_step(x: Tensor, v: Tensor, v_uncond: Tensor | None, coefs: Tensor, step: Tensor, seed: Tensor) -> None:
     guidance = torch.tensor(3.5) if v_uncond is not None else None
-    fused = transition_step(x, v, coefs, step, seed, v_uncond, guidance)
-    plain = transition_step_reference(x, v, v_uncond, guidance, coefs, step, seed)
-    exact = transition_step_reference(x.double(), v, v_uncond, guidance, coefs, step, seed)
-    assert_accurate("x_next", fused[0], plain[0], exact[0])
-    # The log-prob is that of the value as stored, so the exact one is taken at that value.
-    of_stored = transition_score_reference(
-        x.double(), fused[0].double(), _guided(v, v_uncond), None, None, coefs, step
-    )[0]
-    again = transition_score_reference(x, fused[0], _guided(v, v_uncond).float(), None, None, coefs, step)[0]
-    assert_accurate("log-prob", fused[1], again, of_stored)
-
-
-def _guided(v: Tensor, v_uncond: Tensor | None) -> Tensor:
-    return v.double() if v_uncond is None else v_uncond.double() + 3.5 * (v.double() - v_uncond.double())
+    assert_accurate(check_transition_step(kernels, x, v, v_uncond, guidance, coefs, step, seed))
 
 
 def check_score(
     x: Tensor, x_next: Tensor, v: Tensor, v_anchor: Tensor | None, v_old: Tensor | None, coefs: Tensor, step: Tensor
 ) -> None:
-    v = v.detach().requires_grad_()
-    outputs = transition_score(x, x_next, v, coefs, step, v_anchor, v_old)
-    plain = transition_score_reference(x, x_next, v.detach(), v_anchor, v_old, coefs, step)
-    exact = transition_score_reference(x.double(), x_next, v.detach(), v_anchor, v_old, coefs, step)
-    for name, *values in zip(("log-prob", "KL to anchor", "KL to rollout"), outputs, plain, exact):
-        assert_accurate(name, *(value.detach() for value in values))
-    upstream = [torch.randn(len(x)) for _ in range(3)]
-    fused = torch.autograd.grad(outputs, v, upstream)[0]
-    arguments = (x_next, v.detach(), v_anchor, v_old, coefs, step)
-    plain_dv = transition_score_backward_reference(*upstream, x, *arguments)
-    exact_dv = transition_score_backward_reference(*double(*upstream, x, x_next, v.detach()), *arguments[2:])
-    assert_accurate("dv", fused, plain_dv, exact_dv)
+    assert_accurate(check_transition_score(kernels, x, x_next, v, v_anchor, v_old, coefs, step))
 
 
 @pytest.mark.parametrize(("x_dtype", "v_dtype"), DTYPES, ids=str)

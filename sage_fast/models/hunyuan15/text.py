@@ -1,7 +1,7 @@
-"""Prompts as the transformer reads them: valid tokens only, packed once per prompt, cached on disk.
+"""Prompt embeddings: valid tokens only, packed once per prompt, cached on disk.
 
 The published pipeline pads every prompt to 1000 Qwen and 256 ByT5 tokens and masks the padding in every block. Here a
-prompt keeps only its valid tokens; a batch pads to its longest member, and not at all if a group shares a prompt.
+prompt keeps only its valid tokens. A batch pads to its longest member, or not at all if its samples share a prompt.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sage_fast.models.protocol import Condition
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextEmbedding(Condition):
-    """One prompt, without padding.
+    """Embedding of one prompt, without padding.
 
     Attributes:
-        text: `[L, text_embed_dim]` states of the language model (Qwen2.5-VL).
-        glyphs: `[L2, text_embed_2_dim]` states of ByT5 for quoted text; L2 = 0 without quotes.
+        text: `[L, text_embed_dim]` hidden states of the language model (Qwen2.5-VL).
+        glyphs: `[L2, text_embed_2_dim]` hidden states of ByT5 for quoted text; L2 = 0 without quotes.
     """
 
     text: Tensor
@@ -46,7 +46,7 @@ class TextBatch:
 
 
 def pad(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Stack `[L, ...]` tensors, zeros after the shorter ones, and a bool mask `[B, max L]`; None for equal lengths."""
+    """Stack `[L, ...]` tensors, zero-padded, with a bool mask `[B, max L]`; the mask is None for equal lengths."""
     lengths = [len(row) for row in rows]
     if min(lengths) == max(lengths):
         return torch.stack(list(rows)), None

@@ -1,12 +1,12 @@
 """The decoder of HunyuanVideo 1.5's autoencoder, in less memory and time than the stock forward.
 
-The weights are those of the stock modules and the values are equal to rounding. What differs:
+The weights are those of the stock modules, and the values agree up to rounding. The differences:
 
-- norm, SiLU and padding write straight into the padded input of the next convolution: no copy is made to pad, none in
-  float32 to normalise, and three activations of a stage are alive at a time;
-- attention goes frame by frame over the frames so far: no [S, S] mask, half the products, any batch;
-- everything after the attention is causal in time, so it can go on a few latent frames at a time when each convolution
-  keeps its last two input frames. The values do not change; the memory falls by the same factor.
+- Norm, SiLU and padding write straight into the padded input of the next convolution. There is no copy for padding, no
+  float32 copy for the norm, and at most three activations of a stage are alive at a time.
+- Attention runs frame by frame over the frames so far: no [S, S] mask, half the products, any batch size.
+- Everything after the attention is causal in time, so it can run on a few latent frames at a time if each convolution
+  keeps its last two input frames. The values do not change; memory falls by the same factor.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ History = dict[nn.Module, Tensor]
 
 
 def decode_frames(decoder: Any, latents: Tensor, frames: int) -> Iterator[Tensor]:
-    """The video of `latents`, piece by piece along time; not differentiable, call it under `no_grad`.
+    """Decode `latents` and yield the video piece by piece along time. Not differentiable: call it under `no_grad`.
 
     Args:
         decoder: a `HunyuanVideo15Decoder3D`.
-        latents: `[B, C, T, H, W]` of the decoder's dtype, divided by the scaling factor; the layout that it has in
-            memory is kept throughout.
-        frames: latent frames of a piece.
+        latents: `[B, C, T, H, W]` in the decoder's dtype, divided by the scaling factor; their memory layout is kept
+            throughout.
+        frames: latent frames per piece.
 
     Yields:
-        `[B, 3, F, H', W']` in [-1, 1] or a little outside, of the same dtype; F is four times the piece's latent
+        `[B, 3, F, H', W']` in the same dtype, in [-1, 1] or slightly outside. F is four times the piece's latent
         frames, three less in the first piece.
     """
     x = _conv(decoder.conv_in, _padded(latents))
@@ -55,16 +55,17 @@ def decode_frames(decoder: Any, latents: Tensor, frames: int) -> Iterator[Tensor
 
 
 def peak_bytes(decoder: Any, latents: tuple[int, ...], frames: int, itemsize: int) -> int:
-    """Most bytes that `decode_frames` holds at once, without weights and the convolutions' own workspace.
+    """Return the peak bytes of `decode_frames`, without weights and the convolutions' own workspace.
 
-    With A the bytes of an activation and P those of a padded one, the largest of 7 A in the attention, 2 A + P in a
-    residual block (3 A + P if its shortcut is a convolution) and, from A to A', A + A' + max(P, A') in upsampling;
-    and what is held meanwhile: the attention's output and, in pieces, two padded frames for each convolution.
+    Let A be the bytes of an activation and P those of a padded one. The peak is the largest of 7 A in the attention,
+    2 A + P in a residual block (3 A + P if its shortcut is a convolution) and, from A to A', A + A' + max(P, A') in
+    upsampling. After the attention, its output is held as well, and with several pieces two padded frames per
+    convolution.
 
     Args:
         latents: (B, C, T, H, W).
-        frames: latent frames of a piece.
-        itemsize: bytes of a value.
+        frames: latent frames per piece.
+        itemsize: bytes per value.
     """
     batch, _, total, h, w = latents
     t, pieces = min(frames, total), frames < total
@@ -73,7 +74,7 @@ def peak_bytes(decoder: Any, latents: tuple[int, ...], frames: int, itemsize: in
         return itemsize * batch * c * frames * (h + border) * (w + border)
 
     def residual(c: int, frames: int) -> int:
-        norms = 4 * batch * frames * h * w  # of the pixels, float32
+        norms = 4 * batch * frames * h * w  # one float32 per pixel
         return 2 * size(c, frames) + size(c, frames + 2, 2) + norms
 
     c = decoder.conv_in.conv.out_channels
@@ -99,17 +100,17 @@ def peak_bytes(decoder: Any, latents: tuple[int, ...], frames: int, itemsize: in
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Uninitialised, in the memory layout of `like`."""
+    """Allocate an uninitialised tensor in the memory layout of `like`."""
     channels_last = like.stride(1) == 1 and like.shape[1] > 1
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
 
 
 def _normalize(norm: Any, x: Tensor, out: Tensor) -> Tensor:
-    """x sqrt(C) gamma / max(|x|, 1e-12) over the channels; the norm in float32, without a float32 copy of x on a GPU.
+    """Compute x sqrt(C) gamma / max(|x|, 1e-12) over the channels, the norm in float32 (no float32 copy of x on a GPU).
 
-    In channels-last layout this reduction is fast on the CPU too; over another dimension than the innermost the CPU's
-    kernel is slower than a convolution.
+    On the CPU this reduction is fast only in channels-last layout: over any but the innermost dimension, its kernel is
+    slower than a convolution.
     """
     length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     torch.mul(x, length.clamp_(min=1e-12).reciprocal_().mul_(norm.scale), out=out)
@@ -117,7 +118,7 @@ def _normalize(norm: Any, x: Tensor, out: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, norm: Any = None) -> Tensor:
-    """`x`, or SiLU(norm(x)), inside a border `[B, C, T + 2, H + 2, W + 2]` that `_conv` fills."""
+    """Return `x`, or SiLU(norm(x)), inside a border `[B, C, T + 2, H + 2, W + 2]` that `_conv` fills."""
     batch, channels, t, h, w = x.shape
     padded = _empty(x, (batch, channels, t + 2, h + 2, w + 2))
     inside = padded[:, :, 2:, 1:-1, 1:-1]
@@ -129,7 +130,7 @@ def _padded(x: Tensor, norm: Any = None) -> Tensor:
 
 
 def _conv(conv: Any, padded: Tensor, history: History | None = None) -> Tensor:
-    """Fill the border by replication, its first two frames from `history` if it has them, and convolve."""
+    """Fill the border by replication (its first two frames from `history`, if there) and convolve."""
     rows = padded[:, :, 2:, :, 1:-1]
     rows[:, :, :, 0] = rows[:, :, :, 1]
     rows[:, :, :, -1] = rows[:, :, :, -2]
@@ -144,18 +145,19 @@ def _conv(conv: Any, padded: Tensor, history: History | None = None) -> Tensor:
 def _resnet(block: Any, x: Tensor, history: History | None = None) -> Tensor:
     y = _conv(block.conv1, _padded(x, block.norm1), history)
     padded = _padded(y, block.norm2)
-    del y  # before the next convolution makes another
+    del y  # free it before the next convolution allocates its output
     y = _conv(block.conv2, padded, history)
     return y.add_(x if block.conv_shortcut is None else block.conv_shortcut(x))
 
 
 def _attend(block: Any, x: Tensor) -> Tensor:
-    """Each frame attends to itself and all earlier ones."""
+    """Attend from each frame to itself and all earlier ones."""
     batch, channels, frames, height, width = x.shape
     y = _normalize(block.norm, x, torch.empty_like(x))
-    # [B, 1, S, C], which costs a copy unless the channels are innermost already
+    # [B, 1, S, C]: a copy unless the channels are innermost already.
     q, k, v = (
-        to(y).flatten(2).transpose(1, 2).unsqueeze(1).contiguous() for to in (block.to_q, block.to_k, block.to_v)
+        project(y).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
+        for project in (block.to_q, block.to_k, block.to_v)
     )
     y = _empty(x, (batch, channels, frames, height, width))
     for frame in range(frames):
@@ -166,11 +168,11 @@ def _attend(block: Any, x: Tensor) -> Tensor:
 
 
 def _upsample(block: Any, x: Tensor, history: History | None, *, first: bool) -> Tensor:
-    """Twice the height and width and, if the block says so, twice the frames except the first of the video."""
+    """Double the height and width and, if the block says so, all frames but the first of the video."""
     packed = _conv(block.conv, _padded(x), history)
     batch, _, frames, height, width = x.shape
     times = 2 if block.add_temporal_upsample else 1
-    alone = int(first and times == 2)  # the first frame of a video stays one
+    alone = int(first and times == 2)  # the first frame of a video is not doubled
     channels = packed.shape[1] // (4 * times)
     out = _empty(x, (batch, channels, times * frames - alone, 2 * height, 2 * width))
     if alone:
@@ -181,9 +183,9 @@ def _upsample(block: Any, x: Tensor, history: History | None, *, first: bool) ->
 
 
 def _unpack(packed: Tensor, x: Tensor, out: Tensor, times: int) -> None:
-    """out[c, f times + i, 2 h + j, 2 w + k] = packed[(i, j, k, c), f, h, w] + x[(i, j, k, c / repeats), f, h, w].
+    """Set out[c, f times + i, 2 h + j, 2 w + k] = packed[(i, j, k, c), f, h, w] + x[(i, j, k, c / repeats), f, h, w].
 
-    Where `times` is 1 but `packed` was made for 2, the first half of its channels counts for each (j, k).
+    If `times` is 1 but `packed` was made for 2, use the first half of its channels for each (j, k).
     """
     channels, shortcut = out.shape[1], x.shape[1] // (4 * times)
     repeats = channels // shortcut
@@ -194,7 +196,7 @@ def _unpack(packed: Tensor, x: Tensor, out: Tensor, times: int) -> None:
 
 
 def video_shape(decoder: Any, latents: tuple[int, ...]) -> tuple[int, int, int, int, int]:
-    """(B, F, 3, H', W') of the video that latents (B, C, T, H, W) decode to."""
+    """Return the shape (B, F, 3, H', W') of the video that latents (B, C, T, H, W) decode to."""
     batch, _, frames, height, width = latents
     upsamplers = [upsampler for block in decoder.up_blocks for upsampler in block.upsamplers or ()]
     temporal = math.prod(2 for upsampler in upsamplers if upsampler.add_temporal_upsample)

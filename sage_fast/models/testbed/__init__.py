@@ -3,4 +3,4 @@
 from pathlib import Path
 
 BASE = Path(__file__).parent / "base"
-"""The pre-trained weights that ship with the package: what `model.path = testbed` is."""
+"""Folder of the pre-trained weights that ship with the package; `model.path = testbed` loads them."""

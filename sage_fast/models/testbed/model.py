@@ -32,7 +32,7 @@ class TestbedTransformer(HunyuanVideo15Transformer3DModel):
     Nothing else differs, forward included; the arguments are those of the stock class.
     """
 
-    __test__ = False  # the name begins with Test: tell pytest that this is none
+    __test__ = False  # the name begins with Test: keep pytest from collecting it
 
     @register_to_config
     def __init__(
@@ -95,10 +95,10 @@ def tiny_vae(scaling_factor: float = 1.0) -> AutoencoderKLHunyuanVideo15:
 
 
 def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
-    """Lets the stock autoencoder take batches of more than one video; the results are unchanged.
+    """Patch the stock autoencoder to accept batches of more than one video; results are unchanged.
 
-    Its attention mask comes out as [B, S, S], which broadcasts against [B, 1, S, S] only for B = 1. The way around
-    that needs no patch is `enable_slicing()`, one video at a time, which is slower for small videos.
+    Its attention mask has shape [B, S, S], which broadcasts against [B, 1, S, S] only for B = 1. The alternative
+    without a patch is `enable_slicing()`, one video at a time, which is slower for small videos.
     """
     for module in vae.modules():
         if isinstance(module, HunyuanVideo15AttnBlock):
@@ -109,27 +109,29 @@ def allow_batches(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo
 def _causal_mask(
     n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
 ) -> Tensor:
-    """bool [S, S], S = n_frame * n_hw: a position sees its own frame and all earlier ones."""
+    """Return bool [S, S], S = n_frame * n_hw: a position sees its own frame and all earlier ones."""
     frame = torch.arange(n_frame, device=device).repeat_interleave(n_hw)
     return frame[:, None] >= frame[None, :]
 
 
 def load_vae(folder: Path = BASE) -> AutoencoderKLHunyuanVideo15:
-    """The pre-trained autoencoder, float32 (stored as float16), in evaluation mode.
+    """Load the pre-trained autoencoder in float32 (stored as float16), in evaluation mode.
 
-    Decoding: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32, 32] in [-1, 1].
+    To decode: `vae.decode(latents / vae.config.scaling_factor).sample` is a video [B, 3, 17, 32, 32] in [-1, 1].
     """
     return allow_batches(AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae", torch_dtype=torch.float32)).eval()
 
 
 class Testbed(HunyuanVideo15):
-    """The tiny model, whose text encoder is a table of words."""
+    """The tiny model; its text encoder is a table of words."""
 
     __test__ = False
     networks: ClassVar = {"transformer": TestbedTransformer}
     randoms = ("random:testbed",)
+    license = None
     fps = 8
-    text_tokens = 7  # of every prompt
+    text_tokens = 7  # every prompt has this length
+    prompt_sets = ("testbed:train", "testbed:heldout")
 
     def meta(self, part: str) -> Any:
         if part == "vae" and not self.layouts.get(part):

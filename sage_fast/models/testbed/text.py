@@ -1,6 +1,6 @@
 """The testbed's text embedder: one fixed random vector per word, no learned weights.
 
-The transformer has no text positions and sees a set of words. That is enough: no caption uses a word twice.
+The transformer has no text positions, so it sees a set of words. That is enough: no caption uses a word twice.
 """
 
 from functools import lru_cache

@@ -1,0 +1,62 @@
+"""Work of an iteration: forwards of the network, and their FLOPs, two per multiply-add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sage_fast.algorithm.objective import stores_rollout_velocities, surrogate_of
+from sage_fast.config.schema import Config
+from sage_fast.models.checkpointing import RECOMPUTED
+from sage_fast.models.protocol import Cost
+
+
+def forwards(
+    config: Config, *, samples: int, steps: int, trained: int, transitions: int, anchored: int
+) -> dict[str, int]:
+    """Return part -> forwards of one sample in an iteration, all ranks together; guidance counts twice.
+
+    Args:
+        config: the settings.
+        samples: samples of the iteration.
+        steps: denoising steps of a rollout.
+        trained: steps that may be trained.
+        transitions: trained transitions, over all samples and updates.
+        anchored: steps at which the anchor runs; 0 while it is the rollout policy.
+    """
+    process = surrogate_of(config.objective).process
+    scored = trained * (not process.scores_rollout and stores_rollout_velocities(config))
+    counts = {"rollout": samples * steps, "training": transitions, "anchor": samples * (anchored + scored)}
+    passes = 2 if config.sampling.guidance_scale != 1 else 1
+    return {part: count * passes for part, count in counts.items()}
+
+
+def flops(
+    cost: Cost, forwards: Mapping[str, int], samples: int, *, checkpointing: str | None, frozen_base: bool
+) -> dict[str, float]:
+    """Return part -> FLOPs of an iteration, all ranks together; arguments as for `forwards` and `training_flops`."""
+    per_training = training_flops(cost.forward, cost.attention, checkpointing=checkpointing, frozen_base=frozen_base)
+    return {
+        "rollout": forwards["rollout"] * cost.forward,
+        "training": forwards["training"] * per_training,
+        "anchor": forwards["anchor"] * cost.forward,
+        "decode": samples * cost.decode,
+    }
+
+
+def training_flops(forward: float, attention: float, *, checkpointing: str | None, frozen_base: bool) -> float:
+    """Return the FLOPs of a forward, its recomputation with checkpointing, and a backward.
+
+        linear x (1 + [recomputed] + (1 if frozen_base else 2))  +  attention x (1 + [recomputed] + 2.5)
+
+    Checkpointing `full` recomputes both, `attention` the linear layers, `none` neither. `checkpointing=None` gives
+    model FLOPs, as in model FLOPs utilization: no recomputation, and a backward of attention of two forwards, not 2.5.
+
+    A linear layer's backward is one product for the gradient in its input and, unless the base is frozen (LoRA), one
+    for that in its weight. Attention's backward takes five products to the forward's two, since fused kernels recompute
+    the scores. The adapter's own products are not counted: about r / d of the linear part.
+    """
+    linear = forward - attention
+    recomputed = RECOMPUTED[checkpointing] if checkpointing else ()
+    backward = 2.0 if checkpointing is None else 2.5
+    linear_passes = 1 + ("linear" in recomputed) + (1 if frozen_base else 2)
+    return linear * linear_passes + attention * (1 + ("attention" in recomputed) + backward)

@@ -1,0 +1,98 @@
+"""What the choices of engine and optimizer can do, and those of offload, tuning and dtype.
+
+The rest of the code asks a row what it can do, and never compares its name. Imports nothing heavy: what runs is named
+by a string, `module:name`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineRow:
+    """A row of `train.engine`.
+
+    Attributes:
+        build: the class, called with (policy, settings of training).
+        settings: the function of the settings of training and the number of trained elements that builds and checks the
+            configuration of the engine's library, or None.
+        shards: what each rank holds a share of: `state` (the optimizer's), `gradients`, `weights`.
+        package: what has to be installed, or None.
+    """
+
+    build: str
+    settings: str | None = None
+    shards: tuple[str, ...] = ()
+    package: str | None = None
+
+    @property
+    def stage(self) -> int:
+        """DeepSpeed's ZeRO stage; 0 shards nothing."""
+        return len(self.shards)
+
+
+def _zero(*shards: str) -> EngineRow:
+    settings = "sage_fast.parallel.settings:deepspeed_settings"
+    build = "sage_fast.parallel.zero:ZeroEngine"
+    return EngineRow(build=build, settings=settings, shards=shards, package="deepspeed")
+
+
+ENGINES = {
+    "plain": EngineRow(build="sage_fast.parallel.plain:PlainEngine"),
+    "zero1": _zero("state"),
+    "zero2": _zero("state", "gradients"),
+    "zero3": _zero("state", "gradients", "weights"),
+}
+
+OFFLOADS: dict[str, tuple[str, ...]] = {"none": (), "optimizer": ("state",), "all": ("state", "weights")}
+"""Choice of `train.offload` -> what it keeps in host memory. An engine offloads only what it shards."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerRow:
+    """A row of `train.optimizer`.
+
+    Attributes:
+        build: the function, called with (weights by name, settings of training, which weights Muon updates, how the
+            weights lie over the ranks). It returns torch optimizers that cover all weights, each weight once.
+        state_bytes: (elements of a weight, whether Muon updates it) -> bytes of optimizer state per element.
+        takes_parts: whether it can update the part of a weight that a rank holds.
+        least_eps: smallest `train.eps`.
+        package: what has to be installed, or None.
+    """
+
+    build: str
+    state_bytes: Callable[[int, bool], float]
+    takes_parts: bool = False
+    least_eps: float = 0.0
+    package: str | None = None
+
+
+SMALLEST_8BIT = 4096
+"""Elements of a weight below which bitsandbytes keeps its state in float32."""
+
+OPTIMIZERS = {
+    "adamw": OptimizerRow(
+        build="sage_fast.parallel.optimizers:adamw", state_bytes=lambda numel, is_muon: 8.0, takes_parts=True
+    ),
+    "muon": OptimizerRow(
+        build="sage_fast.parallel.optimizers:muon",
+        state_bytes=lambda numel, is_muon: 4.0 if is_muon else 8.0,
+        takes_parts=True,
+    ),
+    "adamw8bit": OptimizerRow(
+        build="sage_fast.parallel.optimizers:adamw8bit",
+        # Two 8-bit moments, each with a float32 scale for every 256 elements.
+        state_bytes=lambda numel, is_muon: 2 + 8 / 256 if numel >= SMALLEST_8BIT else 8.0,
+        least_eps=1e-10,
+        package="bitsandbytes",
+    ),
+}
+
+ADAPTERS = {"lora": True, "full": False}
+"""Choice of `model.tuning` -> whether an adapter is trained, and the weights under it are frozen."""
+
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Choice of `model.dtype` -> bytes of an element."""

@@ -1,0 +1,93 @@
+"""Muon for weights that are spread over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sage_fast.util.ranks import rank, world_size
+
+MOMENTUM = 0.95
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a weight lies over the ranks.
+
+    Attributes:
+        shape: shape of the whole weight.
+        sizes: elements per rank, in order; the last ones may be padding.
+        device: where collectives run.
+    """
+
+    shape: torch.Size
+    sizes: tuple[int, ...]
+    device: torch.device
+
+
+def whole_update(direction: Tensor, **settings: Any) -> Tensor:
+    """Return what torch's Muon adds to a matrix of zeros for a gradient of `direction`, without its momentum."""
+    p = nn.Parameter(torch.zeros_like(direction))
+    p.grad = direction
+    torch.optim.Muon([p], momentum=0, nesterov=False, weight_decay=0, **settings).step()
+    return p.detach()
+
+
+class MuonOfParts(torch.optim.Optimizer):
+    """Muon on the parts of matrices that each rank holds, with the momentum of these parts.
+
+    A round has as many matrices as there are ranks. Each rank gets one of them whole, orthogonalises it, and sends the
+    others the update of their parts. All ranks step together.
+
+    Args:
+        parts: this rank's part of each matrix; it may be empty.
+        spreads: how each matrix lies over the ranks.
+        settings: settings of torch's Muon.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], spreads: Sequence[Spread], **settings: Any) -> None:
+        super().__init__(parts, settings)
+        self.spreads = spreads
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        moving = [(p, spread) for p, spread in zip(group["params"], self.spreads) if p.grad is not None]
+        moving.sort(key=lambda pair: pair[1].shape)  # matrices of a round take equally long
+        for start in range(0, len(moving), world_size()):
+            self._round(moving[start : start + world_size()], group)
+
+    def _round(self, matrices: Sequence[tuple[Tensor, Spread]], group: dict[str, Any]) -> None:
+        decay, settings = group["weight_decay"], {key: group[key] for key in ("lr", "eps", "adjust_lr_fn")}
+        device = matrices[0][1].device
+        given = [p.numel() for p, _ in matrices] + [0] * (world_size() - len(matrices))
+        mine = matrices[rank()][1] if rank() < len(matrices) else None
+        taken = list(mine.sizes) if mine else [0] * world_size()
+        whole = _exchange(torch.cat([self._direction(p) for p, _ in matrices]).to(device), given, taken)
+        if mine:
+            count = mine.shape.numel()
+            update = whole_update(whole[:count].view(mine.shape), **settings)
+            whole = F.pad(update.flatten(), [0, len(whole) - count])
+        updates = _exchange(whole, taken, given).split(given)
+        for (p, _), update in zip(matrices, updates):
+            p.mul_(1 - settings["lr"] * decay).add_(update.to(p.device))
+
+    def _direction(self, p: Tensor) -> Tensor:
+        """Return Nesterov's direction of a part, after its momentum has taken the gradient in."""
+        assert p.grad is not None
+        momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        momentum.lerp_(p.grad, 1 - MOMENTUM)
+        return p.grad.lerp(momentum, MOMENTUM)
+
+
+def _exchange(sent: Tensor, given: list[int], taken: list[int]) -> Tensor:
+    """Send `given[i]` elements to rank i, and return those that each rank sends here: `taken`."""
+    received = sent.new_empty(sum(taken))
+    dist.all_to_all_single(received, sent, taken, given)
+    return received

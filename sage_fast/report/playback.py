@@ -1,0 +1,92 @@
+"""Read videos back: their frames, a poster, and a form that every browser plays."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageSequence
+from torch import Tensor
+
+from sage_fast.report.videos import save_mp4
+from sage_fast.util.errors import UserError
+from sage_fast.util.frames import evenly_spaced
+
+ANIMATIONS = (".webp", ".gif", ".png")
+_PLAYED = ("h264", "vp8", "vp9", "av1")
+"""Codecs that browsers play in 4:2:0."""
+
+
+def _frames(path: Path) -> Iterator[np.ndarray]:
+    """Yield frames, uint8 `[H, W, 3]`.
+
+    Raises:
+        UserError: the file cannot be read, or ends earlier than its header says.
+    """
+    try:
+        if path.suffix.lower() in ANIMATIONS:
+            with Image.open(path) as animation:
+                yield from (np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(animation))
+            return
+        import imageio_ffmpeg
+
+        reader = imageio_ffmpeg.read_frames(str(path))
+        about = next(reader)
+        width, height = about["size"]
+        count = 0
+        for frame in reader:
+            yield np.frombuffer(frame, dtype=np.uint8).reshape(height, width, 3)
+            count += 1
+    # SyntaxError: Pillow on a broken PNG. IndexError, AttributeError: imageio-ffmpeg on a file without video.
+    except (OSError, RuntimeError, SyntaxError, ValueError, IndexError, AttributeError) as error:
+        if not path.is_file():
+            raise
+        raise UserError(f"{path}: cannot be read as a video: {str(error).strip().splitlines()[-1]}") from error
+    expected = about["duration"] * about["fps"]
+    if count == 0 or count < 0.8 * expected - 1:
+        raise UserError(f"{path}: cannot be read as a video: it ends after {count} of about {expected:.0f} frames")
+
+
+def read_video(path: Path, num_frames: int | None = None) -> Tensor:
+    """Read float32 `[F, 3, H, W]` in [0, 1]: all frames, or `num_frames` evenly spaced ones from first to last.
+
+    Raises:
+        UserError: the file cannot be read, or is cut off.
+    """
+    frames = list(_frames(path))
+    frames = [frames[i] for i in evenly_spaced(len(frames), num_frames or len(frames))]
+    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 255
+
+
+def for_browser(path: Path) -> tuple[str, bytes]:
+    """Return MIME type and content of a video that every browser plays; re-encode the file only if it must.
+
+    Raises:
+        UserError: the file cannot be read, or is cut off.
+    """
+    frames = sum(1 for _ in _frames(path))
+    suffix = path.suffix.lower()
+    if suffix in ANIMATIONS:
+        return f"image/{suffix[1:]}", path.read_bytes()
+    import imageio_ffmpeg
+
+    reader = imageio_ffmpeg.read_frames(str(path))
+    about = next(reader)
+    reader.close()
+    if suffix in (".mp4", ".webm") and about["codec"] in _PLAYED and about["pix_fmt"].split("(")[0] == "yuv420p":
+        return f"video/{suffix[1:]}", path.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "video.mp4"
+        save_mp4(file, read_video(path, frames), about["fps"])
+        return "video/mp4", file.read_bytes()
+
+
+def poster(path: Path) -> bytes:
+    """Return the first frame as JPEG."""
+    buffer = io.BytesIO()
+    Image.fromarray(next(_frames(path))).save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()

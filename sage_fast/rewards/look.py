@@ -1,0 +1,64 @@
+"""Check a reward before a run without making it: its name, its arguments, and the files that they name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from sage_fast.config.schema import RewardEntry
+from sage_fast.rewards.load import argument_of, check_args, check_no_args, find_reward
+from sage_fast.util.errors import UserError
+
+
+def look_at_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
+    """Check a reward's name, arguments and files without making it, for a dry run.
+
+    A class says in `files` which arguments name a folder or a hub id, and which files that holds.
+
+    Args:
+        key: setting that holds the name, for messages.
+
+    Returns:
+        A line for each hub id that is not in the cache.
+
+    Raises:
+        UserError: there is no such reward, an argument is unknown or missing, or a folder or file is missing.
+    """
+    if entry.is_address:
+        return []
+    setting = f"{key} = {entry.name!r}"
+    reward = find_reward(entry.name, setting)
+    if not isinstance(reward, type):
+        check_no_args(entry, setting)
+        return []
+    check_args(reward, entry.args, key, setting)
+    notes, parameters = [], inspect.signature(reward).parameters
+    for name, patterns in getattr(reward, "files", {}).items():
+        source = entry.args.get(name, parameters[name].default)
+        if source is not None and (note := _look_for(str(source), patterns, argument_of(key, name))):
+            notes.append(note)
+    return notes
+
+
+def _look_for(source: str, patterns: Sequence[str], setting: str) -> str | None:
+    """Return a note if `source` is a hub id that is not in the cache.
+
+    Raises:
+        UserError: it is no folder with files like `patterns`, nor a hub id.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        if missing := [pattern for pattern in patterns if not any(folder.glob(pattern))]:
+            raise UserError(f"{setting} = {source!r}: expected a folder that holds {missing[0]}")
+        return None
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
+        raise UserError(
+            f"{setting} = {source!r}: no such folder; expected one that holds {patterns[0]}, or a hub id, owner/name"
+        )
+    if isinstance(try_to_load_from_cache(source, patterns[0]), str):
+        return None
+    return f"{setting} = {source!r}: no folder and not in the hub's cache; a run fetches it, or: hf download {source}"

@@ -1,0 +1,144 @@
+"""The model card of a run: what was trained on what, what it gained on held-out prompts, and how to use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from sage_fast import __version__
+from sage_fast.config.redact import redacted
+from sage_fast.config.schema import Config
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.protocol import Spec
+from sage_fast.models.registry import split_path
+from sage_fast.report.scores import TOO_FEW, PairedRow, format_number, paired_table, read_scores
+
+PROMPTS = 50
+"""Most held-out prompts that are listed."""
+
+
+def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: str | None, files: Iterable[str]) -> str:
+    """Return the README.md of a run's weights on the hub.
+
+    Args:
+        run: the run folder, whose evaluations are shown.
+        base: hub id of the base model.
+        files: names of the files beside the card.
+    """
+    lora = config.model.trains_adapter
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation=("adapter" if lora else "finetune") if base else None,
+        library_name="diffusers",
+        license="other" if spec.license else None,
+        license_name=spec.license[0] if spec.license else None,
+        license_link=spec.license[1] if spec.license else None,
+        pipeline_tag="text-to-video",
+        tags=["text-to-video", "sage-grpo", "sage-fast", *(["lora"] if lora else [])],
+    )
+    rewards = ", ".join(entry.name.rsplit("@", 1)[-1] for entry in config.reward.entries)
+    sampling = config.sampling
+    sections = {
+        "": f"{'A LoRA for' if lora else 'All weights of'} {base or spec.title}, aligned with a reward ({rewards}) by "
+        f"SAGE-GRPO in {iteration} iterations of sage-fast {__version__}. Trained at guidance scale "
+        f"{sampling.guidance_scale:g}, shift {sampling.shift:g}, {sampling.num_frames} frames of {sampling.width} x "
+        f"{sampling.height}; evaluated at guidance scale {config.eval_guidance_scale:g} with "
+        f"{config.eval.steps} ODE steps.",
+        "Use": _use(base, files, lora=lora),
+        "Held-out prompts": _evaluation(run, iteration),
+        "Settings": f"```yaml\n{_settings(config, base)}```",
+    }
+    text = "\n\n".join(
+        f"{f'## {title}' if title else f'# {run.resolve().name}'}\n\n{body}" for title, body in sections.items()
+    )
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
+
+
+def _use(base: str | None, files: Iterable[str], *, lora: bool) -> str:
+    """Return what each file is for, and the lines that load the weights."""
+    listed = [f"- `{name}`: {text}" for name in sorted(files) if (text := _purpose(name))]
+    code = [
+        "from diffusers import DiffusionPipeline",
+        "",
+        f'pipe = DiffusionPipeline.from_pretrained("{base or "BASE"}")',
+    ]
+    if lora:
+        code.append(f'pipe.transformer.load_lora_adapter(FOLDER, weight_name="{LORA_FILE}", prefix=None)')
+    else:
+        code.append('pipe.transformer = type(pipe.transformer).from_pretrained(FOLDER, subfolder="transformer")')
+    return "\n".join([*listed, "", "```python", *code, "```"]).strip()
+
+
+def _purpose(file: str) -> str | None:
+    if file == LORA_FILE:
+        return "for diffusers"
+    if file == "adapter_model.safetensors":
+        return "for peft, with `adapter_config.json`"
+    found = re.fullmatch(r".+-(\w+)\.safetensors", file)
+    return f"with the layer names of {found[1]}, its scale in `lora_B`" if found and "/" not in file else None
+
+
+def _evaluation(run: Path, iteration: int) -> str:
+    """Return the table of scores before and after training, and the prompts they are of.
+
+    Args:
+        iteration: of the weights, which may be newer than the last evaluation.
+    """
+    before, after = (run / "eval" / f"{name}.json" for name in ("before", "after"))
+    if not before.is_file() or not after.is_file():
+        return "The run was not evaluated before and after."
+    scores = read_scores(after)
+    if scores["iteration"] != iteration:
+        return (
+            f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration "
+            f"{scores['iteration']}."
+        )
+    rows = paired_table(read_scores(before), scores)
+    return f"{_table(rows)}\n\n{_prompts(scores['prompts'])}"
+
+
+def _table(rows: Sequence[PairedRow]) -> str:
+    judged = any(row.margin is not None for row in rows)
+    lines = [f"| score | before | after | difference{' ± 95 %' if judged else ''} |", "|---|---|---|---|"]
+    for row in rows:
+        difference = format_number(row.difference, 4, sign=True)
+        if row.margin is not None:
+            difference += f" ± {format_number(row.margin, 4)}"
+        before, after = format_number(row.before, 4), format_number(row.after, 4)
+        lines.append(f"| {row.name} | {before} | {after} | {difference} |")
+    count = f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds before and after"
+    return "\n".join([*lines, "", f"{count}{'' if judged else f'; {TOO_FEW}'}."])
+
+
+def _prompts(prompts: Sequence[str]) -> str:
+    texts = [" ".join(text.split()) for text in dict.fromkeys(prompts)]
+    more = f"\n- and {len(texts) - PROMPTS} more" if len(texts) > PROMPTS else ""
+    listed = "\n".join(f"- {text}" for text in texts[:PROMPTS])
+    return f"<details><summary>The prompts</summary>\n\n{listed}{more}\n\n</details>"
+
+
+def _settings(config: Config, base: str | None) -> str:
+    """Return the settings as YAML, without secrets, the user of an address and folders of this machine."""
+    settings = _without_folders(dataclasses.asdict(redacted(config)))
+    settings["model"]["path"] = base or _name(split_path(config.model.path)[1])
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    return re.sub(r"(?<=://)[^/@\s]+@", "", text)
+
+
+def _without_folders(value: Any) -> Any:
+    """Return settings with the name alone of each absolute path."""
+    if isinstance(value, dict):
+        return {key: _without_folders(kept) for key, kept in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(kept) for kept in value]
+    return _name(value) if isinstance(value, str) and value.startswith(("/", "~")) else value
+
+
+def _name(path: str) -> str:
+    return Path(path).name or path

@@ -1,0 +1,62 @@
+"""Checks of settings and files before PyTorch is imported, which takes seconds. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sage_fast.config.schema import Config
+from sage_fast.data.prompts import negatives_of, read_prompts
+from sage_fast.models.sharing import check_ranks
+from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.run.resume import check_kept, check_run
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import PARTIAL, read_metrics
+
+LOCK = "run.lock"
+
+
+def check_early(config: Config, ranks: int) -> None:
+    """Check the prompt files, and that every rank gets a sample.
+
+    Raises:
+        UserError: they are not as expected.
+    """
+    sources = config.data.prompts, config.data.eval_prompts
+    negatives_of(prompt for source in sources for prompt in read_prompts(source, config.sampling))
+    check_ranks(config, ranks)
+
+
+def check_output(config: Config, *, resume: bool) -> None:
+    """Check the output folder without touching it.
+
+    Raises:
+        UserError: without `resume`, the folder holds a run or other files. With `resume`, it holds no run, a run that
+            began with other values of settings it must keep, a run past `train.iterations`, or one without its metrics.
+    """
+    run = Path(config.output)
+    if resume:
+        check_run(run)
+        check_kept(config)
+        done = max(map(iteration_of, checkpoints(run)), default=0)
+        if done > config.train.iterations:
+            raise UserError(
+                f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
+                "nothing was changed"
+            )
+        if done and not read_metrics(run / "metrics.jsonl"):
+            raise UserError(
+                f"{str(run / 'metrics.jsonl')!r}: the lines of {done} iterations are gone; put a copy of it there, "
+                "or start another run with --output and no --resume; nothing was changed"
+            )
+    elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
+        holds_run = (run / "config.yaml").exists()
+        found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
+        raise UserError(
+            f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
+            "nothing was changed"
+        )
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether this file may be left from a run that was killed before it began."""
+    return path.name == LOCK or path.suffix == PARTIAL

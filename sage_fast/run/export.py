@@ -1,0 +1,150 @@
+"""`sage-fast export` and `sage-fast push`: the weights of a run in the formats of other programs, with a model card."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sage_fast.config.load import load
+from sage_fast.config.schema import Config
+from sage_fast.models.load import find_spec
+from sage_fast.models.lora import lora_file, write_adapter
+from sage_fast.models.lora_layouts import converted, read_lora
+from sage_fast.models.protocol import Spec
+from sage_fast.models.registry import split_path
+from sage_fast.run.card import model_card
+from sage_fast.run.sources import newest_weights
+from sage_fast.util.errors import RunError, UserError, first_line
+from sage_fast.util.files import aside, saving
+
+log = logging.getLogger(__name__)
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
+    """Write the newest weights of a run and a model card into `folder`.
+
+    A LoRA is written in diffusers format, in peft's (adapter_model.safetensors, adapter_config.json) and in each of
+    `Spec.lora_layouts` (<run>-<layout>.safetensors). All weights stay in diffusers format.
+
+    Args:
+        folder: new or empty, and not the current one: a new one takes its place.
+        base: hub id of the base model; by default `model.path`, if that is one.
+
+    Returns:
+        The files.
+
+    Raises:
+        UserError: `run` has no weights, `folder` holds files, or `base` is no hub id.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{str(folder)!r}: expected a new or an empty folder; nothing was changed")
+    place = folder.resolve()
+    if place == Path.cwd():
+        raise UserError(f"{str(folder)!r}: the current folder; expected another one")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with aside(place) as partial:
+        _write(run, partial, base, shutil.copy2)
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def push(run: Path, repo: str, base: str | None = None, *, private: bool, dry_run: bool) -> list[str]:
+    """Upload what `export` writes to the Hugging Face hub.
+
+    Args:
+        repo: hub id, or the name of a repository of your own; created if missing.
+        private: create it as a private one.
+        dry_run: upload nothing.
+
+    Returns:
+        A line for each file with its size, then the address.
+
+    Raises:
+        UserError: as `export`; or no token, no such name, or a public repository with `private`.
+        RunError: the hub refuses.
+    """
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"{repo!r}: expected a hub id such as someone/{run.resolve().name}: {error}") from error
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "files"
+        _write(run, folder, base, os.symlink)  # weights of tens of gigabytes are not copied
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        lines = [f"{path.relative_to(folder)}  {path.stat().st_size / 2**20:,.1f} MiB" for path in files]
+        if dry_run:
+            return [*lines, f"nothing was uploaded to {repo}"]
+        if get_token() is None:
+            raise UserError("no token for the Hugging Face hub; expected `hf auth login` or HF_TOKEN before")
+        api = HfApi()
+        try:
+            address = api.create_repo(repo, private=private or None, exist_ok=True)
+            if private and not api.model_info(address.repo_id).private:
+                raise UserError(f"--private: {address.repo_id} exists and is public; nothing was uploaded")
+            message = f"Weights of the run {run.resolve().name}"
+            api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message)
+        except (HfHubHTTPError, HTTPError, OSError) as error:
+            raise RunError(f"{repo}: the Hugging Face hub refuses or cannot be reached: {first_line(error)}") from error
+        return [*lines, str(address)]
+
+
+def _write(run: Path, folder: Path, base: str | None, copy: Callable[[str, str], Any]) -> None:
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{str(run)!r} is no run folder: config.yaml is missing")
+    weights, iteration = newest_weights(run)
+    config = load(run / "config.yaml")
+    spec = find_spec(config.model.path)
+    base = _base(config, base)
+    folder.mkdir()
+    for part in spec.networks:
+        if not config.model.trains_adapter:
+            shutil.copytree((weights / part).resolve(), folder / part, copy_function=copy)
+        else:
+            _write_lora(spec, part, weights, folder, run.resolve().name, base)
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    card = model_card(run, config, spec, iteration=iteration, base=base, files=names)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _base(config: Config, base: str | None) -> str | None:
+    """Return the hub id of the base model; None without one, as for a local folder."""
+    path = split_path(config.model.path)[1]
+    if base is None and HUB_ID.fullmatch(path) and not Path(path).is_dir():
+        return path
+    if base is None:
+        log.info(f"note: model.path = {path!r} is no hub id: --base HUB_ID names the base in files and card")
+    elif not HUB_ID.fullmatch(base):
+        raise UserError(f"--base {base!r}: expected a hub id such as {find_spec(config.model.path).published}")
+    return base
+
+
+def _write_lora(spec: Spec, part: str, weights: Path, folder: Path, name: str, base: str | None) -> None:
+    """Write the adapter of one part in all formats."""
+    tensors, adapter = read_lora(weights / lora_file(part))
+    adapter.base_model_name_or_path = base
+    with saving(folder / lora_file(part)):
+        write_adapter(folder / lora_file(part), tensors, adapter)
+    own = folder if part == "transformer" else folder / part
+    adapter.save_pretrained(own)
+    _save(own / "adapter_model.safetensors", {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}, {})
+    for layout, place in spec.lora_layouts.items():
+        moved = converted(tensors, adapter, place)
+        _save(own / f"{name}-{layout}.safetensors", moved, {"base_model": base} if base else {})
+
+
+def _save(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    with saving(file):
+        save_file(dict(tensors), file, {"format": "pt", **metadata})

@@ -1,0 +1,82 @@
+"""The checkpoints in a run folder, and whether one is whole.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from sage_fast.config.schema import Config
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import read_json, write_json
+
+MANIFEST = "manifest.json"
+"""File in a checkpoint and in `weights/` that holds the size and SHA-256 of every other file."""
+
+FOR_TRAINING = ("state.json", "trainable.safetensors", "ema.safetensors", "anchor.safetensors", "optimizer.pt")
+"""Checkpoint files that only a resume reads."""
+
+
+def check_weights(config: Config) -> None:
+    """Check the weights that the settings name, if a run wrote them.
+
+    Raises:
+        UserError: they are damaged.
+    """
+    folder = Path(config.model.weights or "")
+    if config.model.weights is not None and (folder / MANIFEST).is_file() and (fault := fault_of_weights(folder)):
+        raise UserError(f"model.weights = {str(folder)!r}: damaged: {fault}; expected what the run wrote, or a copy")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Return the folders of complete checkpoints, oldest first."""
+    found = [path for path in (run / "checkpoints").glob("iteration-*") if re.fullmatch(r"iteration-\d+", path.name)]
+    return sorted(found, key=iteration_of)
+
+
+def iteration_of(folder: Path) -> int:
+    """Return the iteration that a checkpoint continues with."""
+    return int(folder.name.removeprefix("iteration-"))
+
+
+def digest(file: Path) -> dict[str, Any]:
+    """Return a file's manifest entry: size and SHA-256."""
+    with file.open("rb") as opened:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def write_manifest(folder: Path) -> None:
+    """Describe the files of a folder in its manifest."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    write_json({"files": {file.relative_to(folder).as_posix(): digest(file) for file in files}}, folder / MANIFEST)
+
+
+def fault_of_weights(checkpoint: Path) -> str | None:
+    """Return `fault_of` for the files that sampling and evaluation read."""
+    return fault_of(checkpoint, lambda names: [name for name in names if name not in FOR_TRAINING])
+
+
+def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]]) -> str | None:
+    """Return why a checkpoint cannot be used; None if the manifest's `chosen` files match their checksums."""
+    if not (folder / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        files = read_json(folder / MANIFEST)["files"]
+        expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (UserError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not what was written"
+    for name in chosen(sorted(expected)):
+        size, sha256 = expected[name]
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
+        if digest(file)["sha256"] != sha256:
+            return f"{name} has changed since it was written (SHA-256)"
+    return None

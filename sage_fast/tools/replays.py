@@ -1,0 +1,64 @@
+"""Check of recorded rollouts against plain ones, which `sage-fast doctor` and the tests run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.models.policy import Policy
+from sage_fast.models.testbed.model import LATENT_SHAPE
+from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.util.seeding import sample_seeds
+
+
+def roll(
+    policy: Policy,
+    embeddings: Mapping[Any, Any],
+    prompts: Sequence[str],
+    index: int = 0,
+    graphs: StepGraphs | None = None,
+) -> list[Tensor]:
+    """Roll out a testbed sample per prompt in five steps; return the last latents and all tensors of every step.
+
+    Args:
+        policy: a policy of the testbed's latents.
+        embeddings: prompt -> embedding.
+        prompts: prompt of each sample.
+        index: iteration, which seeds the noise.
+        graphs: recorded steps to replay; None runs each step one kernel at a time.
+    """
+    table = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
+    seeds = sample_seeds(0, index, 0, range(len(prompts)))
+    recorded: list[Tensor] = []
+    last = rollout(
+        policy,
+        table,
+        table.coefficients(math.prod(LATENT_SHAPE)).to(policy.device),
+        policy.conditioning_table(table.sigmas[:-1], embeddings),
+        prompts,
+        seeds,
+        initial_latents(seeds, LATENT_SHAPE, policy.device),
+        record=lambda step, *tensors: recorded.extend(tensor.clone() for tensor in tensors),
+        graphs=graphs,
+    )
+    return [last, *recorded]
+
+
+def replay_problem(graphs: StepGraphs, embeddings: Mapping[Any, Any], batches: Sequence[Sequence[str]]) -> str:
+    """Say how rollouts with `graphs` differ from plain ones in any bit, or return an empty text.
+
+    A shape is recorded at its second batch and replayed with other values at its third.
+    """
+    for index, prompts in enumerate(batches):
+        plain = roll(graphs.policy, embeddings, prompts, index)
+        for mine, expected in zip(roll(graphs.policy, embeddings, prompts, index, graphs), plain, strict=True):
+            if not torch.equal(mine, expected):
+                error = (mine.float() - expected.float()).abs().max().item()
+                return f"rollout {index + 1} differs from the one without by {error:.1e}"
+    return ""

@@ -1,0 +1,57 @@
+"""Draw README's picture from a finished run of the demo: three prompts before and after, beside the held-out reward.
+
+    sage-fast train configs/demo.yaml --output runs/demo --eval.interval 25
+    python scripts/readme_picture.py runs/demo docs/images/demo.png
+
+The prompts are the one with the largest gain and the two medians of the six whose videos the run keeps.
+"""
+
+import sys
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from sage_fast.report.charts import BLUE, picture
+from sage_fast.report.page import points_of, read_run
+from sage_fast.report.shown import shown_pairs
+from sage_fast.report.videos import numbered, read_video
+
+FRAMES = 3
+"""Frames of a video: the first, the last, and those between at equal distances."""
+
+
+def main(run: Path, output: Path) -> None:
+    data = read_run(run)
+    before, after = data.evaluations["before"], data.evaluations["after"]
+    sides = {side: numbered(run / "videos" / side) for side in ("before", "after")}
+    largest, _, *medians, _, _ = shown_pairs(before, after, sides["after"], 6)
+    points = points_of(data, "reward")
+
+    def draw(figure: Figure) -> None:
+        figure.set_layout_engine("constrained", w_pad=0.015, h_pad=0.03, wspace=0.01, hspace=0.01)
+        *blocks, chart = figure.subfigures(1, 4, width_ratios=[1, 1, 1, 1.15], wspace=0.05)
+        for number, block in zip((largest, *medians), blocks):
+            grid = block.subplots(2, FRAMES)
+            block.suptitle(before["prompts"][number], fontsize=9.5)
+            for row, (side, files) in zip(grid, sides.items()):
+                video = read_video(files[number])
+                row[0].set_ylabel(side, fontsize=10)
+                for i, axes in enumerate(row):
+                    frame = video[i * (len(video) - 1) // (FRAMES - 1)]
+                    axes.imshow(frame.permute(1, 2, 0).numpy(), interpolation="nearest")
+                    axes.set(xticks=[], yticks=[])
+                    axes.spines[:].set_visible(False)
+        axes = chart.subplots()
+        x = sorted(points)
+        means, margins = zip(*(points[i] for i in x))
+        low, high = ([m + sign * margin for m, margin in zip(means, margins)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
+        axes.plot(x, means, color=BLUE, marker="o", markersize=3)
+        axes.set_title("Reward, held-out prompts", fontsize=10)
+        axes.set_xlabel("iteration")
+
+    output.write_bytes(picture(draw, (11, 2.25), "png", "readme"))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

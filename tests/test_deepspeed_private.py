@@ -1,0 +1,86 @@
+"""DeepSpeed's insides: another version warns once and names the tested one, and what is missing is named."""
+
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sage_fast
+from sage_fast.util import deepspeed_private
+from sage_fast.util.deepspeed_private import TESTED, check_version, keep_whole, part_of_master, release_gathered, shard
+from sage_fast.util.errors import UserError
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "1.19.8", "0.18.9"])
+def test_another_minor_version_warns_once(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings = warnings_of(version, monkeypatch)
+    assert len(warnings) == 1
+    assert re.search(
+        rf"DeepSpeed {version} is not\s+tested.*pip\s+install\s+'deepspeed=={TESTED}\.\*'", warnings[0], re.S
+    )
+
+
+def test_the_tested_version_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not warnings_of(f"{TESTED}.99", monkeypatch)
+
+
+def warnings_of(version: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What two engines in one process warn of."""
+    found: list[str] = []
+    check_version.cache_clear()
+    monkeypatch.setattr(deepspeed_private, "_version", lambda: version)
+    monkeypatch.setattr(deepspeed_private.log, "warning", found.append)
+    check_version()
+    check_version()
+    check_version.cache_clear()
+    return found
+
+
+def test_what_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use by itself: the rest works."""
+    monkeypatch.setattr(deepspeed_private, "_version", lambda: "0.42.0")
+
+    class Optimizer:
+        parameter_offload = SimpleNamespace(persistent_parameters=[])
+
+    weight = SimpleNamespace(ds_id=0, all_gather=list)
+    keep_whole(Optimizer(), [weight])
+    assert Optimizer.parameter_offload.persistent_parameters == [weight]
+    for use, missing in (
+        (lambda: part_of_master(Optimizer(), weight), r"Optimizer\._get_fp32_opt_state_partition"),
+        (lambda: part_of_master(Optimizer(), torch.zeros(2)), r"Tensor\._hp_mapping"),
+        (lambda: shard(weight), r"SimpleNamespace\.ds_tensor"),
+        (lambda: release_gathered(Optimizer()), r"Optimizer\.empty_partition_cache"),
+    ):
+        with pytest.raises(UserError, match=rf"DeepSpeed 0.42.0 has no {missing}.*tested is {TESTED}: pip install"):
+            use()
+
+
+def test_the_extra_pins_the_tested_minor_version() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    major, minor = map(int, TESTED.split("."))
+    (extra,) = extras["deepspeed"]
+    assert extra.startswith(f"deepspeed>={TESTED}.")
+    assert extra.endswith(f",<{major}.{minor + 1}")
+    assert f"deepspeed=={TESTED}." in (REPOSITORY / "constraints.txt").read_text()
+
+
+def test_no_other_file_reaches_into_deepspeed() -> None:
+    """Names that DeepSpeed gives weights (`ds_...`), and those of its optimizers that are not documented."""
+    inside = re.compile(
+        r"\.ds_\w+|\"ds_\w+\"|_hp_mapping|_WORLD_GROUP|fp32_partitioned|_opt_state_partition|parameter_offload"
+        r"|persistent_parameters|empty_partition_cache|refresh_fp32|\.all_gather\(self|deepspeed\.optimizer\.\w"
+    )
+    package = Path(sage_fast.__file__).parent
+    found = {
+        f"{file.relative_to(package)}: {match[0]}"
+        for file in package.rglob("*.py")
+        if file.name != "deepspeed_private.py"
+        for match in inside.finditer(file.read_text())
+    }
+    assert not found

@@ -1,0 +1,503 @@
+"""Exported weights: equal updates in every layout, in peft and in diffusers, with a card, and on the hub."""
+
+import functools
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import yaml
+from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import validate_repo_id
+from peft import LoraConfig, PeftModel
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from sage_fast import cli
+from sage_fast.config.load import dump
+from sage_fast.config.schema import ModelConfig, SamplingConfig
+from sage_fast.models.hunyuan15.lora_names import comfyui, original
+from sage_fast.models.load import find_spec, load_model
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.models.lora_layouts import converted, read_lora
+from sage_fast.models.model import Model
+from sage_fast.models.testbed import BASE as TESTBED
+from sage_fast.models.testbed.model import TestbedTransformer
+from sage_fast.run.card import model_card
+from sage_fast.run.export import export, push
+from sage_fast.run.manifest import MANIFEST, write_manifest
+from sage_fast.util.errors import UserError
+from tests.tiny import CPU, settings
+from tests.tiny_checkpoint import tiny_transformer
+
+# What each layer of the other checkpoints is made of, as diffusers' conversion script (original) and ComfyUI's own
+# key map have it: name -> diffusers' layers, whose rows follow each other. Written the other way round than
+# models/hunyuan15/lora_names.py, and in full.
+OF_BLOCK = {
+    "img_mod.linear": ["norm1.linear"],
+    "txt_mod.linear": ["norm1_context.linear"],
+    "img_attn_q": ["attn.to_q"],
+    "img_attn_k": ["attn.to_k"],
+    "img_attn_v": ["attn.to_v"],
+    "img_attn_proj": ["attn.to_out.0"],
+    "txt_attn_q": ["attn.add_q_proj"],
+    "txt_attn_k": ["attn.add_k_proj"],
+    "txt_attn_v": ["attn.add_v_proj"],
+    "txt_attn_proj": ["attn.to_add_out"],
+    "img_mlp.fc1": ["ff.net.0.proj"],
+    "img_mlp.fc2": ["ff.net.2"],
+    "txt_mlp.fc1": ["ff_context.net.0.proj"],
+    "txt_mlp.fc2": ["ff_context.net.2"],
+}
+OF_COMFYUI_BLOCK = {
+    "img_mod.lin": ["norm1.linear"],
+    "txt_mod.lin": ["norm1_context.linear"],
+    "img_attn.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "img_attn.proj": ["attn.to_out.0"],
+    "txt_attn.qkv": ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"],
+    "txt_attn.proj": ["attn.to_add_out"],
+    "img_mlp.0": ["ff.net.0.proj"],
+    "img_mlp.2": ["ff.net.2"],
+    "txt_mlp.0": ["ff_context.net.0.proj"],
+    "txt_mlp.2": ["ff_context.net.2"],
+}
+OF_REFINER = {
+    "self_attn_qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "self_attn_proj": ["attn.to_out.0"],
+    "mlp.fc1": ["ff.net.0.proj"],
+    "mlp.fc2": ["ff.net.2"],
+    "adaLN_modulation.1": ["norm_out.linear"],
+}
+OF_COMFYUI_REFINER = {
+    "self_attn.qkv": ["attn.to_q", "attn.to_k", "attn.to_v"],
+    "self_attn.proj": ["attn.to_out.0"],
+    "mlp.0": ["ff.net.0.proj"],
+    "mlp.2": ["ff.net.2"],
+    "adaLN_modulation.1": ["norm_out.linear"],
+}
+COMMON = {
+    "img_in.proj": ["x_embedder.proj"],
+    "txt_in.input_embedder": ["context_embedder.proj_in"],
+    "byt5_in.fc1": ["context_embedder_2.linear_1"],
+    "byt5_in.fc2": ["context_embedder_2.linear_2"],
+    "byt5_in.fc3": ["context_embedder_2.linear_3"],
+    "vision_in.proj.1": ["image_embedder.linear_1"],
+    "vision_in.proj.3": ["image_embedder.linear_2"],
+    "final_layer.adaLN_modulation.1": ["norm_out.linear"],
+    "final_layer.linear": ["proj_out"],
+}
+TIME, TEXT_TIME = "time_embed.timestep_embedder.linear_", "context_embedder.time_text_embed.timestep_embedder.linear_"
+POOLED = "context_embedder.time_text_embed.text_embedder.linear_"
+LAYOUTS = {
+    "original": {
+        **COMMON,
+        **{
+            f"double_blocks.{i}.{name}": (f"transformer_blocks.{i}.", of)
+            for i in (0, 1)
+            for name, of in OF_BLOCK.items()
+        },
+        **{
+            f"txt_in.individual_token_refiner.blocks.0.{name}": ("context_embedder.token_refiner.refiner_blocks.0.", of)
+            for name, of in OF_REFINER.items()
+        },
+        **{f"time_in.mlp.{i}": [f"{TIME}{i // 2 + 1}"] for i in (0, 2)},
+        **{f"txt_in.t_embedder.mlp.{i}": [f"{TEXT_TIME}{i // 2 + 1}"] for i in (0, 2)},
+        **{f"txt_in.c_embedder.linear_{i}": [f"{POOLED}{i}"] for i in (1, 2)},
+    },
+    "comfyui": {
+        **COMMON,
+        **{
+            f"double_blocks.{i}.{name}": (f"transformer_blocks.{i}.", of)
+            for i in (0, 1)
+            for name, of in OF_COMFYUI_BLOCK.items()
+        },
+        **{
+            f"txt_in.individual_token_refiner.blocks.0.{name}": ("context_embedder.token_refiner.refiner_blocks.0.", of)
+            for name, of in OF_COMFYUI_REFINER.items()
+        },
+        **{f"time_in.{name}_layer": [f"{TIME}{i}"] for i, name in ((1, "in"), (2, "out"))},
+        **{f"txt_in.t_embedder.{name}_layer": [f"{TEXT_TIME}{i}"] for i, name in ((1, "in"), (2, "out"))},
+        **{f"txt_in.c_embedder.{name}_layer": [f"{POOLED}{i}"] for i, name in ((1, "in"), (2, "out"))},
+    },
+}
+
+
+def made_of(layout: str) -> dict[str, list[str]]:
+    return {
+        name: [of[0] + layer for layer in of[1]] if isinstance(of, tuple) else of
+        for name, of in LAYOUTS[layout].items()
+    }
+
+
+@pytest.fixture(
+    scope="module", params=[None, r"transformer_blocks\.\d+\.(attn\.to_[qv]|ff\.net\.2)"], ids=["all", "some"]
+)
+def adapted(request: pytest.FixtureRequest) -> nn.Module:
+    """The real class with adapters of random weights on every layer that can have one, or on a few."""
+    torch.manual_seed(0)
+    network = tiny_transformer()
+    layers = [name for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)]
+    network.add_adapter(LoraConfig(r=3, lora_alpha=7, target_modules=request.param or layers), adapter_name="default")
+    for name, p in network.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(p)
+    return network
+
+
+def update_of(layer: Any) -> Tensor:
+    """What the adapter adds to a weight."""
+    if not isinstance(layer.base_layer, nn.Conv3d):
+        return layer.get_delta_weight("default")
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight  # peft takes a 1 x 1 x 1 kernel for a 2-D one
+    return layer.scaling["default"] * (b.flatten(1) @ a.flatten(1)).reshape(layer.base_layer.weight.shape)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_the_updates_are_those_of_the_adapter(adapted: Any, tmp_path: Path, layout: str) -> None:
+    adapted.save_lora_adapter(tmp_path, weight_name=LORA_FILE)
+    tensors, config = read_lora(tmp_path / LORA_FILE)
+    moved = converted(tensors, config, {"original": original, "comfyui": comfyui}[layout])
+    expected = {n: update_of(m) for n, m in adapted.named_modules() if hasattr(m, "lora_A")}
+    for name, layers in made_of(layout).items():
+        key = f"diffusion_model.{name}"
+        have = [layer for layer in layers if layer in expected]
+        assert (f"{key}.lora_A.weight" in moved) == bool(have)
+        if not have:
+            continue
+        a, b = moved.pop(f"{key}.lora_A.weight"), moved.pop(f"{key}.lora_B.weight")
+        assert a.dtype == b.dtype == torch.float32
+        update = (b.flatten(1) @ a.flatten(1)).unflatten(1, a.shape[1:])
+        if name == "final_layer.adaLN_modulation.1":  # (shift, scale) there, (scale, shift) in diffusers
+            update = torch.cat(update.chunk(2)[::-1])
+        for layer, rows in zip(layers, update.chunk(len(layers)), strict=True):
+            if layer in expected:
+                torch.testing.assert_close(rows, expected[layer], rtol=1e-5, atol=1e-5, msg=f"{name}: {layer}")
+                del expected[layer]
+            else:
+                assert not rows.any()
+    assert not moved
+    assert not expected
+
+
+def test_a_layer_of_another_name_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'transformer_blocks\.0\.attn\.to_x': HunyuanVideo 1\.5 has no layer"):
+        original("transformer_blocks.0.attn.to_x")
+    with pytest.raises(UserError, match="no layer"):
+        comfyui("single_blocks.0.attn.to_q")
+
+
+@torch.no_grad()
+def test_alpha_of_a_layer_and_rank_stabilised_scale(tmp_path: Path) -> None:
+    """The scale is the one that peft multiplies by."""
+    network: Any = tiny_transformer()
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=r".*\.to_[qk]", alpha_pattern={"to_k": 9}, use_rslora=True)
+    network.add_adapter(config, adapter_name="default")
+    for name, p in network.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(p)
+    network.save_lora_adapter(tmp_path, weight_name=LORA_FILE)
+    moved = converted(*read_lora(tmp_path / LORA_FILE), original)
+    for part in "qk":
+        key = f"diffusion_model.double_blocks.1.img_attn_{part}"
+        update = moved[f"{key}.lora_B.weight"] @ moved[f"{key}.lora_A.weight"]
+        expected = getattr(network.transformer_blocks[1].attn, f"to_{part}").get_delta_weight("default")
+        torch.testing.assert_close(update, expected, rtol=1e-5, atol=1e-5)
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+BASE = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+PROMPTS = [f"prompt {i}" for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The testbed's base with an adapter of random weights."""
+    model = load_model(ModelConfig(dtype="float32", lora_rank=3, lora_alpha=7), SamplingConfig(), CPU, seed=0)
+    for name, p in model.policy.networks["transformer"].named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Model) -> Path:
+    """A finished run with these weights, whose reward has arguments that are secret."""
+    run = tmp_path / "red-circles"
+    (run / "eval").mkdir(parents=True)
+    model.policy.save_weights(run / "weights")
+    write_manifest(run / "weights")
+    args = {"api_key": "sk-123", "nested": {"Token": "hf_456"}, "fps": 2}
+    several = [
+        {"name": "testbed", "weights": {"vq": 1.0}, "args": args},
+        {"name": "http://me:pw789@there:80", "weights": {"x": 1}},
+    ]
+    config = settings(output=str(run), reward__several=several)
+    (run / "config.yaml").write_text(dump(config))
+    for name, by in (("before", 0.0), ("after", 0.25)):
+        scores = {"iteration": 7 if by else 0, "prompts": PROMPTS, "seeds": list(range(6)), "weights": {}}
+        values = [i + by * (i + 1) for i in range(6)]
+        (run / "eval" / f"{name}.json").write_text(json.dumps(scores | {"reward": values, "parts": {"vq": values}}))
+    return run
+
+
+@torch.no_grad()
+def test_peft_and_diffusers_load_what_is_exported(run: Path, model: Model, tmp_path: Path) -> None:
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--base", BASE]) == 0
+    base = TestbedTransformer.from_pretrained(TESTBED, subfolder="transformer")
+    inputs = {
+        "hidden_states": torch.randn(1, 65, 2, 4, 4),
+        "timestep": torch.tensor([300.0]),
+        "encoder_hidden_states": torch.randn(1, 3, base.config.text_embed_dim),
+        "encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
+        "encoder_hidden_states_2": torch.zeros(1, 1, 8),
+        "encoder_attention_mask_2": torch.zeros(1, 1, dtype=torch.bool),
+        "image_embeds": torch.zeros(1, 2, 8),
+    }
+    expected = model.policy.networks["transformer"](**inputs).sample
+    unadapted = base(**inputs).sample
+    assert (expected - unadapted).abs().max() > 0.01
+
+    tuned = PeftModel.from_pretrained(base, tmp_path / "out")
+    torch.testing.assert_close(tuned(**inputs).sample, expected, rtol=0, atol=0)
+    assert tuned.peft_config["default"].base_model_name_or_path == BASE
+
+    stock = TestbedTransformer.from_pretrained(TESTBED, subfolder="transformer")
+    stock.load_lora_adapter(tmp_path / "out", weight_name=LORA_FILE, prefix=None)
+    torch.testing.assert_close(stock(**inputs).sample, expected, rtol=0, atol=0)
+
+
+def test_every_file_names_its_base(run: Path, tmp_path: Path) -> None:
+    files = {path.name: path for path in export(run, tmp_path / "out", BASE)}
+    formats = {f"red-circles-{layout}.safetensors" for layout in LAYOUTS}
+    assert files.keys() == {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", "README.md"} | formats
+    for name in formats:
+        with safe_open(files[name], "pt") as opened:
+            assert opened.metadata()["base_model"] == BASE
+    assert read_lora(files[LORA_FILE])[1].base_model_name_or_path == BASE
+    assert json.loads(files["adapter_config.json"].read_text())["base_model_name_or_path"] == BASE
+    assert ModelCard.load(files["README.md"]).data.base_model == BASE
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_writes_its_base_into_its_weights_without_asking_the_hub(run: Path, model: Model) -> None:
+    model.policy.save_weights(run / "weights")
+    assert read_lora(run / "weights" / LORA_FILE)[1].base_model_name_or_path == "testbed"
+
+
+def test_a_local_base_stays_out_of_the_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path of this machine says nothing to others, and is nobody's business."""
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "note: model.path = 'testbed' is no hub id: --base HUB_ID" in capsys.readouterr().out
+    assert read_lora(tmp_path / "out" / LORA_FILE)[1].base_model_name_or_path is None
+
+
+@pytest.mark.parametrize("base", [None, BASE])
+def test_the_card_has_no_path_of_this_machine(run: Path, tmp_path: Path, base: str | None) -> None:
+    shutil.copytree(TESTBED, tmp_path / "private" / "bases" / "tiny")
+    config = settings(output=str(run), model__path=str(tmp_path / "private" / "bases" / "tiny"),
+                      data__prompts=str(tmp_path / "private" / "p.txt"))  # fmt: skip
+    (run / "config.yaml").write_text(dump(config))
+    export(run, tmp_path / "out", base)
+    text = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert str(tmp_path) not in text
+    shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.S)[1])  # type: ignore[index]
+    assert shown["model"]["path"] == (base or "tiny")
+    assert (shown["output"], shown["data"]["prompts"]) == (run.name, "p.txt")
+
+
+def test_the_card_has_the_table_and_no_secret(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "out", BASE)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.tags == ["text-to-video", "sage-grpo", "sage-fast", "lora"]
+    assert card.data.base_model_relation == "adapter"
+    # differences are 0.25 (i + 1): mean 0.875, standard error 0.25 sqrt(3.5 / 6), times Student's t of 5: 2.5706
+    assert "| reward | 2.5000 | 3.3750 | +0.8750 ± 0.4908 |" in card.text
+    assert all(f"- {prompt}\n" in card.text for prompt in PROMPTS)
+    assert "7 iterations" in card.text
+    for secret in ("sk-123", "hf_456", "pw789"):
+        assert secret not in card.content
+    shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card.text, re.S)[1])  # type: ignore[index]
+    assert shown["reward"]["several"][0]["args"] == {
+        "api_key": "(hidden)",
+        "nested": {"Token": "(hidden)"},
+        "fps": 2,
+    }
+    assert shown["reward"]["several"][1]["name"] == "http://there:80"
+    assert shown["sampling"]["eta"] == 0.7
+
+
+def test_the_licence_is_the_models_own() -> None:
+    spec = find_spec("random:hunyuanvideo15-480p")
+    card = ModelCard(model_card(Path("none"), settings(), spec, iteration=1, base=BASE, files=[]))
+    assert (card.data.license, card.data.license_name) == ("other", "tencent-hunyuan-community")
+    assert card.data.license_link == "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+
+
+def test_the_card_has_no_scores_of_other_weights(run: Path, tmp_path: Path) -> None:
+    """A run that was resumed and stopped has newer weights than the last evaluation."""
+    shutil.copytree(run / "weights", run / "checkpoints" / "iteration-000012")
+    export(run, tmp_path / "out", BASE)
+    text = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert "12 iterations" in text
+    assert "The weights of iteration 12 were not evaluated: eval/after.json is of iteration 7." in text
+    assert "3.3750" not in text
+
+
+def test_the_card_names_the_scale_of_the_evaluations(tmp_path: Path) -> None:
+    config = settings(sampling__guidance_scale=1.0, eval__guidance_scale=6.0)
+    card = model_card(Path("none"), config, find_spec("testbed"), iteration=1, base=None, files=[])
+    assert "Trained at guidance scale 1," in card
+    assert f"evaluated at guidance scale 6 with {config.eval.steps} ODE steps" in " ".join(card.split())
+
+
+def message(*command: str, capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+    assert cli.main([*command]) == status
+    return capsys.readouterr().err.strip()
+
+
+def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert message("export", str(run), str(run), capsys=capsys).endswith(
+        "expected a new or an empty folder; nothing was changed"
+    )
+    assert "is no run folder: config.yaml is missing" in message("export", "nowhere", out, capsys=capsys)
+    assert "--base '/data/model': expected a hub id such as" in message(
+        "export", str(run), out, "--base", "/data/model", capsys=capsys
+    )
+    assert "--base '../model': expected a hub id" in message(
+        "export", str(run), out, "--base", "../model", capsys=capsys
+    )
+    (run / "weights" / LORA_FILE).write_bytes(b"torn")
+    assert "no checkpoint can be used (weights: " in message("export", str(run), out, capsys=capsys)
+    (run / "weights" / MANIFEST).unlink()
+    write_manifest(run / "weights")
+    assert "not a LoRA as a run saves it" in message("export", str(run), out, capsys=capsys)
+    (run / "eval" / "after.json").unlink()
+    assert "has neither a checkpoint nor weights" in message("export", str(run), out, capsys=capsys)
+    assert not Path(out).exists()
+
+
+def test_folders_that_are_there(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert cli.main(["export", str(run), str(tmp_path / "link"), "--base", BASE]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "empty" / LORA_FILE).is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert message("export", str(run), ".", capsys=capsys).endswith("'.': the current folder; expected another one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "here", "link", "red-circles"]
+
+
+def test_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fully tuned run is exported as it is; a push does not copy it."""
+    run = tmp_path / "full"
+    model = load_model(ModelConfig(tuning="full"), SamplingConfig(), CPU, seed=0)
+    model.policy.save_weights(run / "weights")
+    write_manifest(run / "weights")
+    (run / "eval").mkdir()
+    (run / "eval" / "after.json").write_text('{"iteration": 3}')
+    (run / "config.yaml").write_text(dump(settings(model__tuning="full", output=str(run))))
+    files = {str(path.relative_to(tmp_path / "out")) for path in export(run, tmp_path / "out", BASE)}
+    assert files == {"README.md", "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"}
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.base_model_relation == "finetune"
+    again = load_model(ModelConfig(tuning="full", weights=str(tmp_path / "out")), SamplingConfig(), CPU, seed=0)
+    assert all(map(torch.equal, again.policy.snapshot().values(), model.policy.snapshot().values()))
+    monkeypatch.setattr(shutil, "copy2", lambda *paths: pytest.fail("copied"))
+    assert len(push(run, "someone/full", BASE, private=False, dry_run=True)) == 4
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """A hub of one user, in memory."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+
+    def create_repo(self, _: HfApi, repo: str, private: bool | None = None, exist_ok: bool = False) -> RepoUrl:
+        validate_repo_id(repo)
+        name = repo if "/" in repo else f"me/{repo}"
+        if name.startswith("another/"):
+            raise HfHubHTTPError(
+                "403 Forbidden: not yours", response=httpx.Response(403, request=httpx.Request("POST", "http://hub"))
+            )
+        assert name not in self.repositories or exist_ok
+        self.repositories.setdefault(name, {})
+        self.private.setdefault(name, bool(private))
+        return RepoUrl(f"https://huggingface.co/{name}")
+
+    def model_info(self, _: HfApi, name: str) -> SimpleNamespace:
+        return SimpleNamespace(private=self.private[name])
+
+    def upload_folder(self, _: HfApi, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        files = {str(path.relative_to(folder_path)): path for path in folder_path.rglob("*") if path.is_file()}
+        self.repositories[repo_id] |= {name: path.read_bytes() for name, path in files.items()}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    for name in ("create_repo", "model_info", "upload_folder"):
+        monkeypatch.setattr(
+            HfApi,
+            name,
+            functools.partialmethod(lambda api, *a, _call, **k: _call(api, *a, **k), _call=getattr(hub, name)),
+        )
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    return hub
+
+
+def test_push(run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["push", str(run), "someone/circles", "--base", BASE, "--private"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "https://huggingface.co/someone/circles"
+    assert hub.private == {"someone/circles": True}
+    files = hub.repositories["someone/circles"]
+    assert len(files) == 6
+    assert ModelCard(files["README.md"].decode()).data.base_model == BASE
+    assert cli.main(["push", str(run), "circles", "--base", BASE]) == 0  # into one's own name space
+    assert hub.private["me/circles"] is False
+    assert hub.repositories["me/circles"].keys() == files.keys()
+
+
+def test_a_dry_run_uploads_nothing(
+    run: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    assert cli.main(["push", str(run), "someone/circles", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "adapter_model.safetensors  " in out
+    assert out.endswith("nothing was uploaded to someone/circles\n")
+    assert not hub.repositories
+
+
+def test_what_the_hub_refuses(
+    run: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = functools.partial(message, "push", str(run), capsys=capsys)
+    assert "another/circles: the Hugging Face hub refuses or cannot be reached: 403" in push(
+        "another/circles", status=1
+    )
+    for name in ("a b", "", "../x", "a/b/c"):
+        assert f"{name!r}: expected a hub id such as someone/red-circles" in push(name, "--dry-run")
+    hub.create_repo(HfApi(), "me/open")
+    assert "--private: me/open exists and is public; nothing was uploaded" in push("open", "--private")
+    assert hub.repositories == {"me/open": {}}
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("sage_fast.run.export.get_token", lambda: None)
+    assert "no token for the Hugging Face hub; expected `hf auth login` or HF_TOKEN" in push("circles")
+    (run / "eval" / "after.json").unlink()
+    assert "has neither a checkpoint nor weights" in push("circles")

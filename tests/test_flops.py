@@ -1,0 +1,126 @@
+"""What an iteration costs, counted where it happens, and the throughput that a run's rows have."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.algorithm.flops import flops, training_flops
+from sage_fast.cli import main
+from sage_fast.config.load import dump
+from sage_fast.models.protocol import Cost
+from sage_fast.run import train
+from sage_fast.run.train import throughput
+from sage_fast.tools.plan import plan
+from sage_fast.util.environment import peak_flops
+from sage_fast.util.files import read_metrics
+from tests.tiny import settings, tiny_trainer
+
+
+class OneFlatGroup:
+    """Rewards all videos of the first prompt alike, so that its group teaches nothing."""
+
+    def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        flat = torch.tensor([prompt == min(prompts) for prompt in prompts])
+        brightness = videos.mean((1, 2, 3, 4)).where(~flat, torch.ones(()))
+        return {"vq": brightness, "mq": brightness, "ta": brightness}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({"kl__strategy": "dual", "train__optimizer_steps": 2}, id="anchor"),
+        pytest.param({"kl__strategy": "dual", "sampling__guidance_scale": 3.0}, id="guidance"),
+        pytest.param({"kl__strategy": "moving", "kl__anchor_interval": 1}, id="anchor-always-current"),
+        pytest.param({"kl__strategy": "fixed", "kl__position_fraction": 0.4}, id="some-steps"),
+        pytest.param({"kl__strategy": "none", "train__timestep_fraction": 0.6}, id="no-anchor"),
+        pytest.param({"objective__surrogate": "nft", "kl__strategy": "moving"}, id="nft"),
+    ],
+)
+def test_the_forwards_are_those_that_were_made(overrides: dict[str, Any]) -> None:
+    """The first iteration uses the rollout's velocities as the anchor's; the second one does not."""
+    trainer = tiny_trainer(settings(train__parity_gate=False, **overrides), OneFlatGroup())
+    made: Counter[str] = Counter()
+    velocity = trainer.policy.velocity
+
+    def counted(x: Tensor, inputs: Any) -> Tensor:
+        made["training" if torch.is_grad_enabled() else "other"] += len(x)
+        return velocity(x, inputs)
+
+    trainer.policy.velocity = counted  # type: ignore[method-assign]
+    for index in range(2):
+        made.clear()
+        trainer.iteration(index)
+        counts = trainer.forwards
+        assert made == {"training": counts["training"], "other": counts["rollout"] + counts["anchor"]}
+        assert counts["training"] < plan(trainer.config).forwards["training"]  # the flat group is left out
+
+
+def test_flops_of_a_model_and_of_its_kernels() -> None:
+    """By hand: forward 10, of which attention 6; checkpointing recomputes, and None counts no recomputation."""
+    cost = Cost(forward=10.0, attention=6.0, decode=1.0, decoder_weights=1, activations={})
+    lora = {
+        mode: training_flops(10.0, 6.0, checkpointing=mode, frozen_base=True)
+        for mode in (None, "none", "attention", "full")
+    }
+    assert lora == {None: 8 + 18, "none": 8 + 21, "attention": 12 + 21, "full": 12 + 27}
+    assert training_flops(10.0, 6.0, checkpointing=None, frozen_base=False) == 3 * 10
+    counts = {"rollout": 5, "training": 3, "anchor": 2}
+    found = flops(cost, counts, 4, checkpointing=None, frozen_base=True)
+    assert found == {"rollout": 50, "training": 78, "anchor": 20, "decode": 4}
+
+
+def test_throughput_of_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(kl__strategy="none"))
+    trainer.iteration(0)
+    row = {"time/total": 2.0}
+    monkeypatch.setattr(train, "world_size", lambda: 4)
+    assert throughput(trainer, row) == {"throughput/samples_per_gpu_hour": 6 * 3600 / (2.0 * 4)}
+    monkeypatch.setattr(train, "peak_flops", lambda device, dtype: 1e9)
+    cost = trainer.model.spec.cost(trainer.config)
+    training = cost.forward * 2 + cost.attention  # a frozen base: 2 forwards of the linear layers, 3 of attention
+    expected = (6 * 5 * cost.forward + 6 * 5 * training + 6 * cost.decode) / (2.0 * 4 * 1e9)
+    assert throughput(trainer, row)["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("pretend CUDA", None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_sheet_or_unknown(
+    name: str, teraflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    device: Any = SimpleNamespace(type="cuda")
+    assert peak_flops(device, torch.bfloat16) == (None if teraflops is None else 1e12 * teraflops)
+    assert peak_flops(device, torch.float32) is None
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_every_row_of_a_run_has_its_throughput(tmp_path: Path) -> None:
+    """No peak is known of a CPU: the share of it is absent, not guessed."""
+    config = settings(output=str(tmp_path / "run"), sampling__steps=2, train__iterations=2, eval__steps=1,
+                      eval__num_prompts=1, tracking__trackers=[])  # fmt: skip
+    (tmp_path / "tiny.yaml").write_text(dump(config))
+    assert main(["train", str(tmp_path / "tiny.yaml"), "--quiet"]) == 0
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["throughput/samples_per_gpu_hour"] == pytest.approx(6 * 3600 / row["time/total"], rel=1e-12)
+        assert "throughput/mfu" not in row

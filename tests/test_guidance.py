@@ -1,0 +1,96 @@
+"""Guidance in evaluations: a scale of their own, and a warning where it is not training's and no KL acts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.run.evaluation import evaluate
+from sage_fast.run.sample import generate
+from sage_fast.run.setup import Setup
+from sage_fast.run.sources import Source, notes_on
+from sage_fast.run.train import guidance_warning
+from sage_fast.trainer import Trainer
+from tests.tiny import settings, tiny_trainer
+
+PROMPT = "a red circle moves left quickly"
+
+
+def setup_of(trainer: Trainer) -> Setup:
+    return Setup(
+        config=trainer.config,
+        model=trainer.model,
+        reward=trainer.reward,  # type: ignore[arg-type]
+        prompts=[],
+        eval_prompts=trainer.prompts[:2],
+        embeddings=dict(trainer.embeddings),
+    )
+
+
+def scores(**overrides: Any) -> list[float]:
+    trainer = tiny_trainer(settings(**overrides))
+    before = trainer.policy.guidance_scale
+    found = evaluate(setup_of(trainer), iteration=0).reward
+    assert trainer.policy.guidance_scale == before
+    return found
+
+
+def test_evaluations_are_sampled_at_their_own_scale() -> None:
+    guided, free = scores(sampling__guidance_scale=3.0), scores()
+    assert guided != free
+    assert scores(eval__guidance_scale=3.0) == guided
+    assert scores(sampling__guidance_scale=3.0, eval__guidance_scale=1.0) == free
+
+
+def test_samples_are_those_of_evaluations() -> None:
+    (guided, ours) = (
+        generate(trainer.config, trainer.model, [PROMPT], trainer.embeddings, torch.tensor([1]))[0]
+        for trainer in (
+            tiny_trainer(settings(sampling__guidance_scale=3.0)),
+            tiny_trainer(settings(eval__guidance_scale=3.0)),
+        )
+    )
+    assert torch.equal(guided, ours)
+
+
+def test_training_goes_on_at_its_own_scale_after_an_evaluation_that_fails() -> None:
+    trainer, alone = tiny_trainer(settings(eval__guidance_scale=3.0)), tiny_trainer(settings())
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(setup_of(trainer), iteration=0, pause=stop)
+    rows = [
+        {key: value for key, value in of.iteration(0).items() if not key.startswith("time/")} for of in (trainer, alone)
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        pytest.param({"kl__strategy": "none"}, True, id="none"),
+        pytest.param({"kl__strategy": "moving"}, False, id="moving"),
+        pytest.param({"kl__strategy": "moving", "kl__beta_pos": 0.0}, True, id="no-position-weight"),
+        pytest.param({"kl__strategy": "stepwise", "kl__beta_pos": 0.0}, False, id="stepwise"),
+        pytest.param({"kl__strategy": "stepwise", "kl__beta_vel": 0.0}, True, id="no-velocity-weight"),
+        pytest.param({"kl__strategy": "dual", "kl__lambda_min": 0.0, "kl__lambda_max": 0.0}, True, id="no-lambda"),
+    ],
+)
+def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, Any], warns: bool) -> None:
+    found = guidance_warning(settings(eval__guidance_scale=6.0, **overrides))
+    assert (found is not None) == warns
+    if found:
+        assert "sampling.guidance_scale = 1 in training and eval.guidance_scale = 6" in found
+    assert guidance_warning(settings(eval__guidance_scale=1.0, **overrides)) is None
+    assert guidance_warning(settings(sampling__guidance_scale=6.0, **overrides)) is None
+
+
+def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:
+    guided = Source(label="guided", path="guided", config=settings(eval__guidance_scale=6.0))
+    assert notes_on([guided], settings()) == [
+        "note: guided has eval.guidance_scale = 6.0, but is sampled with 1.0, like the first"
+    ]
+    same = Source(label="same", path="same", config=settings(sampling__guidance_scale=6.0))
+    assert notes_on([same], settings(eval__guidance_scale=6.0)) == []
