@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import csv
 import io
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,58 @@ from pathlib import Path
 
 from sage_fast.report.charts import inline_picture, picture
 from sage_fast.report.html import render
+from sage_fast.util.console import hush
 from sage_fast.util.files import write_atomic
-from studies.finding import KINDS, Claim, Finding
+from studies.finding import KINDS, Claim, Finding, Material
+
+log = logging.getLogger("sage_fast.studies")
 
 TEMPLATE = Path(__file__).parent / "results.html.j2"
 PAGE, MARKDOWN = "results.html", "results.md"
 ABOUT_QUICK = "Made with `--quick`: no verdict of a claim that trains means anything. "
+
+
+def write_study(
+    claims: Sequence[Claim],
+    material: Material,
+    folder: Path,
+    about: str,
+    facts: Mapping[str, str],
+    protocol: Sequence[str],
+    *,
+    title: str = "Results",
+) -> Path:
+    """Decide claims, write the figures and data of each into `results/`, then the pages; return the page's path.
+
+    Args:
+        claims: in the order of the page.
+        material: the runs.
+        folder: where to write.
+        about: first paragraph.
+        facts: provenance: command, seeds, commits, versions, device.
+        protocol: paragraphs.
+        title: heading of the page.
+    """
+    findings = {}
+    for claim in claims:
+        with hush():
+            findings[claim] = finding = claim.find(material)
+        write_finding(claim, finding, folder / "results")
+        log.info(f"{claim.name}: {finding.verdict}. {finding.text}")
+    about = material.quick * ABOUT_QUICK + about
+    drawn = [
+        {
+            "claim": claim,
+            "finding": finding,
+            "figure": inline_picture(finding.draw, claim.size, claim.name, claim.title),
+            "data": base64.b64encode(data(finding).encode()).decode(),
+        }
+        for claim, finding in findings.items()
+    ]
+    kinds = by_kind(findings)
+    write_atomic(folder / PAGE, render(TEMPLATE, kinds=kinds, drawn=drawn, facts=facts, protocol=protocol, about=about))
+    write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol, about, title))
+    return folder / PAGE
 
 
 def write_finding(claim: Claim, finding: Finding, folder: Path) -> None:
@@ -37,44 +84,11 @@ def data(finding: Finding) -> str:
     return text.getvalue()
 
 
-def write_pages(
-    findings: Mapping[Claim, Finding],
-    folder: Path,
-    about: str,
-    facts: Mapping[str, str],
-    protocol: Sequence[str],
-    *,
-    quick: bool,
-) -> Path:
-    """Write the page of all findings and the same as Markdown; return the path of the page.
-
-    Args:
-        findings: in the order of the page.
-        folder: where to write the pages; has a `results/` with the files of `write_finding`.
-        about: first paragraph.
-        facts: provenance: command, seeds, commits, versions, device.
-        protocol: paragraphs.
-        quick: state at the top that nothing is decided.
-    """
-    about = quick * ABOUT_QUICK + about
-    drawn = [
-        {
-            "claim": claim,
-            "finding": finding,
-            "figure": inline_picture(finding.draw, claim.size, claim.name, claim.title),
-            "data": base64.b64encode(data(finding).encode()).decode(),
-        }
-        for claim, finding in findings.items()
-    ]
-    kinds = by_kind(findings)
-    write_atomic(folder / PAGE, render(TEMPLATE, kinds=kinds, drawn=drawn, facts=facts, protocol=protocol, about=about))
-    write_atomic(folder / MARKDOWN, markdown(findings, facts, protocol, about))
-    return folder / PAGE
-
-
-def markdown(findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str], about: str) -> str:
-    """Return the Markdown of docs/results.md; it links figures and data in `results/`."""
-    lines = ["# Results", "", about, ""]
+def markdown(
+    findings: Mapping[Claim, Finding], facts: Mapping[str, str], protocol: Sequence[str], about: str, title: str
+) -> str:
+    """Return the page of the documentation; it links figures and data in `results/`."""
+    lines = [f"# {title}", "", about, ""]
     for heading, counted, chosen in by_kind(findings):
         lines += [f"## {heading}", "", f"{counted}.", ""]
         lines += _table([("claim", "source", "verdict")])

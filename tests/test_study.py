@@ -24,9 +24,9 @@ from studies.paper import comparisons, training
 from studies.paper.__main__ import main
 from studies.paper.claims import CLAIMS
 from studies.paper.comparisons import Compared, Versus, judge_better, judge_equal
-from studies.paper.compute import exaflops, front
+from studies.paper.compute import front
 from studies.paper.training import config_of, protocol
-from studies.runs import TrainedRun, difference
+from studies.runs import TrainedRun, difference, exaflops
 
 REPOSITORY = Path(__file__).parent.parent
 PROMPTS = [f"prompt {i}" for i in range(24)]
@@ -158,7 +158,7 @@ def test_claims_of_the_paper_are_counted_apart() -> None:
     assert methods.source == "Table 2, Setting B"
     assert all("-B" in variant for variant in methods.variants)
     finding = Finding(verdict="held", text="", draw=lambda figure: None, rows=[])
-    text = page.markdown(dict.fromkeys(CLAIMS, finding), {}, [], "")
+    text = page.markdown(dict.fromkeys(CLAIMS, finding), {}, [], "", "Results")
     for kind in KINDS:
         count = sum(claim.kind == kind for claim in CLAIMS)
         assert f"{count} of {count} held" in text.partition(f"## {KINDS[kind]}\n")[2].partition("\n##")[0]
@@ -177,9 +177,9 @@ def test_every_variant_can_be_trained_and_serves_a_claim() -> None:
 
 def test_cost_is_that_of_the_large_model() -> None:
     """Two of 8 steps trained are a quarter of the backward; the rollout stays."""
-    whole, quarter = exaflops("steps-8"), exaflops("fraction-1/4")
+    whole, quarter = exaflops(config_of("steps-8", 0)), exaflops(config_of("fraction-1/4", 0))
     assert 0.3 < quarter / whole < 0.45
-    assert exaflops("dual") > exaflops("sage-equalized")  # the anchor's forwards
+    assert exaflops(config_of("dual", 0)) > exaflops(config_of("sage-equalized", 0))  # the anchor's forwards
 
 
 @pytest.mark.parametrize("claim", comparisons.CLAIMS, ids=lambda claim: claim.name)

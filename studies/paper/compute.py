@@ -9,20 +9,13 @@ from matplotlib.figure import Figure
 
 from sage_fast.report.charts import BLUE, GREY, ORANGE
 from sage_fast.report.scores import holm
-from sage_fast.tools.plan import plan
 from studies.finding import LEVEL, Claim, Finding, Material, Verdict
 from studies.paper.comparisons import margin_of
 from studies.paper.training import config_of, protocol
-from studies.runs import difference, full_size, mean_interval
+from studies.runs import difference, exaflops, mean_interval
 
 DEFAULT = "dual"
 """The variant with the settings of configs/demo.yaml."""
-
-
-def exaflops(variant: str) -> float:
-    """Return exaFLOPs (1e18) per iteration of the variant on the 8.3 B model with a LoRA, at 480 x 832, 81 frames."""
-    config = full_size(config_of(variant, 0))
-    return sum(flops for part, flops in plan(config).flops.items() if part != "forward") / 1e18
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -35,7 +28,7 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def _find(material: Material) -> Finding:
-    cost = {name: exaflops(name) for name in material.runs}
+    cost = {name: exaflops(config_of(name, 0)) for name in material.runs}
     # Each evaluation is a point.
     curves: dict[str, dict[int, tuple[float, float]]] = {}
     for name, seeds in material.runs.items():

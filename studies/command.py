@@ -1,0 +1,30 @@
+"""Command line that the studies share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from sage_fast.util.errors import UserError
+
+
+def study_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every study."""
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="few seeds and iterations, to check that it works")
+    parser.add_argument("--output", metavar="FOLDER", help="default: runs/STUDY, or runs/STUDY-quick")
+    parser.add_argument("--workers", type=int, metavar="N", help="parallel runs (default: number of cores)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    return parser
+
+
+def workers_of(options: argparse.Namespace) -> int:
+    """Return the number of parallel runs.
+
+    Raises:
+        UserError: it is below 1.
+    """
+    workers = (os.cpu_count() or 1) if options.workers is None else options.workers
+    if workers < 1:
+        raise UserError(f"--workers {workers}: expected at least 1")
+    return workers

@@ -1,0 +1,1 @@
+"""A race of recipes: what each gains on held-out prompts for the same compute."""

@@ -1,0 +1,62 @@
+"""`python -m studies.race`: search and run recipes at equal compute on the testbed, and write what each gained."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_fast.cli import guarded
+from sage_fast.util.console import show
+from sage_fast.util.errors import UserError, nearest
+from studies.command import study_parser, workers_of
+
+log = logging.getLogger("sage_fast.studies")
+
+PROGRAM = "python -m studies.race"
+ABOUT = """\
+What a recipe gains on held-out prompts for its compute, on the testbed: a tiny HunyuanVideo 1.5 of moving shapes, not
+the 8.3 B model. A recipe that wins here may lose there. Each recipe is a file of `configs/recipes`. `make race` writes
+this page, verdicts included. It takes hours, can be stopped, and goes on. `make race RECIPES="paper precise --quick"`
+shows in minutes that everything works, and decides nothing."""
+
+
+def _study(options: argparse.Namespace) -> int:
+    show(quiet=options.quiet)
+    log.info("loading PyTorch and diffusers")
+    from studies import page
+    from studies.finding import Material
+    from studies.race import findings, runs
+    from studies.runs import facts
+
+    for name in options.recipes:
+        if name not in runs.recipes():
+            raise UserError(f"recipe {name!r}: {nearest(name, runs.recipes())}")
+    recipes = [name for name in runs.recipes() if name in {*options.recipes, runs.reference()} or not options.recipes]
+    workers, quick = workers_of(options), options.quick
+    folder = Path(options.output or ("runs/race-quick" if quick else "runs/race"))
+    (folder / "results").mkdir(parents=True, exist_ok=True)  # fail now rather than after hours of work
+    raced = runs.race(recipes, folder / ("runs-quick" if quick else "runs"), quick=quick, workers=workers)
+    made = {str(cell): found for of in raced.values() for cell, found in of.search.items()}
+    for of in raced.values():
+        made[str(of.best)] = [*made[str(of.best)], *of.final]
+    provenance = facts(made, f"{PROGRAM} {shlex.join(options.recipes)}{' --quick' * quick}".rstrip())
+    material = Material(quick=quick, runs=made)
+    claims, text = findings.claims(raced), runs.protocol_text()
+    print(page.write_study(claims, material, folder, ABOUT, provenance, text, title="Reward for compute"))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the race; return the exit status as `sage-fast` does."""
+    parser = study_parser(PROGRAM, (__doc__ or "").partition(": ")[2])
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="names of configs/recipes (default: all)")
+    options = parser.parse_args(arguments)
+    return guarded("studies.race", lambda: _study(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

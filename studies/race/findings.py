@@ -1,0 +1,164 @@
+"""What the race decides: gain for compute, and the judge."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from sage_fast.report.charts import COLORS, GREY
+from sage_fast.report.scores import Difference, difference_of_runs
+from studies.finding import Claim, Finding, Material, Verdict
+from studies.race.ratio import Ratio, gains, ratio, scaled
+from studies.race.runs import Raced, cells, cost, iterations, reference
+
+GOAL, LEAST = 2.0, 1.3
+"""Ratio of gain per FLOP to be reached, and the ratio that its interval has to exclude."""
+JUDGE = ("judge/alignment", "judge/naturalness")
+
+
+def exaflops_of(recipe: str) -> float:
+    """Return exaFLOPs of a whole run on the 8.3 B model."""
+    return iterations(recipe) * cost(recipe)
+
+
+def ratios(raced: Mapping[str, Raced]) -> dict[str, Ratio]:
+    """Return recipe -> ratio of its gain per FLOP to the reference's, corrected for the number of recipes."""
+    rates = {name: scaled(gains(of.final), 1 / exaflops_of(name)) for name, of in raced.items()}
+    others = [name for name in raced if name != reference()]
+    return {name: ratio(rates[name], rates[reference()], comparisons=len(others)) for name in others}
+
+
+def judge_race(found: Mapping[str, Ratio]) -> Verdict:
+    """Decide "a recipe gains `GOAL` times as much per FLOP as the reference"."""
+    if any(of.value >= GOAL and of.low > LEAST for of in found.values()):
+        return "held"
+    return "not held" if all(of.high < GOAL for of in found.values()) else "not decidable"
+
+
+def judge_gain(of: Raced) -> Difference:
+    """Return the gain of the judge, both its scores added."""
+    first, second = (gains(of.final, part) for part in JUDGE)
+    total = [{prompt: a[prompt] + b[prompt] for prompt in a} for a, b in zip(first, second)]
+    return difference_of_runs(total, scaled(total, 0.0))
+
+
+def judge_judge(gain: Difference) -> Verdict:
+    """Decide "the judge rises"."""
+    return "held" if gain.low > 0 else "not held" if gain.high < 0 else "not decidable"
+
+
+def gain(of: Raced) -> Difference:
+    """Return the gain on held-out prompts over the model before training."""
+    gained = gains(of.final)
+    return difference_of_runs(gained, scaled(gained, 0.0))
+
+
+def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
+    found = ratios(raced)
+    ahead = max(found, key=lambda name: found[name].value)
+    edges = [name for name, of in raced.items() if of.best.learning_rate in _ends(name)]
+    text = (
+        f"Most per FLOP has {ahead}: {found[ahead]} times the gain per FLOP of {reference()} (interval corrected for "
+        f"{len(found)} recipes), {gain(raced[ahead])} for {exaflops_of(ahead):.1f} exaFLOPs against "
+        f"{gain(raced[reference()])} for {exaflops_of(reference()):.1f}. A lowest or highest learning rate of the "
+        f"search was best for {', '.join(edges) or 'no recipe'}: there a wider search may find more."
+    )
+    heading = ("recipe", "learning rate", "lambda", "iterations", "exaFLOPs", "gain", "gain per FLOP", "judge")
+    table = [heading] + [
+        (
+            name,
+            f"{of.best.learning_rate:g}",
+            f"{of.best.kl_weight:g}",
+            str(iterations(name)),
+            f"{exaflops_of(name):.1f}",
+            str(gain(of)),
+            str(found.get(name, 1)),
+            str(judge_gain(of)),
+        )
+        for name, of in raced.items()
+    ]
+    rows: list[dict[str, object]] = []
+    for name, of in raced.items():
+        for purpose, made in ({"final": {of.best: of.final}, "search": of.search}).items():
+            for cell, runs in made.items():
+                for run in runs:
+                    row = {"recipe": name, "learning rate": cell.learning_rate, "lambda": cell.kl_weight}
+                    row |= {"purpose": purpose, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
+                    row |= {part: run.mean(part) for part in run.evaluations[0]["parts"]}
+                    rows.append(row | {f"evaluation {i}": score for i, score in enumerate(run.course().values())})
+
+    def draw(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
+        for color, (name, of) in zip(COLORS * 3, raced.items()):
+            courses = np.array([list(run.course().values()) for run in of.final])
+            curve = courses.mean(0) - courses[:, 0].mean()
+            left.plot(
+                np.array(list(of.final[0].course())) * cost(name), curve, color=color, label=name, marker="o", ms=2.5
+            )
+        left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
+        left.set_ylabel("gain of the held-out composite")
+        left.legend(ncols=2)
+        for row, interval in enumerate(found.values()):
+            right.plot([max(interval.low, 0), min(interval.high, 6)], [row, row], color=GREY, linewidth=2)
+            right.plot(interval.value, row, "o", color=COLORS[0], markersize=5)
+        right.set_yticks(range(len(found)), list(found))
+        right.set_ylim(len(found) - 0.4, -0.6)
+        for line in (1, GOAL):
+            right.axvline(line, color=GREY, linewidth=0.8)
+        right.grid(axis="y", visible=False)
+        right.set_xlabel(f"gain per FLOP over that of {reference()}")
+
+    return Finding(verdict=judge_race(found), text=text, draw=draw, rows=rows, table=table)
+
+
+def _ends(recipe: str) -> set[float]:
+    rates = [cell.learning_rate for cell in cells(recipe)]
+    return {min(rates), max(rates)}
+
+
+def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
+    found = ratios(raced)
+    ahead = max(found, key=lambda name: found[name].value)
+    rises = {name: judge_gain(of) for name, of in raced.items()}
+    text = f"Of {ahead}, which gains most per FLOP, both scores of the judge together gain {rises[ahead]}."
+    rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high, "p": d.p} for name, d in rises.items()]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for row, d in enumerate(rises.values()):
+            axes.plot([d.low, d.high], [row, row], color=GREY, linewidth=2)
+            axes.plot(d.value, row, "o", color=COLORS[0], markersize=5)
+        axes.set_yticks(range(len(rises)), list(rises))
+        axes.set_ylim(len(rises) - 0.4, -0.6)
+        axes.axvline(0, color=GREY, linewidth=0.8)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("gain of the judge, which no run trains on, 95 % interval")
+
+    return Finding(verdict=judge_judge(rises[ahead]), text=text, draw=draw, rows=rows)
+
+
+def claims(raced: Mapping[str, Raced]) -> list[Claim]:
+    """Return the claims about these runs, in the order of the page."""
+    return [
+        Claim(
+            name="race",
+            title="Gain for compute",
+            kind="beyond",
+            source="",
+            says=f"A recipe gains at least {GOAL:g} times as much per FLOP as `{reference()}`, and surely more than "
+            f"{LEAST:g} times.",
+            find=functools.partial(_find_race, raced),
+            size=(10.0, 4.4),
+        ),
+        Claim(
+            name="race-judge",
+            title="The judge",
+            kind="beyond",
+            source="",
+            says="The judge, which no run trains on, rises with the recipe that gains most per FLOP.",
+            find=functools.partial(_find_judge, raced),
+        ),
+    ]
