@@ -7,6 +7,7 @@
 #                 docs/stopping.md), and run the long tests
 # make bench      run the operator benchmarks
 # make reproduce  run the study of the paper's claims (docs/results.md); takes hours; CLAIMS="ema --quick" runs less
+# make race       race recipes at equal compute (docs/race.md); takes hours; RECIPES="paper precise --quick" runs less
 # make gpu        verify and measure everything on a GPU, offline: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
 # make gpu-stack  run what needs no GPU with the software of a GPU machine, in .venv-gpu-stack (7 GB); docs/gpu.md
 
@@ -19,8 +20,9 @@ SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 WHEELS ?= wheels
 OUT ?= runs/gpu
 CLAIMS ?= all
+RECIPES ?=
 
-.PHONY: install demo test check docs soak bench reproduce gpu gpu-stack clean
+.PHONY: install demo test check docs soak bench reproduce race gpu gpu-stack clean
 
 install: $(VENV)/installed
 
@@ -62,6 +64,9 @@ bench: install
 
 reproduce: install
 	$(BIN)/python -m studies.paper $(CLAIMS)
+
+race: install
+	$(BIN)/python -m studies.race $(RECIPES)
 
 gpu:
 	PYTHON=$(PYTHON) scripts/gpu.sh $(WHEELS) $(OUT) $(PARTS)

@@ -1,0 +1,169 @@
+"""The race of recipes: its interval, its search, its verdicts and its command."""
+
+import copy
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from sage_fast.config.load import load
+from studies import runs as study
+from studies.race import findings, runs
+from studies.race.__main__ import main
+from studies.race.ratio import Ratio, ratio
+from studies.race.runs import EVALUATIONS, Cell, Raced, best_cell, cells, config_of, cost, iterations, settings_of
+
+RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
+
+
+# -- the interval -----------------------------------------------------------------------------------------------------
+
+
+def scores_of(values: np.ndarray) -> list[dict[str, float]]:
+    """`[seeds, prompts]` as the study holds it."""
+    return [{f"prompt {i}": float(value) for i, value in enumerate(row)} for row in values]
+
+
+def half_width(values: np.ndarray, comparisons: int) -> float:
+    """Half the interval of the mean of `[seeds, prompts]`, clustered by both, written out."""
+    seeds, prompts = values.shape
+    residual, n = values - values.mean(), values.size
+    by_seed = seeds / (seeds - 1) * (residual.sum(1) ** 2).sum() / n**2
+    by_prompt = prompts / (prompts - 1) * (residual.sum(0) ** 2).sum() / n**2
+    by_cell = n / (n - 1) * (residual**2).sum() / n**2
+    error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
+    return float(stats.t.ppf(1 - 0.025 / comparisons, seeds - 1)) * error
+
+
+@pytest.mark.parametrize("comparisons", [1, 6])
+def test_the_interval_of_a_ratio_is_fiellers(comparisons: int) -> None:
+    """It holds the ratios that are not refuted, found on a grid."""
+    generator = np.random.default_rng(0)
+    shared = generator.normal(0, 0.1, (5, 8))
+    second = 0.5 + shared + generator.normal(0, 0.05, (5, 8))
+    first = 1.1 + 2 * shared + generator.normal(0, 0.05, (5, 8))
+    found = ratio(scores_of(first), scores_of(second), comparisons=comparisons)
+    grid = np.arange(0, 5, 1e-3)
+    kept = [
+        rho for rho in grid if abs((first - rho * second).mean()) <= half_width(first - rho * second, comparisons)
+    ]
+    assert found.value == pytest.approx(first.mean() / second.mean())
+    assert found.low == pytest.approx(min(kept), abs=2e-3)
+    assert found.high == pytest.approx(max(kept), abs=2e-3)
+
+
+def test_a_ratio_to_what_may_be_zero_has_no_end() -> None:
+    second = np.array([[-1.0, 1.2], [1.1, -0.8], [0.5, -0.6]])
+    assert ratio(scores_of(np.ones((3, 2)) + second / 9), scores_of(second)).high == math.inf
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_is_a_short_file_that_the_race_runs() -> None:
+    assert {file.stem for file in RECIPES.glob("*.yaml")} == set(runs.recipes())
+    for file in RECIPES.glob("*.yaml"):
+        assert len(file.read_text().splitlines()) <= 30
+        load(str(file))
+
+
+@pytest.mark.parametrize("recipe", runs.recipes())
+def test_a_recipe_gets_the_budget_and_no_more(recipe: str) -> None:
+    budget = 42 * cost("paper")
+    assert budget - EVALUATIONS * cost(recipe) < iterations(recipe) * cost(recipe) <= budget
+    for cell in cells(recipe):
+        config = settings_of(f"{cell}-seed11", quick=False)
+        assert config == config_of(cell, 11, quick=False)
+        assert (config.seed, config.train.learning_rate) == (11, cell.learning_rate)
+        assert config.kl.strategy == "none" or config.kl.lambda_min == config.kl.lambda_max == cell.kl_weight
+        assert config.train.iterations == EVALUATIONS * config.eval.interval
+
+
+def test_the_paper_recipe_is_the_demo_of_the_paper() -> None:
+    config = load(str(RECIPES / "paper.yaml"))
+    assert (config.sampling.sampler, config.sampling.eta, config.kl.strategy) == ("sage", 1.0, "dual")
+    assert config.objective.equalizer
+
+
+def made(score: float, seed: int = 0, noise: float = 0.0) -> study.TrainedRun:
+    """A run from 1 to `score` on six prompts; the judge's parts are those of the reward."""
+    generator = np.random.default_rng(seed)
+    evaluations = []
+    for i in range(EVALUATIONS + 1):
+        column = 1 / 3 + (score - 1) / 3 * (i > 0) + noise * generator.normal(size=6)
+        parts = {name: column.tolist() for name in ("vq", "mq", "ta", *findings.JUDGE)}
+        evaluations.append({"iteration": 7 * i, "prompts": list("abcdef"), "parts": parts})
+    return study.TrainedRun(seed=seed, evaluations=evaluations, rows=[], environment={})
+
+
+def test_the_best_cell_has_the_highest_mean_over_the_seeds() -> None:
+    found = {Cell("paper", 1e-3, 0.1): [made(1.2), made(1.9)], Cell("paper", 2e-3, 0.1): [made(1.7), made(1.6)]}
+    assert best_cell(found).learning_rate == 2e-3
+
+
+def raced(**scores: float) -> dict[str, Raced]:
+    found = {}
+    for name, score in scores.items():
+        cell = cells(name)[1]
+        final = [made(score, seed, noise=0.01) for seed in range(5)]
+        found[name] = Raced(search={cell: final[:2]}, best=cell, final=final)
+    return found
+
+
+@pytest.mark.parametrize(("score", "verdict"), [(1.9, "held"), (1.35, "not held"), (0.6, "not held")])
+def test_the_verdict_follows_the_interval(score: float, verdict: str) -> None:
+    """The paper's method gains 0.3."""
+    (claim, judge) = findings.claims(raced(paper=1.3, precise=score))
+    found = claim.find(None)
+    assert found.verdict == verdict
+    assert judge.find(None).verdict == ("held" if score > 1 else "not held")
+    factor = 42 * cost("paper") / (iterations("precise") * cost("precise"))
+    expected = (score - 1) / 0.3 * factor
+    assert float(re.findall(r"Most per FLOP has precise: (\S+) ", found.text)[0]) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_ratio_that_may_be_small_decides_nothing() -> None:
+    assert findings.judge_race({"precise": Ratio(value=2.4, low=1.1, high=4.0)}) == "not decidable"
+    assert findings.judge_race({"precise": Ratio(value=1.9, low=1.4, high=2.4)}) == "not decidable"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["precize"]) == 2
+    assert "did you mean 'precise'?" in capsys.readouterr().err
+
+
+def test_from_the_recipes_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    protocol = copy.deepcopy(runs._protocol())
+    protocol["search"] |= {"learning_rate": [1e-3], "kl_weight": [0.05, 0.2]}
+    protocol["base"] |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "eval.num_prompts": 2}
+    protocol["base"] |= {"train.optimizer_steps": 2, "sampling.steps": 2, "eval.steps": 1}
+    monkeypatch.setattr(runs, "_protocol", lambda: protocol)
+    monkeypatch.setattr(runs, "EVALUATIONS", 2)
+
+    def here(jobs, ended, workers):
+        for name, command in jobs:
+            ended(name, study.main(command[command.index("studies.runs") + 1 :]))
+
+    monkeypatch.setattr(study, "run_many", here)
+    command = ["precise", "--quick", "--workers", "1", "--output", str(tmp_path)]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "8 runs, 8 of them to be made" in told  # two recipes, two cells, two seeds
+    assert "4 runs, 4 of them to be made" in told
+    assert told.splitlines()[-1] == str(tmp_path / "results.html")
+    page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
+    for shown in (page, text):
+        assert "no verdict of a claim that trains means anything" in shown
+        assert "python -m studies.race precise --quick" in shown
+    assert text.startswith("# Reward for compute\n")
+    assert len((tmp_path / "results" / "race.csv").read_text().splitlines()) == 1 + 12
+    assert main(command) == 0
+    assert "to be made" not in capsys.readouterr().out
