@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,6 +16,7 @@ from sage_fast.algorithm.flops import forwards
 from sage_fast.algorithm.objective import (
     KLController,
     Loss,
+    balanced_rewards,
     gradient_norms,
     group_advantages,
     sage_loss,
@@ -129,12 +131,12 @@ class Trainer:
         tokens = [self._tokens(sample.key) for sample in samples]
         mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
         keys = [samples[i].key for i in mine]
-        with watch("rollout"):
-            needed = {*keys, *(self.embeddings[key].negative for key in keys)}
-            embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
-            conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
         scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with together():
+        with self._rollout_weights(), together():
+            with watch("rollout"):
+                needed = {*keys, *(self.embeddings[key].negative for key in keys)}
+                embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
+                conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
             trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
             scorer.finish()
         with watch.waiting():
@@ -143,9 +145,9 @@ class Trainer:
         rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
         valid = rewards.isfinite()
         objective = self.config.objective
-        advantages, equal = group_advantages(
-            rewards, valid, std=objective.advantage_std, clamp=objective.advantage_clamp
-        )
+        std, weights = objective.advantage_std, self.config.reward.part_weights
+        compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
+        advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
         metrics = Metrics()
         record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
 
@@ -161,14 +163,16 @@ class Trainer:
             anchor_velocities={},
         )
         anchored = position_steps(self.config, steps, index)
-        with watch("anchor"):
-            self.process.score_old(self.replay, batch)
-            batch.anchor_velocities = self._anchor_velocities(batch, anchored)
         gated = self.config.train.parity_gate and self.process.scores_rollout
-        if gated and self.engine.steps == self._first_step:
-            found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer)
-            for name, value in found.items():
-                metrics.set(name, value)
+        with self._rollout_weights():
+            with watch("anchor"):
+                self.process.score_old(self.replay, batch)
+            if gated and self.engine.steps == self._first_step:
+                found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer)
+                for name, value in found.items():
+                    metrics.set(name, value)
+        with watch("anchor"):
+            batch.anchor_velocities = self._anchor_velocities(batch, anchored)
         updates = update_schedule(self.config, index, samples, steps, kept.flatten().tolist())
         self.forwards = forwards(
             self.config,
@@ -176,7 +180,7 @@ class Trainer:
             steps=len(table),
             trained=len(steps),
             transitions=sum(map(len, updates)),
-            anchored=0 if self.anchor is None or self.anchor_is_current else len(anchored),
+            anchored=0 if self.anchor is None or self.anchor_is_rollout else len(anchored),
         )
         own = {number: i for i, number in enumerate(mine)}
         shares = [[(own[sample], step) for sample, step in update if sample in own] for update in updates]
@@ -197,6 +201,16 @@ class Trainer:
 
     # -- rollout ------------------------------------------------------------------------------------------------------
 
+    def _rollout_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Run with the weights of the rollout policy: the present ones, or their average."""
+        averaged = self.config.sampling.averaged_weights
+        return self.engine.averaged_weights() if averaged else contextlib.nullcontext()
+
+    @property
+    def anchor_is_rollout(self) -> bool:
+        """Whether the anchor has the weights of the next rollout. The anchor is never an average."""
+        return self.anchor_is_current and not self.config.sampling.averaged_weights
+
     def _tokens(self, key: Key) -> int:
         """Token count of one forward of a sample (both passes with guidance)."""
         return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.replay.lengths[key])
@@ -215,8 +229,8 @@ class Trainer:
         prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
-        anchor_is_rollout = self.anchor is not None and self.anchor_is_current and self.process.scores_rollout
-        keeps_velocities = anchor_is_rollout or stores_rollout_velocities(self.config)
+        serves_anchor = self.anchor is not None and self.anchor_is_rollout and self.process.scores_rollout
+        keeps_velocities = serves_anchor or stores_rollout_velocities(self.config)
         trajectories = Trajectories(
             len(samples),
             self.latent_shape,
@@ -306,6 +320,7 @@ class Trainer:
             kl_weight=self.kl.value,
             objective=config.objective,
             kl=config.kl,
+            at=at,
         )
         numel = math.prod(self.latent_shape)
         policy, kl = gradient_norms(loss, scores[0], old, at, numel, objective=config.objective, kl=config.kl)
@@ -319,7 +334,7 @@ class Trainer:
         """
         if self.anchor is None:
             return {}
-        if self.anchor_is_current:
+        if self.anchor_is_rollout:
             return batch.trajectories.velocities
         return self.replay.anchor_velocities(batch, steps, self.anchor)
 

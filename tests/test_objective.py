@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, KLController, group_advantages, sage_loss
+from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, KLController, Scored, group_advantages, sage_loss
 from sage_fast.algorithm.schedule import draw_samples, trained_steps
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch
@@ -63,9 +63,10 @@ def test_surrogates_by_hand() -> None:
     new = ratio.log()
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0])
     kl, objective = torch.full_like(ratio, 0.3), ObjectiveConfig(clip_range=0.2, nft_beta=0.5, advantage_clamp=4.0)
-    clipped = SURROGATES["clip"].value(new, kl, advantage, objective)
+    scored = Scored(log_ratio=new, kl_old=kl, drift=kl, advantage=advantage)
+    clipped = SURROGATES["clip"].value(scored, objective)
     assert clipped.tolist() == pytest.approx([1.2 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2])
-    plain = SURROGATES["log_prob"].value(new, kl, advantage, objective)
+    plain = SURROGATES["log_prob"].value(scored, objective)
     assert plain.tolist() == pytest.approx((new * advantage).tolist())
 
 

@@ -14,9 +14,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 4200, "sage_fast.run.train": 6650}
+READING_PATHS = {"sage_fast.trainer": 4200, "sage_fast.run.train": 6800}
 """Module -> lines of code that a reader holds to understand it. Raising one takes a sentence of reason: 6,450 after the
-redesign; then came what engines can do as rows, checksums of weights, hidden secrets, and throughput."""
+redesign; then came what engines can do as rows, checksums of weights, hidden secrets, throughput, and four surrogates
+with what they see (`Scored`, `Errors`)."""
 LONGEST_CHAIN = 10
 
 
@@ -117,7 +118,7 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
         ("algorithm/objective.py", '    "none": KLStrategy(',
          '    "triple": KLStrategy(anchor="moving", velocity=True),\n'
          '    "none": KLStrategy(', "algorithm.objective", "config.KLStrategyName"),
-        ("config/schema.py", '"nft"]', '"nft", "linear"]', "algorithm.objective", "SURROGATES"),
+        ("config/schema.py", '"awm_clip"]', '"awm_clip", "linear"]', "algorithm.objective", "SURROGATES"),
         ("config/schema.py", '"share", "none"]', '"share", "mine", "none"]', "algorithm.objective", "FEEDBACKS"),
         ("config/schema.py", '"exact", "ode"]', '"exact", "ode", "heun"]', "algorithm.transitions", "SAMPLERS"),
         ("algorithm/transitions.py", 'SAMPLERS = {', 'SAMPLERS = {"heun": _ode, ', "algorithm.transitions",

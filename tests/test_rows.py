@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 import sage_fast
-from sage_fast.algorithm.objective import FEEDBACKS, KL_STRATEGIES, SURROGATES, SurrogateRow
+from sage_fast.algorithm.objective import FEEDBACKS, KL_STRATEGIES, SURROGATES, Scored, SurrogateRow, outside_clip_range
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.config.engines import ENGINES, OPTIMIZERS
@@ -27,10 +27,10 @@ from tests.tiny import settings, tiny_model, tiny_trainer
 PACKAGE = Path(sage_fast.__file__).parent
 
 
-def cispo(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+def cispo(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Advantage x log-prob, weighted by the clipped ratio (arXiv 2506.13585)."""
-    weight = log_ratio.exp().clamp(1 - objective.clip_range, 1 + objective.clip_range).detach()
-    return weight * advantage * log_ratio
+    weight = scored.log_ratio.exp().clamp(1 - objective.clip_range, 1 + objective.clip_range).detach()
+    return weight * scored.advantage * scored.log_ratio
 
 
 def config_with(monkeypatch: pytest.MonkeyPatch, table: dict[str, Any], row: Any, **overrides: Any) -> Config:
@@ -53,7 +53,7 @@ def iteration(config: Config) -> dict[str, Any]:
 
 def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clip fraction, centring, and both gates, as for `clip`."""
-    row = SurrogateRow(value=cispo, uses_ratio=True)
+    row = SurrogateRow(value=cispo, held=outside_clip_range, uses_ratio=True)
     mine = config_with(monkeypatch, SURROGATES, row, objective__surrogate="mine", **UPDATED_TWICE)
     found, clip = iteration(mine), iteration(settings(**UPDATED_TWICE))
     assert found["ratio/clip_fraction"] == pytest.approx(clip["ratio/clip_fraction"], abs=0.2)

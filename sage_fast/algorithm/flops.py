@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sage_fast.algorithm.objective import stores_rollout_velocities, surrogate_of
+from sage_fast.algorithm.objective import scores_noised_samples
 from sage_fast.config.schema import Config
 from sage_fast.models.checkpointing import RECOMPUTED
 from sage_fast.models.protocol import Cost
@@ -23,8 +23,7 @@ def forwards(
         transitions: trained transitions, over all samples and updates.
         anchored: steps at which the anchor runs; 0 while it is the rollout policy.
     """
-    process = surrogate_of(config.objective).process
-    scored = trained * (not process.scores_rollout and stores_rollout_velocities(config))
+    scored = trained * scores_noised_samples(config)
     counts = {"rollout": samples * steps, "training": transitions, "anchor": samples * (anchored + scored)}
     passes = 2 if config.sampling.guidance_scale != 1 else 1
     return {part: count * passes for part, count in counts.items()}

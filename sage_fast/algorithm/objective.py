@@ -6,8 +6,9 @@ loss_i,t = -S_t surrogate(ratio or log-prob, A_i) + lambda_KL (beta_pos KL(theta
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -56,23 +57,118 @@ def group_advantages(
     return advantages.clamp(-clamp, clamp), equal
 
 
-def _clipped_ratio(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+def balanced_rewards(
+    parts: Mapping[str, Tensor], weights: Mapping[str, float], valid: Tensor, *, std: AdvantageStd = "group"
+) -> Tensor:
+    """Return sum of weight x normalised part, float `[P, G]` (GDPO, arXiv 2601.05242); 0 for a failed sample.
+
+    Args:
+        parts: part -> `[P G]`; a part without a weight is left out.
+        weights: weight of each part.
+        valid: bool `[P, G]`, as for `group_advantages`.
+        std: deviation that divides each part, as for `group_advantages`.
+    """
+    total = torch.zeros(valid.shape)
+    for name, values in parts.items():
+        if weight := weights.get(name, 0.0):
+            total = total + weight * group_advantages(values.view_as(valid), valid, std=std, clamp=math.inf)[0]
+    return total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Squared errors of the velocity on a noised sample, each `[B]` and a mean over the elements.
+
+    Attributes:
+        present: mean((v - target)^2); the target is the new noise minus the final sample.
+        rollout: mean((v_old - target)^2).
+        moved: mean((v - v_old)^2).
+        sigma: noise level.
+    """
+
+    present: Tensor
+    rollout: Tensor
+    moved: Tensor
+    sigma: Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What a surrogate sees of a micro-batch, each `[B]`.
+
+    Attributes:
+        log_ratio: log-ratio to the rollout policy, centred and normalised where the settings say so.
+        kl_old: KL to the rollout policy, in closed form.
+        drift: minus the mean of the plain log-ratio under the rollout policy: the KL times its bias.
+        advantage: A_i.
+        errors: squared errors of the velocity, for a row that uses them.
+    """
+
+    log_ratio: Tensor
+    kl_old: Tensor
+    drift: Tensor
+    advantage: Tensor
+    errors: Errors | None = None
+
+
+def _clipped_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Clipped surrogate: min(ratio A, clip(ratio) A)."""
-    ratio, clip_range = torch.exp(log_ratio), objective.clip_range
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage)
+    ratio, clip_range = torch.exp(scored.log_ratio), objective.clip_range
+    return torch.minimum(ratio * scored.advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * scored.advantage)
 
 
-def _plain_log_prob(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """Surrogate log-prob x A (Eq. 43), up to the rollout's log-prob, which is constant."""
-    return log_ratio * advantage
+def outside_clip_range(scored: Scored, objective: ObjectiveConfig) -> Tensor:
+    return (torch.exp(scored.log_ratio) - 1).abs() > objective.clip_range
 
 
-def _nft(log_ratio: Tensor, kl_old: Tensor, advantage: Tensor, objective: ObjectiveConfig) -> Tensor:
+def _masked_ratio(scored: Scored, objective: ObjectiveConfig) -> Tensor:
+    """Ratio x A without a gradient where the KL masks it (Flow-DPPO, arXiv 2606.11025)."""
+    ratio = torch.exp(scored.log_ratio)
+    return torch.where(_beyond_kl_limit(scored, objective), ratio.detach(), ratio) * scored.advantage
+
+
+def _beyond_kl_limit(scored: Scored, objective: ObjectiveConfig) -> Tensor:
+    """Return where the KL is above its limit and the update would raise it: A and the log-ratio have one sign."""
+    return (scored.kl_old > objective.kl_limit) & (scored.advantage * scored.log_ratio > 0)
+
+
+def _plain_log_prob(scored: Scored, objective: ObjectiveConfig) -> Tensor:
+    """Log-prob x A (Eq. 43), up to the rollout's log-prob, which is constant.
+
+    On noised samples this is advantage-weighted matching (arXiv 2509.25050): -A times the flow-matching loss.
+    """
+    return scored.log_ratio * scored.advantage
+
+
+def _nft(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     """Negative DiffusionNFT loss (arXiv 2509.16117) times advantage_clamp / beta, up to a constant.
 
     The log-ratio is the centred one of the noised sample (docs/math.md).
     """
-    return advantage * log_ratio - objective.nft_beta * objective.advantage_clamp * kl_old
+    return scored.advantage * scored.log_ratio - objective.nft_beta * objective.advantage_clamp * scored.drift
+
+
+MEAN_OVER_RMS = math.sqrt(2 / math.pi)
+"""mean |e| / rms(e) of normally distributed e."""
+
+
+def _nft_adaptive(scored: Scored, objective: ObjectiveConfig) -> Tensor:
+    """Negative DiffusionNFT loss on x0, each branch divided by its mean error, times advantage_clamp / beta.
+
+    The published code divides by mean |x0_hat - x0|, without a gradient. Here it is MEAN_OVER_RMS times the rms.
+    """
+    errors, beta, clamp = scored.errors, objective.nft_beta, objective.advantage_clamp
+    assert errors is not None
+    even = errors.rollout + beta**2 * errors.moved
+    odd = beta * (errors.present - errors.rollout - errors.moved)
+    share = 0.5 + 0.5 * scored.advantage / clamp
+
+    def adapted(error: Tensor) -> Tensor:
+        """|x0_hat - x0|^2 / mean |x0_hat - x0| of a branch; sigma^2 error is the squared error on x0."""
+        mean = MEAN_OVER_RMS * errors.sigma * error.detach().clamp(min=0).sqrt()
+        return errors.sigma**2 * error / mean.clamp(min=1e-5)
+
+    return -clamp / beta * (share * adapted(even + odd) + (1 - share) * adapted(even - odd))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,22 +176,34 @@ class SurrogateRow:
     """A surrogate and what it needs.
 
     Attributes:
-        value: (log-ratio, KL to the rollout policy, advantage, settings) -> `[B]`, maximised.
+        value: (what is scored, settings) -> `[B]`, maximised.
+        held: (what is scored, settings) -> bool `[B]`, True where a limit takes effect; its share is
+            `ratio/clip_fraction`.
         uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
+        uses_kl: needs the KL to the rollout policy in closed form.
+        uses_errors: needs the squared errors of the velocity, and weighs the noise levels itself; only on noised
+            samples.
         centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
         process: scores the steps of the rollout, or the final samples with new noise.
     """
 
-    value: Callable[[Tensor, Tensor, Tensor, ObjectiveConfig], Tensor]
+    value: Callable[[Scored, ObjectiveConfig], Tensor]
+    held: Callable[[Scored, ObjectiveConfig], Tensor] = lambda scored, _: torch.zeros_like(scored.log_ratio)
     uses_ratio: bool = False
+    uses_kl: bool = False
+    uses_errors: bool = False
     centred: bool = False
     process: Process = REVERSE
 
 
 SURROGATES = {
-    "clip": SurrogateRow(value=_clipped_ratio, uses_ratio=True),
+    "clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True),
+    "kl_mask": SurrogateRow(value=_masked_ratio, held=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(value=_plain_log_prob),
     "nft": SurrogateRow(value=_nft, centred=True, process=FORWARD),
+    "nft_adaptive": SurrogateRow(value=_nft_adaptive, centred=True, uses_errors=True, process=FORWARD),
+    "awm": SurrogateRow(value=_plain_log_prob, process=FORWARD),
+    "awm_clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True, process=FORWARD),
 }
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its row in SURROGATES"
@@ -192,13 +300,25 @@ def normalises_ratio(objective: ObjectiveConfig) -> bool:
     return surrogate_of(objective).uses_ratio and RATIOS[objective.ratio].normalised
 
 
+def is_off_policy(config: Config) -> bool:
+    """Return whether an update may start from other weights than the rollout's."""
+    return config.train.optimizer_steps > 1 or config.sampling.averaged_weights
+
+
 def stores_rollout_velocities(config: Config) -> bool:
     """Return whether the loss needs the rollout's velocities, for the KL to the rollout policy in closed form.
 
-    With one update per iteration it does not: that KL and its gradient are 0 in the first update.
+    At the weights of the rollout it does not: that KL and its gradient are 0 there.
     """
-    needed = centres_ratio(config.objective) or uses_closed_form(config.kl)
-    return needed and config.train.optimizer_steps > 1
+    needed = centres_ratio(config.objective) or uses_closed_form(config.kl) or surrogate_of(config.objective).uses_kl
+    return needed and is_off_policy(config)
+
+
+def scores_noised_samples(config: Config) -> bool:
+    """Return whether the loss needs a forward of the rollout policy at each noised sample."""
+    row = surrogate_of(config.objective)
+    needed = stores_rollout_velocities(config) or (row.uses_ratio and is_off_policy(config))
+    return needed and not row.process.scores_rollout
 
 
 def sage_loss(
@@ -213,6 +333,7 @@ def sage_loss(
     objective: ObjectiveConfig,
     kl: KLConfig,
     bias: Tensor | float = 1.0,
+    at: Row | None = None,
 ) -> Loss:
     """Compute the whole loss from the outputs of `transition_score`; all tensors are `[B]`.
 
@@ -225,17 +346,22 @@ def sage_loss(
         equalizer: S_t of each transition; a normalised ratio uses it even if `objective.equalizer` is off.
         kl_weight: lambda_KL.
         bias: `TransitionTable.log_ratio_bias` of each transition.
+        at: coefficients of each transition, for a surrogate that uses errors.
     """
-    log_ratio = log_prob - log_prob_old
-    weight = equalizer if objective.equalizer else torch.ones_like(equalizer)
+    surrogate, strategy = surrogate_of(objective), strategy_of(kl)
+    log_ratio, errors = log_prob - log_prob_old, None
+    if surrogate.uses_errors:
+        assert at is not None
+        errors = squared_errors(log_prob, log_prob_old, kl_old, at)
+    equalized = objective.equalizer and not surrogate.uses_errors
+    weight = equalizer if equalized else torch.ones_like(equalizer)
     if centres_ratio(objective):
         # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
         log_ratio = log_ratio + bias * kl_old
         if normalises_ratio(objective):
             log_ratio, weight = equalizer * log_ratio, weight / equalizer
-    surrogate, strategy = surrogate_of(objective), strategy_of(kl)
-    ratio = torch.exp(log_ratio)
-    policy = -weight * surrogate.value(log_ratio, bias * kl_old, advantage, objective)
+    scored = Scored(log_ratio=log_ratio, kl_old=kl_old, drift=bias * kl_old, advantage=advantage, errors=errors)
+    policy = -weight * surrogate.value(scored, objective)
     velocity = kl_old if kl.velocity_term == "closed_form" else log_prob_old - log_prob
     regularizer = torch.zeros_like(policy)
     if strategy.anchor is not None:
@@ -248,9 +374,15 @@ def sage_loss(
         kl=regularizer.detach(),
         kl_anchor=kl_anchor.detach(),
         kl_velocity=velocity.detach(),
-        ratio=ratio.detach(),
-        clipped=((ratio.detach() - 1).abs() > objective.clip_range).float() * surrogate.uses_ratio,
+        ratio=torch.exp(log_ratio.detach()),
+        clipped=surrogate.held(scored, objective).float(),
     )
+
+
+def squared_errors(log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, at: Row) -> Errors:
+    """Return the squared errors behind the log-probs of noised samples, where the residual is b (target - v)."""
+    present, rollout = ((value - at.k) / (at.w * at.b.square()) for value in (log_prob, log_prob_old))
+    return Errors(present=present, rollout=rollout, moved=kl_old / at.m, sigma=at.b.abs())
 
 
 def gradient_norms(

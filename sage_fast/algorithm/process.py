@@ -43,7 +43,7 @@ class Process(Protocol):
         """Store what training needs of the final latents of samples `rows`."""
 
     def score_old(self, replay: Replay, batch: Batch) -> None:
-        """Score the trained transitions with the rollout's weights, the present ones; no-op if the rollout did it."""
+        """Score the trained transitions with the rollout's weights, the present ones; no-op if nothing needs it."""
 
     def log_prob_old(self, kept: Trajectories, micro: Sequence[tuple[int, int]], log_prob: Tensor) -> Tensor:
         """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
@@ -76,7 +76,7 @@ class Reverse:
 
 
 class Forward:
-    """Forward process (DiffusionNFT, docs/math.md): adds new noise to the final samples and scores them clean."""
+    """Forward process (docs/math.md): adds new noise to the final samples and scores them clean."""
 
     scores_rollout = False
 
@@ -95,11 +95,10 @@ class Forward:
         kept.noise_again(rows, latents, seeds, sigmas)
 
     def score_old(self, replay: Replay, batch: Batch) -> None:
-        if batch.trajectories.velocities:  # otherwise an iteration has one update, where both policies are equal
-            replay.score_noised(batch)
+        replay.score_noised(batch)
 
     def log_prob_old(self, kept: Trajectories, micro: Sequence[tuple[int, int]], log_prob: Tensor) -> Tensor:
-        if not kept.velocities:
+        if not kept.scored:  # both policies are equal, or the loss needs the old one's log-prob up to a constant only
             return log_prob.detach()
         return torch.stack([kept.log_probs[t][i] for i, t in micro])
 

@@ -9,7 +9,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from sage_fast.algorithm.objective import FEEDBACKS, strategy_of, surrogate_of, uses_closed_form
+from sage_fast.algorithm.objective import (
+    FEEDBACKS,
+    SURROGATES,
+    is_off_policy,
+    strategy_of,
+    surrogate_of,
+    uses_closed_form,
+)
 from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.fields import require
 from sage_fast.config.schema import Config
@@ -60,8 +67,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
 
     Raises:
         UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
-            transitions, a KL that is always 0 or that needs rollout log-probs where there are none, a lambda that
-            cannot move, or more ranks than samples.
+            transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
+            without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
     """
     s, train = config.sampling, config.train
     largest = SAMPLERS[s.sampler].largest_eta
@@ -74,9 +81,10 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     trainable = min(len(trained_steps(window, config, 0)) for window in windows)
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
+        forward = [name for name, row in SURROGATES.items() if not row.process.scores_rollout]
         raise UserError(
             f"{rows} has no stochastic step to train, so there is no policy gradient; expected any sampler but "
-            "ode, with eta above 0, or objective.surrogate = nft"
+            f"ode, with eta above 0, or objective.surrogate = {' or '.join(forward)}"
         )
     require(
         bool(table.stochastic_steps) or not s.shared_initial_noise,
@@ -98,11 +106,26 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
         "closed_form, or kl.strategy = moving",
     )
-    if strategy.anchor is None and uses_closed_form(kl) and train.optimizer_steps == 1:
+    if strategy.anchor is None and uses_closed_form(kl) and not is_off_policy(config):
         raise UserError(
             f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
             "update of an iteration; expected at least 2, or kl.strategy = 'none'"
         )
+    require(
+        train.ema_decay > 0 or not s.averaged_weights,
+        "sampling.averaged_weights",
+        s.averaged_weights,
+        f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above 0, such as 0.9; the "
+        "nearest choice is false",
+    )
+    weighted = [part for part, weight in config.reward.part_weights.items() if weight]
+    require(
+        len(weighted) > 1 or not config.objective.balanced_rewards,
+        "objective.balanced_rewards",
+        config.objective.balanced_rewards,
+        f"the reward has one part with a weight, {weighted[0]}, and there is nothing to balance; the nearest choice is "
+        "false",
+    )
     require(
         kl.lambda_min > 0 or not feedback.starts_positive,
         "kl.lambda_min",
@@ -124,7 +147,8 @@ def check_log_prob(config: Config, numel: int) -> None:
     Raises:
         UserError: adjacent float32 values at the size of the sum differ by more than a tenth of the clip range.
     """
-    objective, c = config.objective, configured_table(config).c
+    objective = config.objective
+    c = surrogate_of(objective).process.table(configured_table(config)).c
     if not REDUCTIONS[objective.log_prob].sums or not surrogate_of(objective).uses_ratio:
         return
     size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())

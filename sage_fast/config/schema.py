@@ -17,7 +17,7 @@ from sage_fast.util.errors import UserError, nearest
 
 Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "exact", "ode"]
 Reduction = Literal["mean", "sum", "unscaled"]
-Surrogate = Literal["clip", "log_prob", "nft"]
+Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm", "awm_clip"]
 Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
@@ -118,7 +118,7 @@ class SamplingConfig(Section):
 
     sampler: Sampler = "sage"
     """Rule of a denoising step; docs/math.md has the formulas. `exact` is `precise` under another name. `ode` adds no
-    noise and can only be trained with objective.surrogate = nft."""
+    noise and can only be trained with a surrogate that re-noises the final samples, such as nft."""
     eta: float = within(1.0, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
@@ -136,6 +136,9 @@ class SamplingConfig(Section):
     sde_window: int = within(0, least=0)
     """Length of a random contiguous window of SDE steps, the same for a whole group; the ODE is used outside it. 0: all
     steps are SDE steps."""
+    averaged_weights: bool = False
+    """Roll out, and score the old policy, with the average of the weights, as DiffusionNFT does. Needs train.ema_decay
+    above 0, which sets how slowly the average follows. The ratio then differs from 1 in the first update already."""
     shared_initial_noise: bool = False
     """Give all samples of a group the same initial latents."""
     batch_size: int = within(4, least=1)
@@ -325,10 +328,16 @@ class ObjectiveConfig(Section):
     """The policy term of the loss."""
 
     surrogate: Surrogate = "clip"
-    """`clip`: clipped ratio. `log_prob`: the plain log-prob of Eq. 43, without a ratio. `nft`: DiffusionNFT, which
-    re-noises the final samples and so trains with any sampler, including `ode`."""
+    """`clip`: clipped ratio. `kl_mask`: the ratio, masked by the KL to the rollout policy instead of clipped.
+    `log_prob`: the plain log-prob of Eq. 43, without a ratio. The others re-noise the final samples and so train with
+    any sampler, including `ode`. `nft`: DiffusionNFT. `nft_adaptive`: with the weighting of its published code. `awm`:
+    advantage-weighted matching. `awm_clip`: the clipped ratio of flow-matching losses."""
     nft_beta: float = within(1.0, above=0)
-    """Beta of `nft`. The distance of its optimum from the rollout policy is proportional to 1 / beta."""
+    """Beta of `nft` and `nft_adaptive`. The distance of the optimum from the rollout policy is proportional to
+    1 / beta."""
+    kl_limit: float = within(1e-5, above=0)
+    """`kl_mask` masks a transition that moves away from the rollout policy when its KL to it is above this. Per element
+    with objective.log_prob = mean. Takes effect from the second update of an iteration on."""
     ratio: Ratio = "plain"
     """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy is added to the
     log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times S_t, so that the clip acts alike at
@@ -336,9 +345,14 @@ class ObjectiveConfig(Section):
     clip_range: float = within(1e-4, above=0)
     """The ratio of a transition is clipped to [1 - clip_range, 1 + clip_range]."""
     log_prob: Reduction = "mean"
-    """Reduction of the log-prob over the elements of a sample. `unscaled` is -mean((x_next - mu)^2)."""
+    """Reduction of the log-prob over the elements of a sample. `unscaled` is -mean((x_next - mu)^2). No effect on
+    `nft_adaptive`."""
     equalizer: bool = True
-    """Apply the temporal gradient equalizer S_t (Eq. 9)."""
+    """Apply the temporal gradient equalizer S_t (Eq. 9). No effect on `nft_adaptive`, which weighs the noise levels
+    itself."""
+    balanced_rewards: bool = False
+    """Normalise each part of the reward over its group, or as `advantage_std` says, before the weighted sum (GDPO).
+    Needs at least two parts with a weight."""
     advantage_std: AdvantageStd = "group"
     """Standard deviation that divides the advantages. `group`: that of the sample's own group (Eq. 10). `batch`: that
     of all samples of the iteration about their group means, which gives a nearly equal group little weight."""

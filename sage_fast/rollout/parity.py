@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import centres_ratio, normalises_ratio, surrogate_of
+from sage_fast.algorithm.objective import centres_ratio, is_off_policy, normalises_ratio, surrogate_of
 from sage_fast.config.schema import Config
 from sage_fast.models.policy import Policy
 from sage_fast.rollout.batch import Batch
@@ -77,7 +77,7 @@ def check_parity(
     if not surrogate_of(config.objective).uses_ratio:
         return metrics
     check_replay(delta, config.objective.clip_range)
-    if config.train.optimizer_steps > 1:
+    if is_off_policy(config):
         velocity = functools.partial(replay.velocity, batch)
         moments = moments_after_an_update(policy, config, first(4), len(batch.table), velocity, log_ratio)
         metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config)

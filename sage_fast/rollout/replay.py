@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import stores_rollout_velocities
+from sage_fast.algorithm.objective import scores_noised_samples, stores_rollout_velocities
 from sage_fast.algorithm.schedule import Transition
 from sage_fast.config.schema import Config
 from sage_fast.models.policy import Policy, State
@@ -87,16 +87,20 @@ class Replay:
 
     @torch.no_grad()
     def score_noised(self, batch: Batch) -> None:
-        """Fill in the rollout's velocities and log-probs at the renoised final samples: one forward each.
+        """Fill in the rollout's log-probs and kept velocities at the renoised final samples: one forward each.
 
-        Call it before the first update, while the present weights are still the rollout's.
+        No-op if the loss needs neither. Call it before the first update, with the rollout's weights.
         """
+        if not scores_noised_samples(self.config):
+            return
         rows = batch.trajectories
-        for t, run, micro in self._work(batch, sorted(rows.velocities)):
+        rows.scored = True
+        for t, run, micro in self._work(batch, sorted(rows.log_probs)):
             x, at = rows.gather(rows.states, micro), on_device(t, rows.device)
             v = self.velocity(batch, micro, x)
             rows.log_probs[t][run] = transition_score(x, rows.next_states(micro), v, batch.coefs, at)[0]
-            rows.velocities[t][run].copy_(v, non_blocking=True)
+            if rows.velocities:
+                rows.velocities[t][run].copy_(v, non_blocking=True)
 
     def _work(self, batch: Batch, steps: Sequence[int]) -> Iterable[tuple[int, slice, list[Transition]]]:
         """Return (step, samples, their transitions) of the forwards at every sample and step, equally many per rank."""

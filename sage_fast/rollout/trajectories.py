@@ -27,6 +27,7 @@ class Trajectories:
     Attributes:
         states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
         log_probs: step -> float32 `[N]` on the device; filled by the rollout or by `Replay.score_noised`.
+        scored: whether `Replay.score_noised` has filled them.
         velocities: step -> `[N, C, T, H, W]`, guidance included.
     """
 
@@ -47,6 +48,7 @@ class Trajectories:
         self._after = dict(successors)
         self.states = {t: self.empty(torch.float32) for t in sorted({*successors, *successors.values()})}
         self.log_probs = {t: torch.empty(count, device=device) for t in successors}
+        self.scored = False
         self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in successors}
 
     def empty(self, dtype: torch.dtype) -> Tensor:

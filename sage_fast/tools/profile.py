@@ -119,7 +119,7 @@ def profile_iteration(
         run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
         expected = plan(run, setup.model.spec)
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
-        if trainer.anchor_is_current:
+        if trainer.anchor_is_rollout:
             flops["anchor"] = 0.0  # the rollout's velocities are reused
         profiler = None if window_only else torch.profiler.profile()
         with profiler or contextlib.nullcontext():
