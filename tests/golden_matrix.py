@@ -63,6 +63,17 @@ TINY: dict[str, dict[str, Any]] = {
     "offload": {"sampling__offload_trajectories": True},
     "muon": {"train__optimizer": "muon", "model__tuning": "full"},
     "checkpointed": {"model__gradient_checkpointing": "attention"},
+    "kl_mask": {"objective__surrogate": "kl_mask", **TWO_UPDATES},
+    **{
+        name: {"objective__surrogate": name, "sampling__sampler": "ode", "kl__strategy": "none", **TWO_UPDATES}
+        for name in ("nft_adaptive", "awm", "awm_clip")
+    },
+    "balanced": {"objective__balanced_rewards": True},
+    "averaged": {"sampling__averaged_weights": True, "train__ema_decay": 0.9, **TWO_UPDATES},
+    "averaged-nft": {
+        "sampling__averaged_weights": True, "train__ema_decay": 0.9, "objective__surrogate": "nft",
+        "kl__strategy": "moving",
+    },
 }  # fmt: skip
 """Case -> settings of `tests.tiny`, two iterations each."""
 
@@ -80,6 +91,10 @@ FEW = {
 RANKS: dict[str, dict[str, Any]] = {
     "plain": {}, "zero2": {"train.engine": "zero2"}, "zero3": {"train.engine": "zero3"},
     "zero3-full": {"train.engine": "zero3", "model.tuning": "full"}, "sequence": {"model.sequence_parallel": 2},
+    "zero3-averaged": {
+        "train.engine": "zero3", "model.tuning": "full", "sampling.averaged_weights": "true", "train.ema_decay": 0.5,
+        "train.optimizer_steps": 2,
+    },
 }  # fmt: skip
 """Case -> settings over configs/demo.yaml, on two ranks."""
 

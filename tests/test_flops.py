@@ -39,6 +39,15 @@ class OneFlatGroup:
         pytest.param({"kl__strategy": "fixed", "kl__position_fraction": 0.4}, id="some-steps"),
         pytest.param({"kl__strategy": "none", "train__timestep_fraction": 0.6}, id="no-anchor"),
         pytest.param({"objective__surrogate": "nft", "kl__strategy": "moving"}, id="nft"),
+        pytest.param(
+            {"objective__surrogate": "awm", "kl__strategy": "none", "train__optimizer_steps": 2}, id="matching"
+        ),
+        pytest.param(
+            {"objective__surrogate": "awm_clip", "kl__strategy": "none", "train__optimizer_steps": 2}, id="clipped"
+        ),
+        pytest.param(
+            {"sampling__averaged_weights": True, "train__ema_decay": 0.9, "kl__strategy": "moving"}, id="averaged"
+        ),
     ],
 )
 def test_the_forwards_are_those_that_were_made(overrides: dict[str, Any]) -> None:

@@ -1,15 +1,16 @@
-"""DiffusionNFT: its loss by hand in float64, the samples that are noised again, and training with the ODE."""
+"""Surrogates on noised samples: their losses by hand in float64, the noise, and training with the ODE."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from sage_fast.algorithm.objective import sage_loss
+from sage_fast.algorithm.objective import Loss, sage_loss
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.algorithm.transitions import forward_table, sigma_schedule
-from sage_fast.config.schema import KLConfig, ObjectiveConfig
-from sage_fast.ops import transition_score
+from sage_fast.config.schema import KLConfig, ObjectiveConfig, Reduction
+from sage_fast.ops import Row, transition_score
 from sage_fast.ops.philox import STREAM_TRANSITION, philox_normal
 from sage_fast.rewards import Reward
 from sage_fast.rollout.trajectories import Trajectories
@@ -58,6 +59,112 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
             torch.testing.assert_close(gradient, at_old, rtol=1e-5, atol=1e-6)
 
 
+class Noised:
+    """Four noised samples, one at each step of TABLE, float64, and the loss of our code on them."""
+
+    def __init__(self, size: int = 24, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        x0, z, v_old, direction = (torch.randn(4, size, dtype=torch.float64, generator=generator) for _ in range(4))
+        self.s = TABLE.sigmas[:-1].view(4, 1)
+        self.x, self.x0, self.target = (1 - self.s) * x0 + self.s * z, x0, z - x0
+        self.v_old, self.direction = v_old, direction
+        self.advantage = torch.tensor([-5.0, -0.7, 1.3, 5.0], dtype=torch.float64)
+
+    def moved(self, by: float) -> torch.Tensor:
+        return (self.v_old + by * self.direction).requires_grad_()
+
+    def loss(self, v: torch.Tensor, objective: ObjectiveConfig) -> Loss:
+        coefs, steps = TABLE.coefficients(v[0].numel(), objective.log_prob), torch.arange(4)
+        log_prob, kl_anchor, kl_old = transition_score(self.x, self.x0, v, coefs, steps, v_old=self.v_old)
+        old, _, _ = transition_score(self.x, self.x0, self.v_old, coefs, steps)
+        return sage_loss(
+            log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=self.advantage, kl_weight=1.0, objective=objective,
+            equalizer=TABLE.equalizer(objective.log_prob), kl=KLConfig(strategy="none"),
+            bias=TABLE.log_ratio_bias(objective.log_prob), at=Row(*coefs[steps].unbind(1)),
+        )  # fmt: skip
+
+    def error(self, v: torch.Tensor) -> torch.Tensor:
+        """The flow-matching loss of each sample, `[4]`."""
+        return (v - self.target).square().mean(1)
+
+
+def check_gradient(ours: torch.Tensor, expected: torch.Tensor, v: torch.Tensor, rtol: float = 1e-5) -> None:
+    gradients = [torch.autograd.grad(of.sum(), v, retain_graph=True)[0] for of in (ours, expected)]
+    assert gradients[1].abs().max() > 0
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=rtol, atol=rtol * float(gradients[1].std()))
+
+
+@pytest.mark.parametrize("by", [0.0, 0.3])
+@pytest.mark.parametrize(("reduction", "equalizer"), [("mean", True), ("unscaled", True), ("unscaled", False)])
+def test_matching_by_hand(reduction: Reduction, equalizer: bool, by: float) -> None:
+    """`awm` is the flow-matching loss times A, and that on x0 with `unscaled` and no equalizer."""
+    noised = Noised()
+    v = noised.moved(by)
+    loss = noised.loss(v, ObjectiveConfig(surrogate="awm", log_prob=reduction, equalizer=equalizer))
+    weight = noised.s.flatten().square() if reduction == "unscaled" else torch.ones(4, dtype=torch.float64)
+    if equalizer:
+        weight = weight * TABLE.equalizer(reduction)
+    expected = weight * noised.advantage * (noised.error(v) - noised.error(noised.v_old))
+    torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-5)
+    check_gradient(loss.total, expected, v)
+    assert not loss.clipped.any()
+
+
+def test_clipped_matching_by_hand() -> None:
+    """`awm_clip` clips exp(error_old - error) on the side where A would move it further."""
+    noised, limit = Noised(), 0.02
+    v = noised.moved(0.05)
+    loss = noised.loss(v, ObjectiveConfig(surrogate="awm_clip", clip_range=limit))
+    ratio = torch.exp(noised.error(noised.v_old) - noised.error(v))
+    expected = -torch.minimum(ratio * noised.advantage, ratio.clamp(1 - limit, 1 + limit) * noised.advantage)
+    torch.testing.assert_close(loss.ratio.double(), ratio, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-6)
+    check_gradient(loss.total, expected, v)
+    assert loss.clipped.tolist() == ((ratio - 1).abs() > limit).tolist()
+    assert 0 < loss.clipped.sum() < 4
+
+
+def adaptive(noised: Noised, v: torch.Tensor, beta: float, mean_of: Any) -> torch.Tensor:
+    """The loss of DiffusionNFT's code: each branch's error on x0 over `mean_of` it, and clamp / beta before it all."""
+    r, total = 0.5 + noised.advantage / 10, torch.zeros(4, dtype=torch.float64)
+    for share, sign in ((r, 1), (1 - r, -1)):
+        branch = (1 - sign * beta) * noised.v_old + sign * beta * v
+        error = (noised.x - noised.s * branch) - noised.x0
+        total = total + share * error.square().mean(1) / mean_of(error.detach())
+    return 5 / beta * total
+
+
+def rms_as_mean(error: torch.Tensor) -> torch.Tensor:
+    return (2 / torch.pi) ** 0.5 * error.square().mean(1).sqrt()
+
+
+@pytest.mark.parametrize("by", [0.0, 0.3])
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "unscaled"])
+def test_adaptive_weighting_by_hand(reduction: Reduction, beta: float, by: float) -> None:
+    """Whatever the reduction and the equalizer."""
+    noised = Noised()
+    v = noised.moved(by)
+    loss = noised.loss(v, ObjectiveConfig(surrogate="nft_adaptive", nft_beta=beta, log_prob=reduction))
+    expected = adaptive(noised, v, beta, rms_as_mean)
+    torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-5)
+    check_gradient(loss.total, expected, v, rtol=1e-4)
+
+
+def test_how_far_the_rms_is_from_the_mean_error() -> None:
+    """At most 1 % on normal errors of 4,096 elements, 13 % on errors with longer tails, 8 % on bounded ones."""
+    noised = Noised(4096)
+    v = noised.moved(0.3)
+    exact, ours = (adaptive(noised, v, 1.0, mean_of) for mean_of in (lambda e: e.abs().mean(1), rms_as_mean))
+    check_gradient(ours, exact, v, rtol=0.02)
+    generator = torch.Generator().manual_seed(0)
+    uniform = 2 * torch.rand(1, 100_000, generator=generator) - 1
+    laplace = torch.log1p(-uniform.abs()) * uniform.sign()
+    normal = torch.randn(1, 100_000, generator=generator)
+    found = [float(rms_as_mean(error) / error.abs().mean(1)) for error in (normal, laplace, uniform)]
+    assert found == pytest.approx([1.0, 2 / torch.pi**0.5, (8 / 3 / torch.pi) ** 0.5], rel=0.01)
+
+
 def test_final_samples_are_noised_by_their_own_seeds() -> None:
     """The same in any batch, at each level anew, and not with the noise of the rollout."""
     shape, seeds, sigmas = (2, 3, 4, 4), torch.tensor([3, 5, 7]), torch.tensor([1.0, 0.7, 0.4, 0.0])
@@ -82,14 +189,23 @@ class DarknessReward(BrightnessReward):
         return {part: -values for part, values in super().__call__(videos, prompts).items()}
 
 
-@pytest.mark.parametrize("reward", [BrightnessReward(), DarknessReward()], ids=["bright", "dark"])
-def test_training_with_the_ode_raises_the_reward(reward: Reward) -> None:
+@pytest.mark.parametrize(
+    ("reward", "surrogate"),
+    [
+        (BrightnessReward(), "nft"), (DarknessReward(), "nft"), (BrightnessReward(), "nft_adaptive"),
+        (DarknessReward(), "awm"), (BrightnessReward(), "awm_clip"),
+    ],
+    ids=["bright", "dark", "adaptive", "matching", "clipped matching"],
+)  # fmt: skip
+def test_training_with_the_ode_raises_the_reward(reward: Reward, surrogate: str) -> None:
     """On the prompt and the noise of the start, whichever way is up."""
     overrides = {"train__prompts_per_iteration": 1, "train__group_size": 16, "train__optimizer_steps": 3}
     batches = {"train__batch_size": 16, "sampling__batch_size": 16, "sampling__steps": 3}
-    trainer = tiny_trainer(settings(**NFT, **overrides, **batches, train__learning_rate=2e-2), reward)
+    which = NFT | {"objective__surrogate": surrogate, "objective__clip_range": 0.1}
+    trainer = tiny_trainer(settings(**which, **overrides, **batches, train__learning_rate=2e-2), reward)
     first, *_, again = (trainer.iteration(index) for index in (0, 1, 2, 0))
-    assert first["ratio/max"] > 1  # the second update sees other weights than the rollout
+    # The second update sees other weights than the rollout; `awm` does not ask which.
+    assert (first["ratio/max"] > 1) == (surrogate != "awm")
     gain = again["reward/mean"] - first["reward/mean"]
     print(f"gain {gain:.1e}, of a standard deviation of {first['reward/std']:.1e}")
     assert gain > 5e-5

@@ -6,14 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, KLController, Scored, group_advantages, sage_loss
-from sage_fast.algorithm.schedule import draw_samples, trained_steps
-from sage_fast.config.schema import KLConfig, ObjectiveConfig
+from sage_fast.algorithm.objective import (
+    KL_STRATEGIES,
+    SURROGATES,
+    KLController,
+    Scored,
+    balanced_rewards,
+    group_advantages,
+    sage_loss,
+)
+from sage_fast.algorithm.schedule import check_trainable, draw_samples, trained_steps
+from sage_fast.config.load import build
+from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.trainer import Trainer
+from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import Metrics, Stopwatch
-from tests.tiny import perturb, settings, tiny_trainer
+from tests.tiny import BASE_SETTINGS, perturb, settings, tiny_trainer
 
 
 def test_advantages_by_hand() -> None:
@@ -56,6 +66,81 @@ def test_advantages_are_clamped() -> None:
     rewards[0, 0] = 1.0
     advantages, _ = group_advantages(rewards, torch.ones(1, 101, dtype=torch.bool), clamp=5.0)
     assert float(advantages.max()) == 5.0
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_balanced_rewards_by_hand(std: AdvantageStd) -> None:
+    """By a loop: each part loses its group's mean and is divided by its standard deviation before it is weighted."""
+    generator = torch.Generator().manual_seed(0)
+    parts = {"sharp": torch.rand(6, generator=generator), "bright": 100 * torch.rand(6, generator=generator)}
+    parts["even"] = torch.full((6,), 0.1)  # equal everywhere: nothing to compare
+    parts["unused"] = torch.rand(6, generator=generator)
+    weights = {"sharp": 1.0, "bright": -0.5, "even": 2.0, "absent": 0.0}
+    valid = torch.tensor([[True, True, True], [True, False, True]])
+    parts["bright"][4] = math.nan  # the reward of this part has failed
+    expected = [[0.0] * 3, [0.0] * 3]
+    for name in ("sharp", "bright"):
+        groups = [[float(parts[name][3 * p + g]) for g in range(3) if valid[p, g]] for p in range(2)]
+        centred = [[value - sum(group) / len(group) for value in group] for group in groups]
+        every = [value for group in centred for value in group]
+        for p, group in enumerate(centred):
+            over = group if std == "group" else every
+            deviation = math.sqrt(sum(value**2 for value in over) / len(over))
+            for g, value in zip([g for g in range(3) if valid[p, g]], group):
+                expected[p][g] += weights[name] * value / deviation
+    found = balanced_rewards(parts, weights, valid, std=std)
+    assert found.flatten().tolist() == pytest.approx([value for group in expected for value in group], rel=1e-4)
+
+
+def test_balanced_rewards_do_not_follow_the_scale_of_a_part() -> None:
+    """The scale of a part says which one rules the advantages of the sum, but not those of balanced parts."""
+
+    class Scaled:
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+        def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+            return {"vq": videos.mean((1, 2, 3, 4)), "mq": self.by * videos[:, -1].std((1, 2, 3))}
+
+    def norm(by: float, balanced: bool) -> float:
+        config = build(BASE_SETTINGS | {"reward.weights": {"vq": 1, "mq": 1}, "objective.balanced_rewards": balanced})
+        return tiny_trainer(config, Scaled(by)).iteration(0)["grad_norm"]
+
+    assert norm(100.0, True) == pytest.approx(norm(0.01, True), rel=1e-3)
+    assert norm(100.0, False) != pytest.approx(norm(0.01, False), rel=1e-2)
+
+
+def test_one_part_cannot_be_balanced() -> None:
+    config = build(BASE_SETTINGS | {"reward.weights": {"vq": 1, "mq": 0}, "objective.balanced_rewards": True})
+    with pytest.raises(UserError, match=r"balanced_rewards = True: .* one part with a weight, vq.* choice is false"):
+        check_trainable(config)
+
+
+def test_the_mask_of_the_kl_by_hand() -> None:
+    """Masked: above the limit and moving away, for either sign of the advantage. The value is ratio x A everywhere."""
+    log_ratio = torch.tensor([0.1, 0.1, -0.1, -0.1] * 2, requires_grad=True)
+    advantage = torch.tensor([2.0, -2.0, 2.0, -2.0] * 2)
+    kl = torch.tensor([0.3] * 4 + [0.1] * 4)
+    scored = Scored(log_ratio=log_ratio, kl_old=kl, drift=kl, advantage=advantage)
+    row, objective = SURROGATES["kl_mask"], ObjectiveConfig(kl_limit=0.2)
+    value = row.value(scored, objective)
+    assert value.tolist() == pytest.approx((log_ratio.exp() * advantage).tolist())
+    assert row.held(scored, objective).tolist() == [True, False, False, True] + [False] * 4
+    (gradient,) = torch.autograd.grad(value.sum(), log_ratio)
+    kept = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1])
+    assert gradient.tolist() == pytest.approx((kept * log_ratio.exp() * advantage).tolist())
+
+
+def test_a_run_masks_by_its_limit() -> None:
+    """From the second update on: none at a limit that is never reached, about half of them at one always passed."""
+    masked = [
+        tiny_trainer(
+            settings(train__optimizer_steps=2, objective__surrogate="kl_mask", objective__kl_limit=limit)
+        ).iteration(0)["ratio/clip_fraction"]
+        for limit in (1e3, 1e-12)
+    ]
+    assert masked[0] == 0
+    assert 0.1 < masked[1] <= 0.5  # none in the first update
 
 
 def test_surrogates_by_hand() -> None:

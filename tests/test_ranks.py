@@ -93,7 +93,8 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
     ),
     "an equal group, noised again": (
         ALONE | {"train__optimizer_steps": 2, "kl__feedback": "ppo", "kl__warmup_steps": 0, "sampling__sampler": "ode",
-                 "objective__surrogate": "nft", "kl__velocity_term": "closed_form"},
+                 "objective__surrogate": "nft", "kl__velocity_term": "closed_form",
+                 "sampling__averaged_weights": True, "train__ema_decay": 0.5},
         OneGroupIsEqual,
     ),
     "batches, lengths, guidance": (

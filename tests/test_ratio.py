@@ -94,6 +94,26 @@ def test_centred_log_ratio_and_its_gradient_have_mean_zero(reduction: str, moved
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("side", [0.9, 1.1])
+def test_the_kl_mask_goes_by_the_exact_kl(reduction: Any, side: float) -> None:
+    """That of the two normal distributions, by torch.distributions; what is not masked keeps the ratio's gradient."""
+    step, moved = 3, 0.2
+    means = float(TABLE.b[step]) * torch.tensor([0.0, moved], dtype=torch.float64)
+    new, old = (torch.distributions.Normal(mean, TABLE.c[step]) for mean in means)
+    exact = float(torch.distributions.kl_divergence(new, old)) * (NUMEL if reduction == "sum" else 1)
+    row = {"surrogate": "kl_mask", "log_prob": reduction, "kl_limit": side * exact}
+    loss, v, kl = drawn(ObjectiveConfig(**row), step, moved, samples=400)
+    torch.testing.assert_close(kl, torch.full_like(kl, exact), rtol=1e-9, atol=0)
+    masked = (loss.ratio > 1) & (side < 1)  # every advantage is 1
+    assert loss.clipped.bool().tolist() == masked.tolist()
+    assert side > 1 or 0.1 < masked.double().mean() < 0.9
+    (gradient,) = torch.autograd.grad(loss.total.sum(), v)
+    wide, v, _ = drawn(ObjectiveConfig(log_prob=reduction, clip_range=1e9), step, moved, samples=400)
+    (unclipped,) = torch.autograd.grad(wide.total.sum(), v)
+    torch.testing.assert_close(gradient, torch.where(masked[:, None], 0.0, unclipped), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("equalizer", [True, False])
 def test_every_ratio_has_the_same_gradient_at_the_rollout_policy(reduction: str, equalizer: bool) -> None:
     def gradient(ratio: Any, step: int) -> Tensor:
