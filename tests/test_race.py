@@ -47,9 +47,7 @@ def test_the_interval_of_a_ratio_is_fiellers(comparisons: int) -> None:
     first = 1.1 + 2 * shared + generator.normal(0, 0.05, (5, 8))
     found = ratio(scores_of(first), scores_of(second), comparisons=comparisons)
     grid = np.arange(0, 5, 1e-3)
-    kept = [
-        rho for rho in grid if abs((first - rho * second).mean()) <= half_width(first - rho * second, comparisons)
-    ]
+    kept = [rho for rho in grid if abs((first - rho * second).mean()) <= half_width(first - rho * second, comparisons)]
     assert found.value == pytest.approx(first.mean() / second.mean())
     assert found.low == pytest.approx(min(kept), abs=2e-3)
     assert found.high == pytest.approx(max(kept), abs=2e-3)
