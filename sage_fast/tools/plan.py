@@ -104,8 +104,8 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     decoder = float(config.model.element_bytes * cost.decoder_weights)
     asked = config.model.gradient_checkpointing
     mode: str = asked
-    held = held_bytes(config, policy, ranks)
     if asked == "auto":
+        held = held_bytes(config, policy, ranks)
         coming = sum(held.training.values()) + (0 if s.offload_trajectories else states + velocities)
         mode = fitting_mode(config, spec, gpu_memory - sum(held.weights.values()) - decoder, coming, on_gpu=True)
     held = held_bytes(config, policy, ranks, mode)
