@@ -29,6 +29,7 @@ from sage_fast.config.fields import is_unicode
 from sage_fast.rewards.errors import RewardFailure, TransportFailure, printable
 from sage_fast.rewards.load import checked
 from sage_fast.util.errors import nearest
+from sage_fast.util.files import json_value
 
 SCHEMA = "sage-fast-reward/1"
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
@@ -202,7 +203,7 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 def answer(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
     """Format a response; values that are not finite become null."""
-    values = {part: [x if math.isfinite(x) else None for x in scores.tolist()] for part, scores in parts.items()}
+    values = {part: [*map(json_value, scores.tolist())] for part, scores in parts.items()}
     return {"schema": SCHEMA, "id": name, "parts": values}
 
 
