@@ -173,7 +173,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     else:
         notes = spec.notes(sampling)
     if (group := sequence_group()) is not None:
-        # By name, as an engine's module is: few runs need it, and DeepSpeed is optional.
+        # Imported by name and only here: it needs DeepSpeed, which is optional.
         policy.share_samples(pkgutil.resolve_name("sage_fast.models.sequence:SequenceParallel")(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling)

@@ -110,7 +110,7 @@ def video_chunks(
     On a GPU, decoding a chunk overlaps with the rollout of the next one.
 
     Args:
-        pause: called after each step; it stops the sampling by raising.
+        pause: called after each step; an exception it raises ends the sampling.
     """
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
@@ -178,7 +178,7 @@ def evaluate(
 
     Args:
         save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
-        pause: called after each step; raising on one rank stops the evaluation on all.
+        pause: called after each step; an exception it raises on one rank ends the evaluation on all.
         scorers: additional rewards; their parts appear in `parts` as `<name>/<part>`.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank; replaces the policy.
     """
