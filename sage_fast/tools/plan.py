@@ -216,7 +216,7 @@ def _duration(seconds: float) -> str:
     raise AssertionError
 
 
-def dry_run(config: Config, ranks: int, gpu_memory: float = 80e9) -> str:
+def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     """Return the plan of a run on `ranks` ranks, and what it trains on, as text. Loads no weights.
 
     Raises:
