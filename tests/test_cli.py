@@ -17,8 +17,8 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
+from sage_fast.run.messages import time_left
 from sage_fast.run.sources import newest_weights
-from sage_fast.run.train import time_left
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import read_metrics, saving, writing
