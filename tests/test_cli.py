@@ -49,6 +49,25 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli imp
 """Start of a program in which importing PyTorch is an error."""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reward.name", "videoalgin"], "did you mean 'videoalign'?"),
+        (
+            ["--reward.several", "[{name: testbed, weights: {vq: 1}}, {name: clip, weights: {}}]"],
+            "reward.several[1].name = 'clip': expected one of",
+        ),
+        (["--reward.name", "no_such_module.inside:Reward"], "no module 'no_such_module' is installed or in"),
+        (["--eval.judge", "judge"], "eval.judge = 'judge': expected one of"),
+    ],
+)
+def test_a_wrong_name_of_a_reward_is_said_before_pytorch_is_imported(arguments: list[str], message: str) -> None:
+    code = WITHOUT_TORCH + "sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, "train", str(DEMO), *arguments], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+
+
 def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     code = WITHOUT_TORCH + "main(['train', '--help'])"
     done = subprocess.run(

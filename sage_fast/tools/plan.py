@@ -21,7 +21,7 @@ from sage_fast.algorithm.schedule import (
     share_of,
     trained_steps,
 )
-from sage_fast.config.schema import Config, RewardEntry
+from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import default_family
@@ -231,15 +231,11 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
 def _format_data(config: Config) -> str:
     """Format the prompts and the rewards."""
     train, heldout = configured_prompts(config)
-    several = [f"reward.several[{i}].name" for i in range(len(config.reward.several))]
-    entries = dict(zip(several or ["reward.name"], config.reward.entries))
-    if config.eval.judge is not None:
-        entries["eval.judge"] = RewardEntry(name=config.eval.judge, weights={})
     lines, notes = ["prompts and rewards"], []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts")
     evaluated = min(config.eval.num_prompts, len(heldout))
     lines.append(f"  {config.data.eval_prompts}: {len(heldout)} held-out prompts, of which {evaluated} are evaluated")
-    for key, entry in entries.items():
+    for key, entry in config.named_rewards.items():
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
         notes += look_at_reward(entry, key)
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
