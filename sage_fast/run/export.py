@@ -27,7 +27,7 @@ from sage_fast.models.registry import split_path
 from sage_fast.run.card import model_card
 from sage_fast.run.sources import newest_weights
 from sage_fast.util.errors import RunError, UserError, first_line
-from sage_fast.util.files import aside, saving
+from sage_fast.util.files import aside, read_json, saving
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,9 @@ def _write(run: Path, folder: Path, base: str | None, copy: Callable[[str, str],
         raise UserError(f"{str(run)!r} is no run folder: config.yaml is missing")
     weights, iteration = newest_weights(run)
     config = load(run / "config.yaml")
+    path, facts = split_path(config.model.path)[1], run / "run.json"
+    if is_hub_id(path) and not Path(path).is_dir() and facts.is_file() and read_json(facts).get("model_is_local"):
+        raise UserError(f"model.path = {path!r}: a folder where the run began, and none here; export from there")
     spec = find_spec(config.model.path)
     base = _base(config, base)
     folder.mkdir()

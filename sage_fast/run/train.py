@@ -287,6 +287,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(hide_in_command(sys.argv)),
         "ranks": world_size(),
+        "model_is_local": Path(trainer.model.path).is_dir(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
         "gradient_checkpointing": trainer.model.checkpointing,
