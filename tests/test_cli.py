@@ -354,6 +354,11 @@ def test_dry_run_finds_what_the_run_would_stop_at(
     assert message in capsys.readouterr().err
 
 
+def test_dry_run_warns_of_guidance_in_evaluations_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(DEMO), "--dry-run", "--kl.strategy", "none", "--eval.guidance_scale", "6"]) == 0
+    assert "warning: sampling.guidance_scale = 1 in training and eval" in " ".join(capsys.readouterr().out.split())
+
+
 def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "checkpoint-7").mkdir()
     for file in ("model_config.json", "checkpoint-7/model.pth", "config.json"):
