@@ -79,7 +79,7 @@ class HttpReward:
         """Send one request; return each part, float32 `[B]`, NaN for null.
 
         Raises:
-            TransportFailure: no connection, no whole answer in time, or status 429 or at least 500.
+            TransportFailure: no connection, no whole answer in time, or status 408, 429 or at least 500.
             RewardFailure: the server answered with an error; its own words.
         """
         limit = seconds if self.timeout_seconds is None else self.timeout_seconds
@@ -90,7 +90,7 @@ class HttpReward:
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise TransportFailure(f"{self.url}: {type(error).__name__}: {printable(str(error))}") from error
         if status != 200:
-            lost = status >= 500 or status == 429
+            lost = status >= 500 or status in (408, 429)
             self._answered |= not lost
             raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_words(text)}")
         parts = checked(parts_of(text, name, self.url), len(prompts))
