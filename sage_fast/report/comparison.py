@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from sage_fast.config.schema import Config
+from sage_fast.report.hacking import Evaluations
 from sage_fast.report.page import write_report
 from sage_fast.report.playback import read_video
 from sage_fast.report.scores import format_paired_table, paired_table, read_evaluations
@@ -22,9 +22,6 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.files import aside
 
 log = logging.getLogger(__name__)
-
-Evaluations = Mapping[str, dict[str, Any]]
-"""Name -> scores, as `read_evaluations` returns them."""
 
 
 def report_run(config: Config) -> None:
