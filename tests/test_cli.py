@@ -17,8 +17,8 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
+from sage_fast.run.messages import time_left
 from sage_fast.run.sources import newest_weights
-from sage_fast.run.train import time_left
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import read_metrics, saving, writing
@@ -47,6 +47,25 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli import main; "
 """Start of a program in which importing PyTorch is an error."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reward.name", "videoalgin"], "did you mean 'videoalign'?"),
+        (
+            ["--reward.several", "[{name: testbed, weights: {vq: 1}}, {name: clip, weights: {}}]"],
+            "reward.several[1].name = 'clip': expected one of",
+        ),
+        (["--reward.name", "no_such_module.inside:Reward"], "no module 'no_such_module' is installed or in"),
+        (["--eval.judge", "judge"], "eval.judge = 'judge': expected one of"),
+    ],
+)
+def test_a_wrong_name_of_a_reward_is_said_before_pytorch_is_imported(arguments: list[str], message: str) -> None:
+    code = WITHOUT_TORCH + "sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, "train", str(DEMO), *arguments], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
 
 
 def test_help_of_train_lists_every_setting_in_80_columns() -> None:
@@ -333,6 +352,11 @@ def test_dry_run_finds_what_the_run_would_stop_at(
 ) -> None:
     assert main(["train", REAL, "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_dry_run_warns_of_guidance_in_evaluations_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(DEMO), "--dry-run", "--kl.strategy", "none", "--eval.guidance_scale", "6"]) == 0
+    assert "warning: sampling.guidance_scale = 1 in training and eval" in " ".join(capsys.readouterr().out.split())
 
 
 def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -299,6 +299,28 @@ def test_a_local_base_stays_out_of_the_files(run: Path, tmp_path: Path, capsys: 
     assert read_lora(tmp_path / "out" / LORA_FILE)[1].base_model_name_or_path is None
 
 
+def test_a_relative_base_is_no_hub_id_in_another_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "config.yaml").write_text(dump(settings(model__path="bases/tiny")))
+    (run / "run.json").write_text('{"model_is_local": true}')
+    assert "model.path = 'bases/tiny': a folder where the run began, and none here" in message(
+        "export", str(run), str(tmp_path / "out"), capsys=capsys
+    )
+    shutil.copytree(TESTBED, tmp_path / "bases" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", str(run), "out"]) == 0
+
+
+def test_a_damaged_evaluation_is_left_out_of_the_card(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "eval" / "before.json").write_text('{"iteration": 0, "pro')
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--base", BASE]) == 0
+    assert "note: left out, since it is damaged: " in " ".join(capsys.readouterr().out.split())
+    assert "There are no evaluations from before and after training." in (tmp_path / "out" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("base", [None, BASE])
 def test_the_card_has_no_path_of_this_machine(run: Path, tmp_path: Path, base: str | None) -> None:
     shutil.copytree(TESTBED, tmp_path / "private" / "bases" / "tiny")

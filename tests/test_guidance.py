@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sage_fast.run.evaluation import evaluate
+from sage_fast.run.messages import guidance_warning
 from sage_fast.run.sample import generate
 from sage_fast.run.setup import Setup
 from sage_fast.run.sources import Source, notes_on
-from sage_fast.run.train import guidance_warning
 from sage_fast.trainer import Trainer
 from tests.tiny import settings, tiny_trainer
 

@@ -645,7 +645,10 @@ def test_hub_model_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) 
     ("targets", "substance"),
     [
         (r"blocks\.\d+\.attn\.to_q", "Target modules blocks\\.\\d+\\.attn\\.to_q not found in the base model"),
-        (r"transformer_blocks\.0\.attn", "is not supported"),
+        (
+            r"transformer_blocks\.0\.attn",
+            "transformer_blocks.0.attn is of type Attention; expected linear layers",
+        ),
         (r"transformer_blocks\.(", "unterminated subpattern"),
     ],
     ids=["no match", "not a layer", "no regular expression"],

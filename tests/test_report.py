@@ -330,6 +330,21 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
             write_report(empty)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.yaml", "- a", "expected a mapping of settings; put a copy of it there"),
+        ("run.json", '{"a": ', "not valid JSON: .*; remove the file for a page without its facts"),
+        ("run.json", '{"notes": 3}', "'notes' does not hold what it should; remove the file for a page"),
+        ("metrics.jsonl", "[]\n", "line 1: not a row of metrics: .*; remove the line to continue"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_do(run, name, content, message):
+    (run / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}.*{message}"):
+        write_report(run)
+
+
 @pytest.mark.fault("a damaged evaluation or video in a run that ends", "left out of the report, with a note", 3)
 def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     video = next((run / "videos" / "after").glob("00-*"))

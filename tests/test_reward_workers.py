@@ -558,6 +558,10 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
                 with contextlib.suppress(TimeoutError):
                     answer = connection.recv(1000)
         assert b" 408 " in answer
+    with socket.create_connection(server.server_address[:2]) as silent:  # type: ignore[arg-type]
+        silent.sendall(head + b"x")
+        silent.settimeout(10)
+        assert b" 408 " in silent.recv(1000)
 
 
 def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

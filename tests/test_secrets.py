@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.config.redact import hide_in_command, is_secret
+from sage_fast.config.redact import hide, hide_in_command, is_secret
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.util.files import read_metrics
 from tests.test_cli import DEMO, SMALL
@@ -55,12 +55,26 @@ def test_secrets_are_in_no_file_of_a_run_and_a_resume_finds_them(
 
 def test_what_is_a_secret() -> None:
     for name in ("token", "api_key", "apiKey", "API-KEY", "apikey", "password", "client_secret", "hfToken", "openAIKey",
-                 "api_keys", "secrets", "passwords", "Authorization", "bearer", "pwd"):  # fmt: skip
+                 "api_keys", "secrets", "passwords", "Authorization", "bearer", "pwd", "access_tokens", "apiTokens",
+                 "auth-tokens"):  # fmt: skip
         assert is_secret(name), name
-    for name in ("num_tokens", "tokenizer", "keyframes", "key_frames", "monkey", "path", "secretary"):
+    for name in (
+        "num_tokens",
+        "stop_tokens",
+        "tokens",
+        "tokenizer",
+        "keyframes",
+        "key_frames",
+        "monkey",
+        "path",
+        "secretary",
+    ):
         assert not is_secret(name), name
     words = ["--reward.args.token=a", "--reward.args", "{x: 1, token: a}", "--reward.weights", "{a: 1}", "--seed", "3",
-             "--reward.several", "[{name: a, args: {b: [{password: c}]}}]", "--reward.args.x", "a"]  # fmt: skip
+             "--reward.several", "[{name: a, args: {b: [{password: c}]}}]", "--reward.args.x", "a",
+             "--reward.args.url", "https://me:pw@there/x"]  # fmt: skip
     shown = ["--reward.args.token=(hidden)", "--reward.args", "(hidden)", *words[3:7], "--reward.several", "(hidden)",
-             *words[9:]]  # fmt: skip
+             *words[9:12], "(hidden)"]  # fmt: skip
     assert hide_in_command(["sage-fast", "train", *words]) == ["sage-fast", "train", *shown]
+    urls = {"urls": ["https://me:pw@there/x", "https://there/x@y", "postgres://me:pw@there"], "mail": "me@there"}
+    assert hide(urls) == urls | {"urls": ["(hidden)", "https://there/x@y", "(hidden)"]}

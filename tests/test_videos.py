@@ -15,6 +15,7 @@ from PIL import Image
 
 from sage_fast.report.comparison import keep_shown, write_comparison
 from sage_fast.report.playback import read_video
+from sage_fast.report.scores import read_evaluations
 from sage_fast.report.sheets import comparison_sheet, contact_sheet
 from sage_fast.report.videos import numbered, save_mp4, write_video
 from sage_fast.run.sample import save_videos
@@ -202,6 +203,10 @@ def write_evaluation(run, name, iteration, videos):
     save_videos(videos, prompts, run / "videos" / name, 8)
 
 
+def compared(run, count=6):
+    return write_comparison(run, read_evaluations(run)[0], count)
+
+
 def test_comparison_of_a_run_shows_base_first_and_last(tmp_path):
     """The prompts that all of them have, each column by its grey."""
     flat = torch.ones(5, 3, 32, 32)
@@ -209,7 +214,7 @@ def test_comparison_of_a_run_shows_base_first_and_last(tmp_path):
     write_evaluation(tmp_path, "iteration-000004", 4, [0.6 * flat] * 2)
     write_evaluation(tmp_path, "iteration-000002", 2, [0.4 * flat] * 2)
     write_evaluation(tmp_path, "after", 6, [0.8 * flat] * 2)
-    path = write_comparison(tmp_path)
+    path = compared(tmp_path)
     assert path == tmp_path / "comparison.png"
     sheet = Image.open(path)
     left, step = 20 + 200 + 24, 3 * 128 + 2 * 3 + 24
@@ -228,7 +233,7 @@ def test_comparison_shows_gains_and_losses_with_their_scores_and_keeps_those(tmp
             "parts": {"judge/alignment": [0.5] * 4, "vq": reward},
         }
         file.write_text(json.dumps(scores))
-    path = write_comparison(tmp_path, 2)
+    path = compared(tmp_path, 2)
     assert path is not None
     sheet = Image.open(path)
     top, row, left = 20 + 34, 128 + 38, 20 + 200 + 24
@@ -238,15 +243,15 @@ def test_comparison_shows_gains_and_losses_with_their_scores_and_keeps_those(tmp
         notes = np.asarray(sheet.convert("L"))[top + i * row + 130 : top + i * row + 150]
         for x in (left, left + 3 * 128 + 2 * 3 + 24):
             assert notes[:, x : x + 150].min() < 100
-    keep_shown(tmp_path, 2)
+    keep_shown(tmp_path, read_evaluations(tmp_path)[0], 2)
     for name in ("before", "after"):
         assert list(numbered(tmp_path / "videos" / name)) == [1, 2]
-    assert write_comparison(tmp_path, 6) == path  # of what is left
+    assert compared(tmp_path) == path  # of what is left
 
 
 def test_comparison_of_a_run_without_videos_in_common(tmp_path):
-    assert write_comparison(tmp_path) is None
+    assert compared(tmp_path) is None
     write_evaluation(tmp_path, "before", 0, [ramp()])
     write_evaluation(tmp_path, "after", 6, [])
-    assert write_comparison(tmp_path) is None
+    assert compared(tmp_path) is None
     assert not (tmp_path / "comparison.png").exists()

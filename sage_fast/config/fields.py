@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import re
 import sys
 import types
 from collections.abc import Mapping
@@ -214,6 +215,11 @@ def is_finite(value: float) -> bool:
 def is_unicode(text: str) -> bool:
     """Whether text can be written as UTF-8; arguments in another encoding cannot, as Python decodes them."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether text has the form of a hub id, owner/name."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) is not None
 
 
 def section_name(section: type) -> str:

@@ -16,18 +16,24 @@ from sage_fast.config.schema import Config
 HIDDEN = "(hidden)"
 """Stands for a secret in `config.yaml`, `run.json`, the report and the trackers."""
 _PLURAL = ("key", "apikey", "secret", "password", "credential")
+_TOKENS = ("access", "api", "auth", "bearer", "hf", "hub", "refresh", "session")
+"""Words before `tokens`, which elsewhere are counted."""
+_ADDRESS_WITH_USER = re.compile(r"://[^/\s@]+@")
 _SECRETS = {"token", "passwd", "passphrase", "pwd", "authorization", "bearer", *_PLURAL, *(f"{n}s" for n in _PLURAL)}
 
 
 def is_secret(name: str) -> bool:
-    """Whether the last word of a name is one for secrets: `api_key` and `apiKey`, but not `num_tokens`."""
-    return re.split(r"[-_ ]|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", name)[-1].lower() in _SECRETS
+    """Whether the end of a name is one for secrets: `api_key`, `apiKey` and `access_tokens`, but not `num_tokens`."""
+    *words, last = re.split(r"[-_ ]|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", name)
+    return last.lower() in _SECRETS or (last.lower() == "tokens" and "".join(words[-1:]).lower() in _TOKENS)
 
 
 def hide(value: Any) -> Any:
-    """Return a copy of a value in which the entries of mappings with the names of secrets are hidden, at any depth."""
+    """Return a copy of a value without its secrets, at any depth: entries named like one, and addresses with a user."""
     if isinstance(value, Mapping):
         return {name: HIDDEN if is_secret(str(name)) else hide(item) for name, item in value.items()}
+    if isinstance(value, str) and _ADDRESS_WITH_USER.search(value):
+        return HIDDEN
     return [hide(item) for item in value] if isinstance(value, list) else value
 
 

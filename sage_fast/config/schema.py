@@ -283,6 +283,12 @@ class RewardConfig(RewardEntry):
         return [_entry(values, place) for place, values in enumerate(self.several)] if self.several else [self]
 
     @property
+    def keyed_entries(self) -> dict[str, RewardEntry]:
+        """The setting that holds the name of a reward -> the reward."""
+        keys = [f"reward.several[{i}].name" for i in range(len(self.several))] or ["reward.name"]
+        return dict(zip(keys, self.entries))
+
+    @property
     def part_weights(self) -> dict[str, float]:
         """Weights of the composite over all rewards, keyed by the part's name in the metrics.
 
@@ -570,6 +576,12 @@ class Config(Section):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+
+    @property
+    def named_rewards(self) -> dict[str, RewardEntry]:
+        """Setting that holds the name of a reward -> the reward, with `eval.judge`."""
+        judge = {} if self.eval.judge is None else {"eval.judge": RewardEntry(name=self.eval.judge, weights={})}
+        return self.reward.keyed_entries | judge
 
     @property
     def eval_guidance_scale(self) -> float:

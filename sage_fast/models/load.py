@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from diffusers import ConfigMixin
 from safetensors import SafetensorError
 
+from sage_fast.config.fields import is_hub_id
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
 from sage_fast.models.hub import progress_bars_of, reachable
@@ -65,7 +65,7 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
         path = str(BASE)
     folder = Path(path)
     if not folder.is_dir():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+        if not is_hub_id(path):
             raise UserError(
                 f"model.path = {given!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a "
                 f"hub id such as {(named or default_family()).published}"
@@ -173,7 +173,7 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     else:
         notes = spec.notes(sampling)
     if (group := sequence_group()) is not None:
-        # By name, as an engine's module is: few runs need it, and DeepSpeed is optional.
+        # Imported by name and only here: it needs DeepSpeed, which is optional.
         policy.share_samples(pkgutil.resolve_name("sage_fast.models.sequence:SequenceParallel")(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling)

@@ -44,6 +44,9 @@ def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) ->
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.default_generator.manual_seed(seed)
         try:
+            for name, layer in network.named_modules():
+                if name and re.fullmatch(targets, name) and not isinstance(layer, nn.Linear | nn.Conv3d):
+                    raise ValueError(f"{name} is of type {type(layer).__name__}; expected linear layers")
             network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets), adapter_name=ADAPTER)
         except (ValueError, re.error) as error:
             raise UserError(f"model.lora_targets = {targets!r}: {error}") from error

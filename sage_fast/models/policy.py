@@ -152,7 +152,7 @@ class Policy:
         """Pick up changed weights. Call before replaying a recorded forward; a normal forward does it itself."""
 
     def use_all_weights(self) -> None:
-        """From now on, give every trained weight a gradient in every forward, so that all ranks reduce the same set."""
+        """Make each later forward give a gradient to every trained weight, so that all ranks reduce the same set."""
 
     def velocities(self, x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """Return the conditional and, with guidance, the unconditional velocity."""

@@ -123,8 +123,8 @@ class Place(NamedTuple):
     """Where a layer is in another layout of the checkpoint.
 
     Attributes:
-        layer: name of the layer there, which may fuse several.
-        part: index among the fused layers, in the order of their rows.
+        layer: its name there; that layer may fuse several of ours.
+        part: its index among them, in the order of their rows.
         parts: number of fused layers.
         swapped: whether the two halves of the rows are swapped.
     """
@@ -152,7 +152,7 @@ class Spec:
         fps: frames per second of its videos.
         text_tokens: assumed prompt length while none is known.
         lora_targets: layers that get an adapter by default; None uses the default of `model.lora_targets`.
-        prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; any takes a file.
+        prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
         lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
         license: name and address of the checkpoint's licence, for the cards of models trained from it.
     """

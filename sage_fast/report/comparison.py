@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sage_fast.config.schema import Config
+from sage_fast.report.hacking import Evaluations
 from sage_fast.report.page import write_report
 from sage_fast.report.playback import read_video
 from sage_fast.report.scores import format_paired_table, paired_table, read_evaluations
@@ -29,9 +30,9 @@ def report_run(config: Config) -> None:
     A damaged evaluation or video is left out, with a note.
     """
     run, count = Path(config.output), config.eval.num_videos
-    write_comparison(run, count)
-    keep_shown(run, count)
     evaluations, left_out = read_evaluations(run)
+    write_comparison(run, evaluations, count)
+    keep_shown(run, evaluations, count)
     for note in left_out:
         log.warning(wrapped(f"note: {note}"))
     if evaluations.keys() >= {"before", "after"}:
@@ -39,7 +40,7 @@ def report_run(config: Config) -> None:
     log.info(f"report: {write_report(run)}")
 
 
-def write_comparison(run: Path, count: int = 6) -> Path | None:
+def write_comparison(run: Path, evaluations: Evaluations, count: int) -> Path | None:
     """Write a run's `comparison.png`: base model, first evaluation during training, and last one, side by side.
 
     It shows the largest gains, the medians and the largest losses between the first column and the last. The choice is
@@ -54,24 +55,24 @@ def write_comparison(run: Path, count: int = 6) -> Path | None:
     Returns:
         The path of the image; None if the evaluations have no video in common that can be read.
     """
-    evaluations, shown = _shown(run, count)
-    files = {name: numbered(run / "videos" / name) for name in evaluations}
+    compared, shown = _shown(run, evaluations, count)
+    files = {name: numbered(run / "videos" / name) for name in compared}
     videos: dict[int, dict[str, Tensor]] = {}
     for i in shown:
         try:
-            videos[i] = {name: read_video(files[name][i], num_frames=3) for name in evaluations}
+            videos[i] = {name: read_video(files[name][i], num_frames=3) for name in compared}
         except UserError as error:
             log.warning(wrapped(f"note: left out of comparison.png: {error}"))
     shown = {i: why for i, why in shown.items() if i in videos}
     if not shown:
         return None
     columns, notes = {}, []
-    for name, scores in evaluations.items():
+    for name, scores in compared.items():
         label = f"{scores['iteration']} iterations" if scores["iteration"] else "base"
         columns[label] = [videos[i][name] for i in shown]
         known = [[(part, value) for part, value in scores_of(scores, i) if math.isfinite(value)] for i in shown]
         notes.append([", ".join(f"{part} {value:.2f}" for part, value in pairs) for pairs in known])
-    prompts = next(iter(evaluations.values()))["prompts"]
+    prompts = next(iter(compared.values()))["prompts"]
     captions = [f"{why}: {prompts[i]}" if why else prompts[i] for i, why in shown.items()]
     path = run / "comparison.png"
     with aside(path) as file:
@@ -79,22 +80,21 @@ def write_comparison(run: Path, count: int = 6) -> Path | None:
     return path
 
 
-def keep_shown(run: Path, count: int) -> None:
+def keep_shown(run: Path, evaluations: Evaluations, count: int) -> None:
     """Delete the candidate videos that `write_comparison` did not show."""
-    evaluations, shown = _shown(run, count)
-    for name in evaluations if shown else ():
+    compared, shown = _shown(run, evaluations, count)
+    for name in compared if shown else ():
         for number, path in numbered(run / "videos" / name).items():
             if number not in shown:
                 path.unlink()
 
 
-def _shown(run: Path, count: int) -> tuple[dict[str, Any], dict[int, str]]:
+def _shown(run: Path, evaluations: Evaluations, count: int) -> tuple[dict[str, Any], dict[int, str]]:
     """Return the columns of the comparison (name -> scores) and its videos (number -> reason)."""
-    found, _ = read_evaluations(run)
-    during = sorted(name for name in found if name.startswith("iteration-"))
-    names = [name for name in ("before", *during[:1], "after") if name in found]
-    evaluations = {name: found[name] for name in names}
-    if not evaluations:
+    during = sorted(name for name in evaluations if name.startswith("iteration-"))
+    compared = {name: evaluations[name] for name in ("before", *during[:1], "after") if name in evaluations}
+    if not compared:
         return {}, {}
-    common = set.intersection(*(set(numbered(run / "videos" / name)) for name in names))
-    return evaluations, shown_pairs(evaluations[names[0]], evaluations[names[-1]], common, count)
+    common = set.intersection(*(set(numbered(run / "videos" / name)) for name in compared))
+    scores = list(compared.values())
+    return compared, shown_pairs(scores[0], scores[-1], common, count)

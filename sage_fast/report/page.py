@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,11 @@ def read_run(folder: Path) -> Run:
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
     evaluations, left_out = read_evaluations(folder)
-    facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
-    _check_facts(facts, folder / "run.json")
-    settings = leaves(read_yaml(folder / "config.yaml"))
+    with _advising("remove the file for a page without its facts"):
+        facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+        _check_facts(facts, folder / "run.json")
+    with _advising("put a copy of it there"):
+        settings = leaves(read_yaml(folder / "config.yaml"))
     return Run(
         folder=folder,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
@@ -91,6 +94,15 @@ def read_run(folder: Path) -> Run:
         evaluations=evaluations,
         left_out=left_out,
     )
+
+
+@contextlib.contextmanager
+def _advising(what: str) -> Iterator[None]:
+    """Add what to do to an error of the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}; {what}") from error
 
 
 def _check_facts(facts: Mapping[str, Any], file: Path) -> None:

@@ -5,8 +5,9 @@ A reward is a class with a method `score(videos, prompts) -> {part: Tensor [B]}`
 works too.
 """
 
+from sage_fast.config.rewards import SHIPPED
 from sage_fast.rewards.composite import CompositeReward, Judge
 from sage_fast.rewards.interface import Reward, Scores, join_scores
-from sage_fast.rewards.load import SHIPPED, load_reward
+from sage_fast.rewards.load import load_reward
 
 __all__ = ["SHIPPED", "CompositeReward", "Judge", "Reward", "Scores", "join_scores", "load_reward"]

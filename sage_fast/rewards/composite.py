@@ -46,10 +46,9 @@ class CompositeReward:
         Raises:
             UserError: a reward cannot be created; includes its traceback.
         """
-        keys = [f"reward.several[{i}].name" for i in range(len(config.several))] or ["reward.name"]
         sources = [
             Source(entry, key, connect(entry, key, device), config, entry.needed)
-            for entry, key in zip(config.entries, keys)
+            for key, entry in config.keyed_entries.items()
         ]
         return cls(sources, config)
 

@@ -29,6 +29,7 @@ from sage_fast.config.fields import is_unicode
 from sage_fast.rewards.errors import RewardFailure, TransportFailure, printable
 from sage_fast.rewards.load import checked
 from sage_fast.util.errors import nearest
+from sage_fast.util.files import json_value
 
 SCHEMA = "sage-fast-reward/1"
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
@@ -78,7 +79,7 @@ class HttpReward:
         """Send one request; return each part, float32 `[B]`, NaN for null.
 
         Raises:
-            TransportFailure: no connection, no whole answer in time, or status 429 or at least 500.
+            TransportFailure: no connection, no whole answer in time, or status 408, 429 or at least 500.
             RewardFailure: the server answered with an error; its own words.
         """
         limit = seconds if self.timeout_seconds is None else self.timeout_seconds
@@ -89,7 +90,7 @@ class HttpReward:
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise TransportFailure(f"{self.url}: {type(error).__name__}: {printable(str(error))}") from error
         if status != 200:
-            lost = status >= 500 or status == 429
+            lost = status >= 500 or status in (408, 429)
             self._answered |= not lost
             raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_words(text)}")
         parts = checked(parts_of(text, name, self.url), len(prompts))
@@ -202,7 +203,7 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 def answer(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
     """Format a response; values that are not finite become null."""
-    values = {part: [x if math.isfinite(x) else None for x in scores.tolist()] for part, scores in parts.items()}
+    values = {part: [*map(json_value, scores.tolist())] for part, scores in parts.items()}
     return {"schema": SCHEMA, "id": name, "parts": values}
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import operator
 import os
 import pkgutil
-import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,19 +14,11 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.redact import hidden_in
+from sage_fast.config.rewards import no_module, place_of_reward
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Carrier
 from sage_fast.util.errors import UserError, nearest
-
-SHIPPED = {
-    "testbed": "sage_fast.rewards.testbed:TestbedReward",
-    "testbed-judge": "sage_fast.rewards.judge:TestbedJudge",
-    "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
-    "clipscore": "sage_fast.rewards.clip:CLIPScoreReward",
-    "pickscore": "sage_fast.rewards.clip:PickScoreReward",
-}
-"""Short names of the rewards that come with the package."""
 
 CARRIERS = {
     "inline": "sage_fast.rewards.inline:InProcess",
@@ -37,9 +26,6 @@ CARRIERS = {
     "http": "sage_fast.rewards.http:HttpReward",
 }
 """Carriers by kind; strings, so that importing a reward's interface imports none of them."""
-
-GROUP = "sage_fast.rewards"
-"""Entry-point group for other packages: name = "package.module:Class"."""
 
 
 def carrier(kind: str) -> Any:
@@ -157,28 +143,13 @@ def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
 
 
 def find_reward(name: str, setting: str) -> Any:
-    if ":" not in name:
-        offered = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)} | SHIPPED
-        if name not in offered:
-            raise UserError(
-                f"{setting}: {nearest(name, sorted(offered))}; or 'package.module:name', such as "
-                "my_rewards:MyReward, or http://host:port"
-            )
-        name = offered[name]
-    if not re.fullmatch(r"[\w.]+:[\w.]+", name):
-        raise UserError(f"{setting}: expected 'package.module:name', such as my_rewards:MyReward")
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script's path begins with the script's own folder instead
+    module_name, attribute = place_of_reward(name, setting)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(f"{setting}: {failure(error)}") from error
-        raise UserError(
-            f"{setting}: expected 'package.module:name' of something importable; no module {error.name!r} is installed "
-            f"or in {os.getcwd()}"
-        ) from error
+        raise no_module(error.name, setting) from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{setting}: {failure(error)}") from error
     try:

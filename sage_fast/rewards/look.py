@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from sage_fast.config.fields import is_hub_id
 from sage_fast.config.schema import RewardEntry
 from sage_fast.rewards.load import argument_of, check_args, check_no_args, find_reward
 from sage_fast.util.errors import UserError
@@ -55,7 +55,7 @@ def _look_for(source: str, patterns: Sequence[str], setting: str) -> str | None:
         if missing := [pattern for pattern in patterns if not any(folder.glob(pattern))]:
             raise UserError(f"{setting} = {source!r}: expected a folder that holds {missing[0]}")
         return None
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
+    if not is_hub_id(source):
         raise UserError(
             f"{setting} = {source!r}: no such folder; expected one that holds {patterns[0]}, or a hub id, owner/name"
         )

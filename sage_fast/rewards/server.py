@@ -106,7 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.places:
             body = self._body(int(length))
             if body is None:
-                return self._refuse(408, f"its body did not arrive within {SECONDS_TO_ASK:g} s")
+                return self._refuse(
+                    408, f"its body did not arrive within {SECONDS_TO_ASK:g} s, or paused for {self.timeout:g} s"
+                )
             with self.server.turns:
                 status, content = self._score(body)
         self._send(status, content)
@@ -126,12 +128,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self, length: int) -> bytes | None:
         """The body, as much of it as the client sends; None if it takes too long."""
-        end, body = time.monotonic() + SECONDS_TO_ASK, bytearray()
-        while piece := self.rfile.read1(min(length - len(body), 1 << 20)):
-            body += piece
-            if time.monotonic() > end:
-                return None
-        return bytes(body)
+        end, body, whole = time.monotonic() + SECONDS_TO_ASK, bytearray(), False
+        with contextlib.suppress(TimeoutError):
+            while not whole and (left := end - time.monotonic()) > 0:
+                self.connection.settimeout(min(self.timeout, left))
+                piece = self.rfile.read1(min(length - len(body), 1 << 20))
+                body += piece
+                whole = not piece
+        self.connection.settimeout(self.timeout)
+        return bytes(body) if whole else None
 
     def _score(self, body: bytes) -> tuple[int, dict[str, Any]]:
         """Status and content of the answer."""
@@ -159,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
         end = time.monotonic() + SECONDS_TO_DRAIN
         with contextlib.suppress(OSError):  # closing the connection with unread bytes would lose the answer
             self.connection.settimeout(SECONDS_TO_DRAIN)
-            while time.monotonic() < end and self.rfile.read1(1 << 20):
+            while time.monotonic() < end and self.connection.recv(1 << 20):  # `rfile` cannot be read after a timeout
                 pass
 
     def _send(self, status: int, content: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from sage_fast.config.schema import Config
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import split_path
-from sage_fast.report.scores import TOO_FEW, PairedRow, format_number, paired_table, read_scores
+from sage_fast.report.scores import TOO_FEW, PairedRow, format_number, paired_table, read_evaluations
+from sage_fast.util.console import wrapped
+
+log = logging.getLogger(__name__)
 
 PROMPTS = 50
 """Most held-out prompts that are listed."""
@@ -90,16 +94,18 @@ def _evaluation(run: Path, iteration: int) -> str:
     Args:
         iteration: of the weights, which may be newer than the last evaluation.
     """
-    before, after = (run / "eval" / f"{name}.json" for name in ("before", "after"))
-    if not before.is_file() or not after.is_file():
-        return "The run was not evaluated before and after."
-    scores = read_scores(after)
+    found, left_out = read_evaluations(run)
+    for note in left_out:
+        log.warning(wrapped(f"note: {note}"))
+    if not found.keys() >= {"before", "after"}:
+        return "There are no evaluations from before and after training."
+    scores = found["after"]
     if scores["iteration"] != iteration:
         return (
             f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration "
             f"{scores['iteration']}."
         )
-    rows = paired_table(read_scores(before), scores)
+    rows = paired_table(found["before"], scores)
     return f"{_table(rows)}\n\n{_prompts(scores['prompts'])}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.models.sharing import check_ranks
@@ -16,11 +17,14 @@ LOCK = "run.lock"
 
 
 def check_early(config: Config, ranks: int) -> None:
-    """Check the prompt files, and that every rank gets a sample.
+    """Check the names of rewards, the prompt files, and that every rank gets a sample.
 
     Raises:
         UserError: they are not as expected.
     """
+    for key, entry in config.named_rewards.items():
+        if not entry.is_address:
+            place_of_reward(entry.name, f"{key} = {entry.name!r}")
     sources = config.data.prompts, config.data.eval_prompts
     negatives_of(prompt for source in sources for prompt in read_prompts(source, config.sampling))
     check_ranks(config, ranks)

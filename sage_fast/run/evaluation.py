@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from sage_fast.rollout.scoring import log_failures
 from sage_fast.run.setup import Setup
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.files import json_value
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import (
     all_gather_object,
@@ -62,12 +62,9 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Return the scores as JSON; null where a reward failed."""
         fields = ("iteration", "prompts", "negatives", "seeds", "weights")
-        parts = {part: _finite(values) for part, values in self.parts.items()}
-        return {field: getattr(self, field) for field in fields} | {"reward": _finite(self.reward), "parts": parts}
-
-
-def _finite(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+        parts = {part: [*map(json_value, values)] for part, values in self.parts.items()}
+        reward = [*map(json_value, self.reward)]
+        return {field: getattr(self, field) for field in fields} | {"reward": reward, "parts": parts}
 
 
 def read_evaluation(run: Path, name: str) -> dict[str, Any] | None:
@@ -113,7 +110,7 @@ def video_chunks(
     On a GPU, decoding a chunk overlaps with the rollout of the next one.
 
     Args:
-        pause: called after each step; it stops the sampling by raising.
+        pause: called after each step; an exception it raises ends the sampling.
     """
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
@@ -181,7 +178,7 @@ def evaluate(
 
     Args:
         save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
-        pause: called after each step; raising on one rank stops the evaluation on all.
+        pause: called after each step; an exception it raises on one rank ends the evaluation on all.
         scorers: additional rewards; their parts appear in `parts` as `<name>/<part>`.
         videos_of: returns the videos with these numbers, indexed from 0 on each rank; replaces the policy.
     """

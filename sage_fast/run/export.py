@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sage_fast.config.fields import is_hub_id
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec
@@ -27,11 +27,9 @@ from sage_fast.models.registry import split_path
 from sage_fast.run.card import model_card
 from sage_fast.run.sources import newest_weights
 from sage_fast.util.errors import RunError, UserError, first_line
-from sage_fast.util.files import aside, saving
+from sage_fast.util.files import aside, read_json, saving
 
 log = logging.getLogger(__name__)
-
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
@@ -106,6 +104,9 @@ def _write(run: Path, folder: Path, base: str | None, copy: Callable[[str, str],
         raise UserError(f"{str(run)!r} is no run folder: config.yaml is missing")
     weights, iteration = newest_weights(run)
     config = load(run / "config.yaml")
+    path, facts = split_path(config.model.path)[1], run / "run.json"
+    if is_hub_id(path) and not Path(path).is_dir() and facts.is_file() and read_json(facts).get("model_is_local"):
+        raise UserError(f"model.path = {path!r}: a folder where the run began, and none here; export from there")
     spec = find_spec(config.model.path)
     base = _base(config, base)
     folder.mkdir()
@@ -122,11 +123,11 @@ def _write(run: Path, folder: Path, base: str | None, copy: Callable[[str, str],
 def _base(config: Config, base: str | None) -> str | None:
     """Return the hub id of the base model; None without one, as for a local folder."""
     path = split_path(config.model.path)[1]
-    if base is None and HUB_ID.fullmatch(path) and not Path(path).is_dir():
+    if base is None and is_hub_id(path) and not Path(path).is_dir():
         return path
     if base is None:
         log.info(f"note: model.path = {path!r} is no hub id: --base HUB_ID names the base in files and card")
-    elif not HUB_ID.fullmatch(base):
+    elif not is_hub_id(base):
         raise UserError(f"--base {base!r}: expected a hub id such as {find_spec(config.model.path).published}")
     return base
 

@@ -116,7 +116,7 @@ class Trackio(Tracker):
 
 
 class Wandb(Trackio):
-    """Its x-axis is STEP: wandb's own `step` must increase, and drops the rows that a resumed run repeats."""
+    """Logs STEP as a value, for the x-axis: by its own `step`, wandb would drop rows that a resumed run repeats."""
 
     package = "wandb"
     STEP = "iterations"

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.objective import kl_acts
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.redact import hide_in_command
 from sage_fast.config.schema import AttentionBackend, Config
@@ -25,7 +24,7 @@ from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
 from sage_fast.report.hacking import verdict
-from sage_fast.report.scores import format_number, read_evaluations
+from sage_fast.report.scores import read_evaluations
 from sage_fast.report.sheets import contact_sheet
 from sage_fast.report.videos import numbered
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
@@ -33,6 +32,7 @@ from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
+from sage_fast.run.messages import format_row, guidance_warning
 from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
@@ -41,7 +41,6 @@ from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.files import aside, read_json, write_atomic, write_json
-from sage_fast.util.metrics import REWARD_PART, straggler_line
 from sage_fast.util.ranks import barrier, initialize, rank, shutdown, world_size
 
 log = logging.getLogger(__name__)
@@ -277,19 +276,7 @@ def _attention_of(config: Config, resume: bool) -> AttentionBackend:
     return read_json(file).get("attention", "auto")
 
 
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
-def guidance_warning(config: Config) -> str | None:
-    """Return why evaluations at another guidance scale than training's will mislead; None if they will not."""
-    trained, evaluated = config.sampling.guidance_scale, config.eval_guidance_scale
-    if trained == evaluated or kl_acts(config.kl):
-        return None
-    return (
-        f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
-        f"and no KL acts (kl.strategy = {config.kl.strategy}): the policy learns what guidance does, and guidance on "
-        "top of it over-sharpens (docs/choosing.md)"
-    )
+# -- run.json and throughput ------------------------------------------------------------------------------------------
 
 
 def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
@@ -300,6 +287,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(hide_in_command(sys.argv)),
         "ranks": world_size(),
+        "model_is_local": Path(trainer.model.path).is_dir(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
         "gradient_checkpointing": trainer.model.checkpointing,
@@ -345,34 +333,3 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
         done = flops(cost, trainer.forwards, samples, checkpointing=None, frozen_base=frozen_base)
         found["throughput/mfu"] = sum(done.values()) / (seconds * peak)
     return found
-
-
-def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
-    """Format an iteration's metrics and the time left as two lines; a third names a straggling rank.
-
-    They fit into 80 columns for up to four reward parts.
-    """
-    parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
-    label = f"{row['iteration'] + 1:>5}/{iterations}"
-    first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
-    first += " ".join(f"{part} {value:.3f}" for part, value in parts.items())
-    if "ratio/mean" in row:
-        second = (
-            f"kl {row['kl/anchor']:.1e}  ratio 1{row['ratio/min'] - 1:+.1e}/{row['ratio/max'] - 1:+.1e}  "
-            f"clip {row['ratio/clip_fraction']:.2f}  |g| {row['grad_norm']:.1e}  "
-        )
-    else:
-        second = "no update: the rewards of every group are equal  "
-    lines = [first, f"{time_left(seconds_left):>{len(label)}}  {second}{row['time/total']:.1f} s"]
-    if slow := straggler_line(row):
-        lines.append(f"{'':>{len(label)}}  {slow}")
-    return "\n".join(lines)
-
-
-def time_left(seconds: float) -> str:
-    """Format a duration in at most 8 characters, such as `35m left`; empty for 0."""
-    if seconds <= 0:
-        return ""
-    unit, size = next(((unit, size) for unit, size in (("s", 1), ("m", 60), ("h", 3600)) if seconds < 99 * size),
-                      ("d", 86400))  # fmt: skip
-    return f"{seconds / size:.0f}{unit} left"

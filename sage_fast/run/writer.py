@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import pkgutil
 from collections import Counter
@@ -16,7 +15,7 @@ from sage_fast.config.schema import Config
 from sage_fast.report.scores import mean_and_margin
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import in_one_line
-from sage_fast.util.files import append_line, read_metrics, write_atomic
+from sage_fast.util.files import append_line, json_value, read_metrics, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class MetricsWriter:
         Raises:
             OSError: the row cannot be written; `sync` tries again.
         """
-        self._unwritten.append(json.dumps({key: _finite(value) for key, value in row.items()}))
+        self._unwritten.append(json.dumps({key: json_value(value) for key, value in row.items()}))
         self._append()
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
         self._each(lambda tracker: tracker.log(numbers, row["iteration"] + 1))
@@ -137,7 +136,3 @@ class MetricsWriter:
             self._file.close()
         except OSError as error:
             log.info(wrapped(f"note: metrics.jsonl: {error}"))
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

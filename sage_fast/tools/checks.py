@@ -81,17 +81,9 @@ def double(*values: Any) -> list[Any]:
     return [v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in values]
 
 
-def check_transition_step(
-    kernels: Kernels,
-    x: Tensor,
-    v: Tensor,
-    v_uncond: Tensor | None,
-    guidance: Tensor | None,
-    coefs: Tensor,
-    step: Tensor,
-    seed: Tensor,
-) -> Iterator[Comparison]:
-    arguments = (x, v, v_uncond, guidance, coefs, step, seed)
+def check_transition_step(kernels: Kernels, *arguments: Any) -> Iterator[Comparison]:
+    """Compare the operator on `arguments`: x, v, v_uncond, guidance, coefs, step, seed."""
+    x, v, v_uncond, guidance, coefs, step, _ = arguments
     x_next, logp = kernels("transition_step")(*arguments)
     (plain, _), (exact, _) = transition_step_reference(*arguments), transition_step_reference(*double(*arguments))
     yield Comparison("x_next", x_next, plain, exact)
@@ -105,19 +97,11 @@ def check_transition_step(
     yield Comparison("logp", logp, plain, exact)
 
 
-def check_transition_score(
-    kernels: Kernels,
-    x: Tensor,
-    x_next: Tensor,
-    v: Tensor,
-    v_anchor: Tensor | None,
-    v_old: Tensor | None,
-    coefs: Tensor,
-    step: Tensor,
-) -> Iterator[Comparison]:
-    arguments = (x, x_next, v, v_anchor, v_old, coefs, step)
+def check_transition_score(kernels: Kernels, *arguments: Any) -> Iterator[Comparison]:
+    """Compare the operator on `arguments`: x, x_next, v, v_anchor, v_old, coefs, step."""
     names = ("logp", "kl_anchor", "kl_old")
     yield from compare(names, kernels("transition_score"), transition_score_reference, *arguments)
+    x = arguments[0]
     grads = (torch.randn(len(x), device=x.device) for _ in range(3))
     backward = kernels("transition_score_backward")
     yield from compare(["dv"], backward, transition_score_backward_reference, *grads, *arguments)
@@ -136,17 +120,10 @@ def check_norm_modulate(
             )  # fmt: skip
 
 
-def check_gated_norm(
-    kernels: Kernels,
-    grad_sum: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor,
-    gate: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-) -> Iterator[Comparison]:
-    arguments = (x, y, gate, scale, shift, 1e-6)
+def check_gated_norm(kernels: Kernels, grad_sum: Tensor, grad: Tensor, *inputs: Any) -> Iterator[Comparison]:
+    """Compare the operator on `inputs`: x, y, gate, scale, shift."""
+    _, y, gate, scale, shift = inputs
+    arguments = (*inputs, 1e-6)
     total, out = kernels("gated_norm")(*arguments)
     yield Comparison("sum", total, gated_norm_reference(*arguments)[0], gated_norm_reference(*double(*arguments))[0])
     # The sum is normalised as it is stored.

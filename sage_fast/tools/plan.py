@@ -21,7 +21,7 @@ from sage_fast.algorithm.schedule import (
     share_of,
     trained_steps,
 )
-from sage_fast.config.schema import Config, RewardEntry
+from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import default_family
@@ -29,6 +29,7 @@ from sage_fast.models.sharing import check_heads
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.look import look_at_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
+from sage_fast.run.messages import guidance_warning
 from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
@@ -104,8 +105,8 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     decoder = float(config.model.element_bytes * cost.decoder_weights)
     asked = config.model.gradient_checkpointing
     mode: str = asked
-    held = held_bytes(config, policy, ranks)
     if asked == "auto":
+        held = held_bytes(config, policy, ranks)
         coming = sum(held.training.values()) + (0 if s.offload_trajectories else states + velocities)
         mode = fitting_mode(config, spec, gpu_memory - sum(held.weights.values()) - decoder, coming, on_gpu=True)
     held = held_bytes(config, policy, ranks, mode)
@@ -216,7 +217,7 @@ def _duration(seconds: float) -> str:
     raise AssertionError
 
 
-def dry_run(config: Config, ranks: int, gpu_memory: float = 80e9) -> str:
+def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     """Return the plan of a run on `ranks` ranks, and what it trains on, as text. Loads no weights.
 
     Raises:
@@ -231,17 +232,15 @@ def dry_run(config: Config, ranks: int, gpu_memory: float = 80e9) -> str:
 def _format_data(config: Config) -> str:
     """Format the prompts and the rewards."""
     train, heldout = configured_prompts(config)
-    several = [f"reward.several[{i}].name" for i in range(len(config.reward.several))]
-    entries = dict(zip(several or ["reward.name"], config.reward.entries))
-    if config.eval.judge is not None:
-        entries["eval.judge"] = RewardEntry(name=config.eval.judge, weights={})
     lines, notes = ["prompts and rewards"], []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts")
     evaluated = min(config.eval.num_prompts, len(heldout))
     lines.append(f"  {config.data.eval_prompts}: {len(heldout)} held-out prompts, of which {evaluated} are evaluated")
-    for key, entry in entries.items():
+    for key, entry in config.named_rewards.items():
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
         notes += look_at_reward(entry, key)
+    if warning := guidance_warning(config):
+        notes.append(f"warning: {warning}")
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join(lines)
 

@@ -70,7 +70,7 @@ def show(*, quiet: bool = False) -> None:
 
 @contextlib.contextmanager
 def hush() -> Iterator[None]:
-    """Print nothing but errors within the block."""
+    """Print only errors within the block."""
     before = _screen.level
     _screen.setLevel(max(before, logging.ERROR))
     try:

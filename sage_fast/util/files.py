@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -161,6 +162,11 @@ def append_line(file: BinaryIO, line: str) -> None:
         except OSError:
             file.truncate(size)
             raise
+
+
+def json_value(value: Any) -> Any:
+    """Return a value for JSON: None instead of a float that is not finite, which JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:

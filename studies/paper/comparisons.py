@@ -380,18 +380,23 @@ def _draw_etas(axes: Axes, samplers: Sequence[str], runs: Runs) -> None:
     axes.legend(ncols=2, fontsize=8)
 
 
-def _find_search(material: Material) -> Finding:
-    runs = {name: material.runs[name] for name in SEARCH}
-    best, chosen = _best(ALL_SAMPLERS, runs)
-    of = compare([Versus("sage at its best", f"{s} at its best") for s in SAMPLERS[:3]], best)
+def _find_by_eta(of: Compared, compared: Runs, chosen: str, runs: Runs) -> Finding:
+    """Make the finding of a claim about best etas: its comparisons, and the scores of all etas."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         _draw_etas(left, ALL_SAMPLERS, runs)
         draw_compared(right, of)
 
-    text = f"{told(of, best)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
+    text = f"{told(of, compared)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
     return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs), table=_table_of_etas(runs))
+
+
+def _find_search(material: Material) -> Finding:
+    runs = {name: material.runs[name] for name in SEARCH}
+    best, chosen = _best(ALL_SAMPLERS, runs)
+    of = compare([Versus("sage at its best", f"{s} at its best") for s in SAMPLERS[:3]], best)
+    return _find_by_eta(of, best, chosen, runs)
 
 
 EXACT = (*SEARCH, "sage-equal-noise", "exact-dual", "dual")
@@ -408,14 +413,7 @@ def _find_exact(material: Material) -> Finding:
     ]
     of = compare(versus, runs | best)
     compared = {name: (runs | best)[name] for v in versus for name in (v.first, v.second)}
-
-    def draw(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        _draw_etas(left, ALL_SAMPLERS, runs)
-        draw_compared(right, of)
-
-    text = f"{told(of, compared)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
-    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs), table=_table_of_etas(runs))
+    return _find_by_eta(of, compared, chosen, runs)
 
 
 CLAIMS: tuple[Claim, ...] = (

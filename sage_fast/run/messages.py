@@ -1,0 +1,53 @@
+"""What a run prints: the lines of an iteration, and a warning about its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sage_fast.algorithm.objective import kl_acts
+from sage_fast.config.schema import Config
+from sage_fast.report.scores import format_number
+from sage_fast.util.metrics import REWARD_PART, straggler_line
+
+
+def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
+    """Format an iteration's metrics and the time left as two lines; a third names a straggling rank.
+
+    They fit into 80 columns for up to four reward parts.
+    """
+    parts = {key.removeprefix(REWARD_PART): value for key, value in row.items() if key.startswith(REWARD_PART)}
+    label = f"{row['iteration'] + 1:>5}/{iterations}"
+    first = f"{label}  reward {row['reward/mean']:.4f}  std {format_number(row['reward/std'], 3)}  "
+    first += " ".join(f"{part} {value:.3f}" for part, value in parts.items())
+    if "ratio/mean" in row:
+        second = (
+            f"kl {row['kl/anchor']:.1e}  ratio 1{row['ratio/min'] - 1:+.1e}/{row['ratio/max'] - 1:+.1e}  "
+            f"clip {row['ratio/clip_fraction']:.2f}  |g| {row['grad_norm']:.1e}  "
+        )
+    else:
+        second = "no update: the rewards of every group are equal  "
+    lines = [first, f"{time_left(seconds_left):>{len(label)}}  {second}{row['time/total']:.1f} s"]
+    if slow := straggler_line(row):
+        lines.append(f"{'':>{len(label)}}  {slow}")
+    return "\n".join(lines)
+
+
+def time_left(seconds: float) -> str:
+    """Format a duration in at most 8 characters, such as `35m left`; empty for 0."""
+    if seconds <= 0:
+        return ""
+    unit, size = next(((unit, size) for unit, size in (("s", 1), ("m", 60), ("h", 3600)) if seconds < 99 * size),
+                      ("d", 86400))  # fmt: skip
+    return f"{seconds / size:.0f}{unit} left"
+
+
+def guidance_warning(config: Config) -> str | None:
+    """Return why evaluations at another guidance scale than training's will mislead; None if they will not."""
+    trained, evaluated = config.sampling.guidance_scale, config.eval_guidance_scale
+    if trained == evaluated or kl_acts(config.kl):
+        return None
+    return (
+        f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
+        f"and no KL acts (kl.strategy = {config.kl.strategy}): the policy learns what guidance does, and guidance on "
+        "top of it over-sharpens (docs/choosing.md)"
+    )
