@@ -8,11 +8,8 @@ A fence is marked by a comment on the line above it:
 Unmarked ```bash and ```python fences are executed: those of one page share a folder, a page's Python its names.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -136,21 +133,6 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._in_text &= tag != "article"
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, as `make docs` builds it, without a word but of its progress."""
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=REPOSITORY, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    lines = (done.stdout + done.stderr).splitlines()
-    assert done.returncode == 0, lines
-    assert all(line.startswith("INFO") for line in lines), lines
-    assert "documentation built" in lines[-1].lower()
-    return folder
 
 
 def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:
