@@ -23,8 +23,10 @@ from sage_fast.cli import main
 from sage_fast.config.load import leaves, load
 from sage_fast.run.early import check_early
 from tests import faults
+from tests.tiny import FEW_STEPS, arguments
 
 REPOSITORY = Path(__file__).parent.parent
+SMALL = [*FEW_STEPS, *arguments(train__prompts_per_iteration=2, train__group_size=2)]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(
     r"^(?:<!-- (?P<key>needs|run by): (?P<value>.+?) -->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
@@ -71,7 +73,8 @@ def test_commands_and_examples_run(page: Path, tmp_path: Path, monkeypatch: pyte
             continue
         for words in commands(block):
             assert words[0] == "sage-fast", f"{block}: mark it, or let this test run more than sage-fast"
-            assert main(words[1:]) == 0, words
+            trains = words[1] == "train" and "--dry-run" not in words
+            assert main([*words[1:], *(SMALL if trains else [])]) == 0, words
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.key], ids=str)
