@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import importlib
 import logging
 import math
 import os
@@ -183,9 +185,14 @@ def _overrides(command: str, rest: list[str]) -> Overrides:
     return overrides
 
 
-def _announce(options: Options) -> None:
-    """Announce the imports that follow, which take seconds."""
+def _announce(options: Options, module: str) -> None:
+    """Announce and import a module that takes seconds; without the garbage collector it takes a fifth less."""
     log.info(f"sage-fast {options.command}: loading PyTorch and diffusers")
+    gc.disable()
+    try:
+        importlib.import_module(module)
+    finally:
+        gc.enable()
 
 
 def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
@@ -195,7 +202,7 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     config, iteration = load_run(options.config, overrides)
     if iteration is not None:
         log.info(f"weights of iteration {iteration}: {config.model.weights}")
-    _announce(options)
+    _announce(options, "sage_fast.models.load")
     return config, iteration or 0
 
 
@@ -243,7 +250,7 @@ def _train(options: Options, overrides: Overrides) -> int:
     check_early(config, ranks)
     if not options.dry_run and launcher() is None:  # torchrun may be restarting the run that is there
         check_output(config, resume=options.resume)
-    _announce(options)
+    _announce(options, "sage_fast.tools.plan" if options.dry_run else "sage_fast.run.train")
     if options.dry_run:
         from sage_fast.tools.plan import dry_run
 
@@ -342,7 +349,7 @@ def _eval(options: Options, overrides: Overrides) -> int:
     config = settings_for(sources, overrides)
     for note in notes_on(sources, config):
         log.info(note)
-    _announce(options)
+    _announce(options, "sage_fast.run.eval_command")
     from sage_fast.run.eval_command import run_eval
 
     run_eval(
@@ -455,7 +462,7 @@ BASE = argument("--base", metavar="HUB_ID", help="the base model on the hub, whe
     BASE,
 )  # fmt: skip
 def _export(options: Options, overrides: Overrides) -> int:
-    _announce(options)
+    _announce(options, "sage_fast.run.export")
     from sage_fast.run.export import export
 
     print(*export(Path(options.run), Path(options.folder), options.base), sep="\n")
@@ -471,7 +478,7 @@ def _export(options: Options, overrides: Overrides) -> int:
     argument("--dry-run", action="store_true", help="list the files and their sizes, and upload nothing"),
 )  # fmt: skip
 def _push(options: Options, overrides: Overrides) -> int:
-    _announce(options)
+    _announce(options, "sage_fast.run.export")
     from sage_fast.run.export import push
 
     run, repo, dry_run = Path(options.run), options.repo, options.dry_run
@@ -492,7 +499,7 @@ def _push(options: Options, overrides: Overrides) -> int:
     argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU"),
 )  # fmt: skip
 def _bench(options: Options, overrides: Overrides) -> int:
-    _announce(options)
+    _announce(options, "sage_fast.benchmarks.command")
     make_folder_of(options.json)
     from sage_fast.benchmarks.command import bench
 
@@ -541,7 +548,7 @@ def _profile(options: Options, overrides: Overrides) -> int:
     argument("--json", metavar="FILE", help="write every row to FILE"),
 )  # fmt: skip
 def _doctor(options: Options, overrides: Overrides) -> int:
-    _announce(options)
+    _announce(options, "sage_fast.tools.doctor")
     make_folder_of(options.json)
     from sage_fast.tools.doctor import doctor
 

@@ -1,5 +1,6 @@
 """Settings that must stand before any test module is imported."""
 
+import gc
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+gc.disable()  # while test modules are imported: a fifth faster
 
 # nohup and a shell's & leave signals ignored, which tests send and which a run then leaves ignored.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -48,14 +50,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-LONGEST = ("gpu_script", "engine_deepspeed", "ranks", "distributed", "survive", "norms", "new_user", "resume",
-           "sequence", "bench", "fuzz", "cluster", "cli")  # fmt: skip
+LONGEST = ("survive", "gpu_script", "engine_deepspeed", "ranks", "sequence", "distributed", "new_user", "resume",
+           "bench", "norms", "cli", "fuzz")  # fmt: skip
 """Files that take longest, which `make test` begins with: else one core is idle while the other ends the last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector never looks at it again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -103,11 +111,15 @@ def _unshown() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout; it reuses the object files in build/objects, but never an old build/lib."""
-    in_worker = "PYTEST_XDIST_WORKER" in os.environ
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all workers, for what is built once."""
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if in_worker else base  # one wheel for all workers
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def wheel(shared: Path) -> Path:
+    """The wheel of this checkout; it reuses the object files in build/objects, but never an old build/lib."""
     with FileLock(shared / "wheel.lock"):
         found = next((shared / "wheel").glob("sage_fast-*.whl"), None)
         return found or _build_wheel(shared / "wheel")
@@ -124,3 +136,24 @@ def _build_wheel(folder: Path) -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return next(folder.glob("sage_fast-*.whl"))
+
+
+@pytest.fixture(scope="session")
+def site(shared: Path) -> Path:
+    """The site, as `make docs` builds it, without a word but of its progress."""
+    with FileLock(shared / "site.lock"):
+        if not (shared / "site").is_dir():
+            _build_site(shared / "unchecked").rename(shared / "site")
+    return shared / "site"
+
+
+def _build_site(folder: Path) -> Path:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=Path(__file__).parent.parent, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0, lines
+    assert all(line.startswith("INFO") for line in lines), lines
+    assert "documentation built" in lines[-1].lower()
+    return folder

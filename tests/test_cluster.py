@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from sage_fast import cli
+from sage_fast.config.load import load
 from tests.test_docs import blocks
 from tests.tiny import arguments
 
@@ -89,6 +91,13 @@ def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]", 
         time.sleep(0.05)
 
 
+def grace_of(words: list[str]) -> float:
+    """What the command of a rank, which has to be one that exists, sets `train.grace_seconds` to."""
+    assert words[:2] == ["-m", "sage_fast"]
+    options, rest = cli._parser().parse_known_args(words[2:])
+    return load(REPOSITORY / "configs" / "demo.yaml", cli._overrides(options.command, rest)).train.grace_seconds
+
+
 def requeued(folder: Path) -> list[str]:
     file = folder / "scontrol.log"
     return file.read_text().splitlines() if file.exists() else []
@@ -104,6 +113,7 @@ def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
         assert first == f"{rank}/2 {rank}/2 127.0.0.1:{10000 + 70123 % 50000} 1"
         assert words == ["-m", "sage_fast", "train", "config.yaml", "--output", "runs/a run", "--train.grace_seconds",
                          "1700", "--reward.name", "my rewards:One"]  # fmt: skip
+        assert grace_of(words) == 1700
     assert out == "rank 0 speaks\n"
     assert (tmp_path / "runs" / "a run.logs" / "rank-1.log").read_text() == "rank 1 speaks\n"
 
@@ -114,6 +124,7 @@ def test_a_run_that_is_there_is_continued(submit: Submit, tmp_path: Path) -> Non
     assert submit("config.yaml", "runs").wait(60) == 0
     words = (tmp_path / "started.0").read_text().split()
     assert words[-7:] == ["train", "runs/config.yaml", "--output", "runs", "--resume", "--train.grace_seconds", "1700"]
+    assert grace_of(words[-9:]) == 1700
 
 
 def test_what_fails_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
@@ -148,6 +159,7 @@ def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_p
     assert requeued(tmp_path) == []
 
 
+@pytest.mark.soak
 def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_path: Path) -> None:
     """The script's own command on two gloo ranks: stopped at the time limit, continued by the next submission."""
     given = arguments(

@@ -8,11 +8,8 @@ A fence is marked by a comment on the line above it:
 Unmarked ```bash and ```python fences are executed: those of one page share a folder, a page's Python its names.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -26,8 +23,10 @@ from sage_fast.cli import main
 from sage_fast.config.load import leaves, load
 from sage_fast.run.early import check_early
 from tests import faults
+from tests.tiny import FEW_STEPS, arguments
 
 REPOSITORY = Path(__file__).parent.parent
+SMALL = [*FEW_STEPS, *arguments(train__prompts_per_iteration=2, train__group_size=2)]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(
     r"^(?:<!-- (?P<key>needs|run by): (?P<value>.+?) -->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
@@ -74,7 +73,8 @@ def test_commands_and_examples_run(page: Path, tmp_path: Path, monkeypatch: pyte
             continue
         for words in commands(block):
             assert words[0] == "sage-fast", f"{block}: mark it, or let this test run more than sage-fast"
-            assert main(words[1:]) == 0, words
+            trains = words[1] == "train" and "--dry-run" not in words
+            assert main([*words[1:], *(SMALL if trains else [])]) == 0, words
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.key], ids=str)
@@ -136,21 +136,6 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._in_text &= tag != "article"
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, as `make docs` builds it, without a word but of its progress."""
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=REPOSITORY, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    lines = (done.stdout + done.stderr).splitlines()
-    assert done.returncode == 0, lines
-    assert all(line.startswith("INFO") for line in lines), lines
-    assert "documentation built" in lines[-1].lower()
-    return folder
 
 
 def test_the_site_has_every_page_as_it_was_written(site: Path) -> None:

@@ -37,8 +37,8 @@ from tests.test_scores import scores
 
 
 def cases(count: int) -> Callable[[Any], Any]:
-    """So many examples, always the same ones, however slow the machine is; `make test` takes the first third."""
-    count = count if "SAGE_FAST_SOAK" in os.environ else count // 3
+    """So many examples, always the same ones, however slow the machine is; `make test` takes the first fifth."""
+    count = count if "SAGE_FAST_SOAK" in os.environ else count // 5
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     chosen = case_settings(
         max_examples=count,

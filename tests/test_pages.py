@@ -15,7 +15,6 @@ import pytest
 from sage_fast.cli import main
 from sage_fast.report.blind import CRITERIA, count_votes
 from sage_fast.report.page import write_report
-from tests.test_docs import site  # noqa: F401  a fixture
 from tests.test_judging import run_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -150,7 +149,7 @@ def test_small_videos_are_not_blown_up(browser: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) -> None:  # noqa: F811
+def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) -> None:
     """Search finds, links are underlined, text and code have contrast, no table is cut, and there is a switch."""
     page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
     complaints: list[str] = []

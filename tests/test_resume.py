@@ -318,16 +318,27 @@ def test_the_start_weights_are_those_of_model_weights_and_not_their_average(begu
     assert (run / "eval" / "before.json").read_text() == before
 
 
+EVALUATED = [*SMALL, "--train.iterations", "2", "--eval.interval", "1"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run with an evaluation before, within and after training."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert main(["train", str(DEMO), "--output", str(run), "--quiet", *EVALUATED]) == 0
+    return run
+
+
 @pytest.mark.parametrize("name", ["before", "iteration-000001", "after"])
 @pytest.mark.fault(
     "Ctrl-C in an evaluation before, within and after training",
     "done again, with the scores of an undisturbed run",
 )
-def test_an_interrupted_evaluation_is_done_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_evaluation_is_done_again(
+    name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in it leaves a checkpoint of the iteration that it is of, which is not repeated."""
-    options = [*SMALL, "--train.iterations", "2", "--eval.interval", "1"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert main(["train", str(DEMO), "--output", str(whole), "--quiet", *options]) == 0
+    run = tmp_path / "run"
     number = ["before", "iteration-000001", "after"].index(name)
     calls = []
 
@@ -341,7 +352,7 @@ def test_an_interrupted_evaluation_is_done_again(name: str, tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr("sage_fast.run.train.evaluate", interrupted)
-        assert main(["train", str(DEMO), "--output", str(run), "--quiet", *options]) == 130
+        assert main(["train", str(DEMO), "--output", str(run), "--quiet", *EVALUATED]) == 130
     assert not (run / "eval" / f"{name}.json").exists()
     assert main(["train", str(run), "--resume", "--quiet"]) == 0
     for expected in (whole / "eval").iterdir():

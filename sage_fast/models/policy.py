@@ -101,7 +101,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.networks.values())).device
+        return next(p for _, p in self.named_parameters()).device  # diffusers' own walks through every module
 
     @property
     def uses_guidance(self) -> bool:

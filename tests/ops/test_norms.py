@@ -6,7 +6,8 @@ Triton's launchers are called directly; without a GPU its interpreter runs them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -58,12 +59,29 @@ MODULATE_SHAPES = {
 }
 
 
-def modulated_cases(test: Callable[..., None]) -> Callable[..., None]:
-    """Every shape with every type, and every shape with one row of scale and shift for all samples."""
-    types = [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)]
-    cases = [*((*pair, "chunks") for pair in types), (BF16, FP32, "expanded")]
-    test = pytest.mark.parametrize("shape", MODULATE_SHAPES.values(), ids=MODULATE_SHAPES.keys())(test)
-    return pytest.mark.parametrize(("dtype", "modulated", "kind"), cases, ids=str)(test)
+def crossed(names: str, shapes: dict[str, Any], types: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Every shape with every type, in C++ and in Triton.
+
+    Triton's interpreter is slow: it takes every type at the odd shape and the last type at every shape, `make soak` the
+    rest.
+    """
+    rows = []
+    for implementation_name, shape, of_values in itertools.product(("C++", "triton"), shapes, types):
+        slow = implementation_name == "triton" and GPU.type == "cpu"
+        alike = slow and shape != "odd" and of_values != types[-1]
+        words = [implementation_name, shape, *map(str, of_values)]
+        marks = [pytest.mark.soak] if alike else []
+        rows.append(pytest.param(implementation_name, shapes[shape], *of_values, id="-".join(words), marks=marks))
+    return pytest.mark.parametrize(("kernels", "shape", *names.split()), rows, indirect=["kernels"])
+
+
+modulated_cases = crossed(
+    "dtype modulated kind",
+    MODULATE_SHAPES,
+    [(FP32, FP32, "chunks"), (BF16, BF16, "chunks"), (FP16, FP16, "chunks"), (BF16, FP32, "chunks"),
+     (BF16, FP32, "expanded")],
+)  # fmt: skip
+"""Also with one row of scale and shift for all samples."""
 
 
 def modulation(batch: int, width: int, dtype: torch.dtype, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -231,8 +249,7 @@ def rotate_inputs(shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dty
     return [*(t.to(device) for t in (joint, *tensors, torch.stack([angle.cos(), angle.sin()], -1))), 1e-6]
 
 
-@pytest.mark.parametrize(("dtype", "weights"), [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)], ids=str)
-@pytest.mark.parametrize("shape", ROTATE_SHAPES.values(), ids=ROTATE_SHAPES.keys())
+@crossed("dtype weights", ROTATE_SHAPES, [(FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32)])
 def test_norm_rotate(
     kernels: tuple[Kernels, torch.device], shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dtype
 ) -> None:
