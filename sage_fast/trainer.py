@@ -27,11 +27,13 @@ from sage_fast.algorithm.objective import (
 from sage_fast.algorithm.schedule import (
     Sample,
     Transition,
+    best_and_worst,
     configured_table,
     deal,
     draw_samples,
     iteration_table,
     position_steps,
+    scouting_table,
     trained_steps,
     update_schedule,
 )
@@ -52,7 +54,15 @@ from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.rollout.trajectories import Trajectories, on_device
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
-from sage_fast.util.metrics import Metrics, Stopwatch, record_losses, record_rewards, slowest_and_fastest
+from sage_fast.util.metrics import (
+    Metrics,
+    Stopwatch,
+    record_agreement,
+    record_losses,
+    record_rewards,
+    record_scouting,
+    slowest_and_fastest,
+)
 from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, together, world_size
 
 
@@ -127,16 +137,17 @@ class Trainer:
             for transitions in (table, self.process.table(table))
         )
 
-        samples = draw_samples(self.config, self.prompts, index)
-        tokens = [self._tokens(sample.key) for sample in samples]
-        mine = deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
+        metrics = Metrics()
+        samples, scouts = draw_samples(self.config, self.prompts, index), self.config.sampling.scout_candidates > 0
+        if scouts:
+            with self._rollout_weights():
+                samples, scouted = self._scout(samples, metrics, watch)
+        mine = self._deal(samples)
         keys = [samples[i].key for i in mine]
         scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
         with self._rollout_weights(), together():
             with watch("rollout"):
-                needed = {*keys, *(self.embeddings[key].negative for key in keys)}
-                embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
-                conditioning = self.policy.conditioning_table(table.sigmas[:-1], embeddings)
+                conditioning = self._conditions(keys, table)
             trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
             scorer.finish()
         with watch.waiting():
@@ -148,8 +159,9 @@ class Trainer:
         std, weights = objective.advantage_std, self.config.reward.part_weights
         compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
         advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
-        metrics = Metrics()
         record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
+        if scouts:
+            record_agreement(metrics, scouted.view_as(rewards), rewards)
 
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         batch = Batch(
@@ -215,6 +227,42 @@ class Trainer:
         """Token count of one forward of a sample (both passes with guidance)."""
         return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.replay.lengths[key])
 
+    def _deal(self, samples: Sequence[Sample]) -> list[int]:
+        """Return the numbers of this rank's samples."""
+        tokens = [self._tokens(sample.key) for sample in samples]
+        return deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
+
+    def _conditions(self, keys: Sequence[Key], table: TransitionTable) -> Conditions:
+        """Compute the conditions of `keys` at every noise level of `table`."""
+        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
+        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
+        return self.policy.conditioning_table(table.sigmas[:-1], embeddings)
+
+    def _scout(self, candidates: Sequence[Sample], metrics: Metrics, watch: Stopwatch) -> tuple[list[Sample], Tensor]:
+        """Score cheap ODE rollouts of N candidates; return the chosen ones and their scouted rewards, float32 `[M]`.
+
+        The result is the same on all ranks. Nothing but the choice of samples follows from it.
+        """
+        table, mine = scouting_table(self.config), self._deal(candidates)
+        own = [candidates[i] for i in mine]
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
+        with watch("scout"):
+            coefs = table.coefficients(math.prod(self.latent_shape)).to(self.device)
+            conditioning = self._conditions([sample.key for sample in own], table)
+        with together():
+            self._rollout(own, table, coefs, (), conditioning, scorer, watch, "scout")
+            scorer.finish()
+        with watch.waiting():
+            rewards = scorer.gather(mine).rewards
+        record_scouting(metrics, rewards)
+        size = self.config.sampling.scout_candidates
+        chosen = [
+            start + i
+            for start in range(0, len(candidates), size)
+            for i in best_and_worst(rewards[start : start + size].tolist(), self.config.train.group_size)
+        ]
+        return [candidates[i] for i in chosen], rewards[chosen]
+
     def _rollout(
         self,
         samples: Sequence[Sample],
@@ -224,8 +272,12 @@ class Trainer:
         conditioning: Conditions,
         scorer: VideoScorer,
         watch: Stopwatch,
+        phase: str = "rollout",
     ) -> Trajectories:
-        """Generate this rank's samples; on a GPU, decoding one batch overlaps the rollout of the next."""
+        """Generate this rank's samples; on a GPU, decoding one batch overlaps the rollout of the next.
+
+        Only `steps` are stored: nothing while scouting.
+        """
         prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
@@ -240,9 +292,9 @@ class Trainer:
             offload=self.config.sampling.offload_trajectories,
         )
         runs = self.replay.runs(keys, self.config.sampling.batch_size)
-        with Progress("rollout", len(runs) * len(table), pause=self.pause) as bar:
+        with Progress(phase, len(runs) * len(table), pause=self.pause) as bar:
             for rows, real in self.policy.states.lockstep(runs, runs[-1]):
-                with watch("rollout"):
+                with watch(phase):
                     latents = rollout(
                         self.policy,
                         table,

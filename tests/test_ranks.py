@@ -102,6 +102,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
          "train__parity_gate": False},
         BrightnessReward,
     ),
+    "scouting": (
+        ALONE | {"sampling__scout_candidates": 8, "sampling__scout_steps": 1, "train__group_size": 4,
+                 "sampling__steps": 2, "reward__max_dropped": 1},
+        SomeAreNotFinite,
+    ),
 }  # fmt: skip
 IN_BATCHES = "batches, lengths, guidance"
 

@@ -36,6 +36,11 @@ def configured_table(config: Config) -> TransitionTable:
     return transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
 
 
+def scouting_table(config: Config) -> TransitionTable:
+    """Return the transitions of a scouting rollout: the ODE in `sampling.scout_steps` steps."""
+    return transition_table(sigma_schedule(config.sampling.scout_steps, config.sampling.shift), "ode", 0.0)
+
+
 def iteration_table(table: TransitionTable, config: Config, iteration: int) -> TransitionTable:
     """Return the iteration's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
     window, steps = config.sampling.sde_window, config.sampling.steps
@@ -68,7 +73,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     Raises:
         UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
-            without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
+            without an average, one part to balance, a lambda that cannot move, fewer scouting candidates than samples,
+            or more ranks than samples.
     """
     s, train = config.sampling, config.train
     largest = SAMPLERS[s.sampler].largest_eta
@@ -96,6 +102,19 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         raise UserError(
             f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
+        )
+    if s.scout_candidates:
+        require(
+            train.group_size % 2 == 0,
+            "train.group_size",
+            train.group_size,
+            f"sampling.scout_candidates keeps as many best as worst candidates; the nearest is {train.group_size + 1}",
+        )
+        require(
+            s.scout_candidates >= train.group_size,
+            "sampling.scout_candidates",
+            s.scout_candidates,
+            f"expected 0 (no scouting) or at least train.group_size; the nearest is {train.group_size}",
         )
     kl, surrogate = config.kl, surrogate_of(config.objective)
     strategy, feedback = strategy_of(kl), FEEDBACKS[kl.feedback]
@@ -193,16 +212,33 @@ def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed:
 
 
 def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
-    """Draw all samples of an iteration, group by group; the draw does not depend on the number of ranks."""
+    """Draw all samples of an iteration, or its candidates if it scouts, group by group.
+
+    The draw does not depend on the number of ranks. The first candidates are the samples of a run without scouting.
+    """
+    size = config.sampling.scout_candidates or config.train.group_size
     chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
     samples = []
     for group, prompt in enumerate(chosen):
-        seeds = sample_seeds(config.seed, iteration, group, range(config.train.group_size)).tolist()
+        seeds = sample_seeds(config.seed, iteration, group, range(size)).tolist()
         for index, seed in enumerate(seeds):
             latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
             text = prompts[prompt]
             samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=seed, latent_seed=latent_seed))
     return samples
+
+
+def best_and_worst(rewards: Sequence[float], count: int) -> list[int]:
+    """Return the indices of the best and of the worst `count / 2` rewards of a group, in ascending order.
+
+    Of equal rewards, the one with the higher index ranks higher. Rewards that are not finite are taken, by index, only
+    if fewer than `count` are finite.
+    """
+    ranked = sorted((i for i, reward in enumerate(rewards) if math.isfinite(reward)), key=lambda i: (rewards[i], i))
+    if len(ranked) < count:
+        failed = [i for i in range(len(rewards)) if i not in ranked]
+        return sorted(ranked + failed[: count - len(ranked)])
+    return sorted(ranked[: count // 2] + ranked[-(count // 2) :])
 
 
 def share_of(count: int, ranks: int, rank: int) -> range:

@@ -70,7 +70,8 @@ class Trajectories:
 
     def noise_again(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         """Store the final latents of samples `rows` and, for each trained step, (1-s) latents + s new noise."""
-        self.states[max(self.states)][rows].copy_(latents, non_blocking=True)  # the successor of every step
+        for t in set(self._after.values()):  # one for all steps, none if nothing is trained
+            self.states[t][rows].copy_(latents, non_blocking=True)
         for t in self._after:
             noise = philox_normal(seeds, on_device(t, self.device), self.shape, STREAM_FORWARD)
             self.states[t][rows].copy_(latents.lerp(noise, float(sigmas[t])), non_blocking=True)

@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 
-from sage_fast.algorithm.flops import flops, forwards
+from sage_fast.algorithm.flops import flops, forwards, scouted
 from sage_fast.algorithm.objective import strategy_of
 from sage_fast.algorithm.schedule import (
     check_trainable,
@@ -52,7 +52,7 @@ class Plan:
         text_tokens: assumed tokens of a prompt.
         ranks: GPUs that share the iteration.
         iterations: iterations of the run.
-        samples: samples per iteration, over all ranks.
+        samples: trained samples per iteration, over all ranks.
         trained_steps: trained transitions per sample.
         forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts twice. Without the
             decode.
@@ -118,7 +118,8 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         transitions=samples * trained,
         anchored=anchored * (strategy_of(config.kl).anchor is not None),
     )
-    of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
+    candidates = scouted(config)
+    of_parts = flops(cost, counted, samples + candidates, checkpointing=mode, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
@@ -129,7 +130,8 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
     activations = dict(cost.activations)
     memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {mode}"] = activations.pop(mode)
-    chunk = min(s.batch_size, mine)  # scored before the next one is decoded
+    decoded = len(share_of(max(samples, candidates), ranks // sharing, 0))
+    chunk = min(s.batch_size, decoded)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     other = {f"activations, checkpointing {name}": size for name, size in activations.items()} | videos | host
     return Plan(
