@@ -14,9 +14,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 4200, "sage_fast.run.train": 6650}
+READING_PATHS = {"sage_fast.trainer": 4200, "sage_fast.run.train": 6750}
 """Module -> lines of code that a reader holds to understand it. Raising one takes a sentence of reason: 6,450 after the
-redesign; then came what engines can do as rows, checksums of weights, hidden secrets, and throughput."""
+redesign; then came what engines can do as rows, checksums of weights, hidden secrets, throughput, and scouting."""
 LONGEST_CHAIN = 10
 
 
