@@ -29,7 +29,7 @@ from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import settings, tiny_trainer
 
-DEMO = Path(__file__).parent.parent / "configs" / "demo-paper.yaml"
+DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 TWO_UPDATES = {"train__optimizer_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -82,7 +82,7 @@ LOADED: dict[str, dict[str, Any]] = {
     "demo-bfloat16": {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1},
     "demo-bfloat16-full": {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False},
 }
-"""Case -> settings over configs/demo-paper.yaml: the testbed's weights, its reward and judge, and an evaluation."""
+"""Case -> settings over configs/demo.yaml: the testbed's weights, its reward and judge, and an evaluation."""
 FEW = {
     "sampling.steps": 3, "train.prompts_per_iteration": 2, "train.group_size": 3, "train.optimizer_steps": 1,
     "eval.steps": 2, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
@@ -96,7 +96,7 @@ RANKS: dict[str, dict[str, Any]] = {
         "train.optimizer_steps": 2,
     },
 }  # fmt: skip
-"""Case -> settings over configs/demo-paper.yaml, on two ranks."""
+"""Case -> settings over configs/demo.yaml, on two ranks."""
 
 
 def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:

@@ -196,7 +196,7 @@ def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -
 @pytest.mark.soak
 def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: Path, machine: Path) -> None:
     """One with a broken configuration, one that outlasts its call, and one for which no time is left."""
-    config = machine / "checkout" / "configs" / "demo-paper.yaml"
+    config = machine / "checkout" / "configs" / "demo.yaml"
     text = config.read_text()
     config.write_text("sampling: {stepps: 3}\n")
     try:
