@@ -20,6 +20,7 @@ from sage_fast.algorithm.objective import (
     gradient_norms,
     group_advantages,
     sage_loss,
+    spares_anchor,
     stores_rollout_velocities,
     strategy_of,
     surrogate_of,
@@ -192,7 +193,7 @@ class Trainer:
             steps=len(table),
             trained=len(steps),
             transitions=sum(map(len, updates)),
-            anchored=0 if self.anchor is None or self.anchor_is_rollout else len(anchored),
+            anchored=0 if self.anchor is None or self.anchor_is_free else len(anchored),
         )
         own = {number: i for i, number in enumerate(mine)}
         shares = [[(own[sample], step) for sample, step in update if sample in own] for update in updates]
@@ -219,9 +220,9 @@ class Trainer:
         return self.engine.averaged_weights() if averaged else contextlib.nullcontext()
 
     @property
-    def anchor_is_rollout(self) -> bool:
-        """Whether the anchor has the weights of the next rollout. The anchor is never an average."""
-        return self.anchor_is_current and not self.config.sampling.averaged_weights
+    def anchor_is_free(self) -> bool:
+        """Whether the anchor takes no forward in the next iteration."""
+        return self.anchor_is_current and spares_anchor(self.config)
 
     def _tokens(self, key: Key) -> int:
         """Token count of one forward of a sample (both passes with guidance)."""
@@ -281,7 +282,7 @@ class Trainer:
         prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
-        serves_anchor = self.anchor is not None and self.anchor_is_rollout and self.process.scores_rollout
+        serves_anchor = self.anchor is not None and self.anchor_is_free and self.process.scores_rollout
         keeps_velocities = serves_anchor or stores_rollout_velocities(self.config)
         trajectories = Trajectories(
             len(samples),
@@ -382,11 +383,11 @@ class Trainer:
     def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
         """Return step -> the anchor's velocities `[N, ...]`.
 
-        One forward each; none while the anchor is the rollout policy, whose velocities are already stored.
+        One forward each; none while `anchor_is_free`.
         """
         if self.anchor is None:
             return {}
-        if self.anchor_is_rollout:
+        if self.anchor_is_free:
             return batch.trajectories.velocities
         return self.replay.anchor_velocities(batch, steps, self.anchor)
 

@@ -224,6 +224,15 @@ def test_the_rollout_policy_is_scored_at_the_noised_samples(strategy: str) -> No
     assert "log_prob/parity" not in row  # no step of the rollout is scored
 
 
+@pytest.mark.parametrize("surrogate", ["awm", "awm_clip"])
+def test_the_anchor_is_scored_where_no_velocity_of_the_rollout_is_stored(surrogate: str) -> None:
+    """The anchor is the rollout policy in every iteration, and the second update has moved away from it."""
+    overrides = NFT | {"objective__surrogate": surrogate, "kl__strategy": "moving", "kl__anchor_interval": 1}
+    overrides |= {"train__optimizer_steps": 2, "train__parity_gate": False}
+    row = tiny_trainer(settings(**overrides, train__learning_rate=1e-3)).iteration(0)
+    assert row["kl/anchor"] > 0
+
+
 def test_what_goes_with_it_and_what_does_not() -> None:
     check_trainable(settings(**NFT))
     check_trainable(settings(**NFT | {"sampling__sampler": "sage", "kl__strategy": "moving"}))

@@ -14,7 +14,8 @@ from studies import runs as study
 from studies.race import findings, runs
 from studies.race.__main__ import main
 from studies.race.ratio import Ratio, ratio
-from studies.race.runs import EVALUATIONS, Cell, Raced, best_cell, cells, config_of, cost, iterations, settings_of
+from studies.race.runs import EVALUATIONS, Cell, Raced, best_cell, cells, config_of, cost, iterations, settings_of, used
+from studies.runs import exaflops
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 
@@ -80,6 +81,13 @@ def test_a_recipe_gets_the_budget_and_no_more(recipe: str) -> None:
         assert config.train.iterations == EVALUATIONS * config.eval.interval
 
 
+def test_the_anchor_is_free_in_the_iterations_after_its_refresh() -> None:
+    """Every 10 of 4 updates an iteration, so in one iteration of three; `nft` has no anchor."""
+    anchor = exaflops(load(str(RECIPES / "paper.yaml")))["anchor"]
+    assert used("paper") == pytest.approx(42 * cost("paper") - 14 * anchor)
+    assert used("nft") == pytest.approx(iterations("nft") * cost("nft"))
+
+
 def test_the_paper_recipe_is_the_demo_of_the_paper() -> None:
     config = load(str(RECIPES / "paper.yaml"))
     assert (config.sampling.sampler, config.sampling.eta, config.kl.strategy) == ("sage", 1.0, "dual")
@@ -118,7 +126,7 @@ def test_the_verdict_follows_the_interval(score: float, verdict: str) -> None:
     found = claim.find(None)
     assert found.verdict == verdict
     assert judge.find(None).verdict == ("held" if score > 1 else "not held")
-    factor = 42 * cost("paper") / (iterations("precise") * cost("precise"))
+    factor = used("paper") / used("precise")
     expected = (score - 1) / 0.3 * factor
     assert float(re.findall(r"Most per FLOP has precise: (\S+) ", found.text)[0]) == pytest.approx(expected, rel=0.05)
 

@@ -314,6 +314,15 @@ def stores_rollout_velocities(config: Config) -> bool:
     return needed and is_off_policy(config)
 
 
+def spares_anchor(config: Config) -> bool:
+    """Return whether an anchor with the present weights takes no forward.
+
+    The velocities of the rollout policy are stored then, or nothing moves away from the anchor within an iteration.
+    """
+    stored = surrogate_of(config.objective).process.scores_rollout or stores_rollout_velocities(config)
+    return not config.sampling.averaged_weights and (stored or not is_off_policy(config))
+
+
 def scores_noised_samples(config: Config) -> bool:
     """Return whether the loss needs a forward of the rollout policy at each noised sample."""
     row = surrogate_of(config.objective)

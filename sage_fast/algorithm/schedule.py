@@ -98,9 +98,10 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         s.shared_initial_noise,
         f"{rows} adds no noise, and all samples of a group would be equal; the nearest choice is false",
     )
+    share = f" and train.timestep_fraction = {train.timestep_fraction:g}" * (train.timestep_fraction < 1)
     if trainable < train.optimizer_steps:
         raise UserError(
-            f"train.optimizer_steps = {train.optimizer_steps}: {rows} gives {trainable} trained transition(s) a "
+            f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
     if s.scout_candidates:

@@ -183,7 +183,7 @@ class PlainEngine(Engine):
         if self.ema is not None and not ema.is_file():
             raise UserError(
                 f"train.ema_decay = {self.config.ema_decay}: the checkpoint holds no average to continue; resume "
-                "with 0, or start another run with --model.weights"
+                "with 0 (and sampling.averaged_weights = false), or start another run with --model.weights"
             )
         # With mmap, the ranks of a machine share the file's pages; each rank keeps only its shard.
         mapped, device = self._state_device.type == "cpu", self._state_device

@@ -269,9 +269,19 @@ def _duration(seconds: float) -> str:
 
 def _settings(data: Run) -> dict[str, str]:
     """Return the few settings that distinguish runs."""
-    keys = {"model": "model.path", "tuning": "model.tuning", "sampler": "sampling.sampler", "eta": "sampling.eta",
-            "steps": "sampling.steps", "shift": "sampling.shift", "group": "train.group_size", "KL": "kl.strategy",
-            "learning rate": "train.learning_rate", "seed": "seed"}  # fmt: skip
+    keys = {
+        "model": "model.path",
+        "tuning": "model.tuning",
+        "surrogate": "objective.surrogate",
+        "sampler": "sampling.sampler",
+        "eta": "sampling.eta",
+        "steps": "sampling.steps",
+        "shift": "sampling.shift",
+        "group": "train.group_size",
+        "KL": "kl.strategy",
+        "learning rate": "train.learning_rate",
+        "seed": "seed",
+    }
     found = {label: data.settings.get(key) for label, key in keys.items()}
     return {label: str(value) for label, value in found.items() if value is not None}
 

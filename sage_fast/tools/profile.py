@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 COLUMNS = (*PHASES, "other")
 """The phases, and `other` for the rest of an iteration."""
-PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
+PART_OF_PLAN = {"scout": "scout", "rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
 """Phase -> part of the plan, for phases whose FLOPs have a formula."""
 
 PYTHON = "Python between operators"
@@ -118,9 +118,9 @@ def profile_iteration(
         chosen = cast(Checkpointing, setup.model.checkpointing)  # resolves `auto`
         run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
         expected = plan(run, setup.model.spec)
-        flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items()}
-        if trainer.anchor_is_rollout:
-            flops["anchor"] = 0.0  # the rollout's velocities are reused
+        flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items() if part in expected.flops}
+        if trainer.anchor_is_free:
+            flops["anchor"] = 0.0
         profiler = None if window_only else torch.profiler.profile()
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)

@@ -28,7 +28,7 @@ def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def _find(material: Material) -> Finding:
-    cost = {name: exaflops(config_of(name, 0)) for name in material.runs}
+    cost = {name: sum(exaflops(config_of(name, 0)).values()) for name in material.runs}
     # Each evaluation is a point.
     curves: dict[str, dict[int, tuple[float, float]]] = {}
     for name, seeds in material.runs.items():

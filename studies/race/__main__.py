@@ -44,6 +44,8 @@ def _study(options: argparse.Namespace) -> int:
     for of in raced.values():
         made[str(of.best)] = [*made[str(of.best)], *of.final]
     provenance = facts(made, f"{PROGRAM} {shlex.join(options.recipes)}{' --quick' * quick}".rstrip())
+    if others := [name for name in runs.recipes() if name not in recipes]:
+        provenance["Not raced here"] = ", ".join(others)
     material = Material(quick=quick, runs=made)
     claims, text = findings.claims(raced), runs.protocol_text()
     print(page.write_study(claims, material, folder, ABOUT, provenance, text, title="Reward for compute"))

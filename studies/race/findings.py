@@ -12,21 +12,17 @@ from sage_fast.report.charts import COLORS, GREY
 from sage_fast.report.scores import Difference, difference_of_runs
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.ratio import Ratio, gains, ratio, scaled
-from studies.race.runs import Raced, cells, cost, iterations, reference
+from studies.race.runs import Raced, cells, iterations, reference, used
+from studies.runs import difference
 
 GOAL, LEAST = 2.0, 1.3
 """Ratio of gain per FLOP to be reached, and the ratio that its interval has to exclude."""
 JUDGE = ("judge/alignment", "judge/naturalness")
 
 
-def exaflops_of(recipe: str) -> float:
-    """Return exaFLOPs of a whole run on the 8.3 B model."""
-    return iterations(recipe) * cost(recipe)
-
-
 def ratios(raced: Mapping[str, Raced]) -> dict[str, Ratio]:
     """Return recipe -> ratio of its gain per FLOP to the reference's, corrected for the number of recipes."""
-    rates = {name: scaled(gains(of.final), 1 / exaflops_of(name)) for name, of in raced.items()}
+    rates = {name: scaled(gains(of.final), 1 / used(name)) for name, of in raced.items()}
     others = [name for name in raced if name != reference()]
     return {name: ratio(rates[name], rates[reference()], comparisons=len(others)) for name in others}
 
@@ -60,11 +56,13 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
     found = ratios(raced)
     ahead = max(found, key=lambda name: found[name].value)
     edges = [name for name, of in raced.items() if of.best.learning_rate in _ends(name)]
+    above = difference(raced[ahead].final, raced[reference()].final)
     text = (
         f"Most per FLOP has {ahead}: {found[ahead]} times the gain per FLOP of {reference()} (interval corrected for "
-        f"{len(found)} recipes), {gain(raced[ahead])} for {exaflops_of(ahead):.1f} exaFLOPs against "
-        f"{gain(raced[reference()])} for {exaflops_of(reference()):.1f}. A lowest or highest learning rate of the "
-        f"search was best for {', '.join(edges) or 'no recipe'}: there a wider search may find more."
+        f"{len(found)} recipes), {gain(raced[ahead])} for {used(ahead):.1f} exaFLOPs against "
+        f"{gain(raced[reference()])} for {used(reference()):.1f}. It ends {above} above (95 % interval, not corrected, "
+        f"p {above.p:.2g}). The table's gain per FLOP is a multiple of {reference()}'s. A lowest or highest "
+        f"learning rate of the search was best for {', '.join(edges) or 'no recipe'}: there a wider search may find more."
     )
     heading = ("recipe", "learning rate", "lambda", "iterations", "exaFLOPs", "gain", "gain per FLOP", "judge")
     table = [heading] + [
@@ -73,7 +71,7 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
             f"{of.best.learning_rate:g}",
             f"{of.best.kl_weight:g}",
             str(iterations(name)),
-            f"{exaflops_of(name):.1f}",
+            f"{used(name):.1f}",
             str(gain(of)),
             str(found.get(name, 1)),
             str(judge_gain(of)),
@@ -95,9 +93,8 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
         for color, (name, of) in zip(COLORS * 3, raced.items()):
             courses = np.array([list(run.course().values()) for run in of.final])
             curve = courses.mean(0) - courses[:, 0].mean()
-            left.plot(
-                np.array(list(of.final[0].course())) * cost(name), curve, color=color, label=name, marker="o", ms=2.5
-            )
+            spent = np.array(list(of.final[0].course())) * used(name) / iterations(name)
+            left.plot(spent, curve, color=color, label=name, marker="o", markersize=2.5)
         left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
         left.set_ylabel("gain of the held-out composite")
         left.legend(ncols=2)

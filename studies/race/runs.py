@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_fast.algorithm.objective import spares_anchor, strategy_of
 from sage_fast.config.load import read_yaml
 from sage_fast.config.schema import Config
 from studies.runs import TrainedRun, exaflops, shipped, train_runs
@@ -70,8 +72,20 @@ def _shipped(recipe: str) -> Config:
 
 @functools.cache
 def cost(recipe: str) -> float:
-    """Return exaFLOPs (1e18) of an iteration on the 8.3 B model: rollouts, scouting, decoding, anchor and training."""
-    return exaflops(_shipped(recipe))
+    """Return planned exaFLOPs (1e18) of an iteration on the 8.3 B model, which share the budget.
+
+    They are of rollouts, scouting, decoding, anchor and training; the plan has the anchor run in every iteration.
+    """
+    return sum(exaflops(_shipped(recipe)).values())
+
+
+@functools.cache
+def used(recipe: str) -> float:
+    """Return exaFLOPs of a whole run as it is made: without the anchor in the iterations after its refresh."""
+    config, parts = _shipped(recipe), exaflops(_shipped(recipe))
+    count, cycle = iterations(recipe), math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
+    free = math.ceil(count / cycle) * (strategy_of(config.kl).anchor == "moving" and spares_anchor(config))
+    return count * sum(parts.values()) - free * parts["anchor"]
 
 
 @functools.cache
