@@ -62,7 +62,7 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
         f"{len(found)} recipes), {gain(raced[ahead])} for {used(ahead):.1f} exaFLOPs against "
         f"{gain(raced[reference()])} for {used(reference()):.1f}. It ends {above} above (95 % interval, not corrected, "
         f"p {above.p:.2g}). The table's gain per FLOP is a multiple of {reference()}'s. A lowest or highest "
-        f"learning rate of the search was best for {', '.join(edges) or 'no recipe'}: there a wider search may find more."
+        f"learning rate of the search was best for {', '.join(edges) or 'no recipe'}: a wider search may find more."
     )
     heading = ("recipe", "learning rate", "lambda", "iterations", "exaFLOPs", "gain", "gain per FLOP", "judge")
     table = [heading] + [
