@@ -106,7 +106,7 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
         for line in (1, GOAL):
             right.axvline(line, color=GREY, linewidth=0.8)
         right.grid(axis="y", visible=False)
-        right.set_xlabel(f"gain per FLOP over that of {reference()}")
+        right.set_xlabel(f"gain per FLOP over that of {reference()} (cut at 6)")
 
     return Finding(verdict=judge_race(found), text=text, draw=draw, rows=rows, table=table)
 
