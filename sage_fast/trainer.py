@@ -177,15 +177,15 @@ class Trainer:
         )
         anchored = position_steps(self.config, steps, index)
         gated = self.config.train.parity_gate and self.process.scores_rollout
-        with self._rollout_weights():
-            with watch("anchor"):
-                self.process.score_old(self.replay, batch)
-            if gated and self.engine.steps == self._first_step:
-                found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer)
-                for name, value in found.items():
-                    metrics.set(name, value)
         with watch("anchor"):
+            with self._rollout_weights():
+                self.process.score_old(self.replay, batch)
             batch.anchor_velocities = self._anchor_velocities(batch, anchored)
+        if gated and self.engine.steps == self._first_step:
+            with self._rollout_weights():
+                found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer)
+            for name, value in found.items():
+                metrics.set(name, value)
         updates = update_schedule(self.config, index, samples, steps, kept.flatten().tolist())
         self.forwards = forwards(
             self.config,

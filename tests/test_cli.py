@@ -339,7 +339,7 @@ REAL = str(DEMO.parent / "hunyuanvideo15-480p.yaml")
         (["--reward.args.path", "configs"], "reward.args.path = 'configs': expected a folder that holds model_config"),
         (["--reward.args.base", "configs"], "reward.args.base = 'configs': expected a folder that holds config.json"),
         (["--reward.name", "json:dumps"], "takes no args"),
-        (["--reward.name", "my_rewards:MyReward"], "no module 'my_rewards'"),
+        (["--reward.name", "no_such_rewards:MyReward"], "no module 'no_such_rewards'"),
         (["--eval.judge", "videoalign"], "eval.judge = 'videoalign': path is missing"),
         (["--data.prompts", "none.jsonl"], "prompt file 'none.jsonl': no such file"),
         (["--data.eval_prompts", "testbed:heldout"], "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
