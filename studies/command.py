@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from sage_fast.util.errors import UserError
 
@@ -16,6 +17,17 @@ def study_parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, metavar="N", help="parallel runs (default: number of cores)")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return parser
+
+
+def folders_of(options: argparse.Namespace, study: str) -> tuple[Path, Path]:
+    """Return the folder of the pages, with a `results/` made in it now rather than after hours, and that of the runs.
+
+    Quick runs are kept apart.
+    """
+    quick = "-quick" * options.quick
+    folder = Path(options.output or f"runs/{study}{quick}")
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    return folder, folder / f"runs{quick}"
 
 
 def workers_of(options: argparse.Namespace) -> int:

@@ -156,6 +156,11 @@ def t_quantile(count: int) -> float:
     return float(special.stdtrit(count - 1, UPPER))
 
 
+def widening(count: int, comparisons: int) -> float:
+    """Factor on the half-width of an interval over `count` clusters: Bonferroni's correction for `comparisons`."""
+    return float(special.stdtrit(count - 1, 1 - (1 - UPPER) / comparisons)) / t_quantile(count)
+
+
 def bootstrap_interval(values: Sequence[float]) -> Interval | None:
     """Bootstrap interval of the mean of K values, one per prompt; None for fewer than `MIN_PROMPTS`.
 

@@ -7,12 +7,11 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from sage_fast.cli import guarded
 from sage_fast.util.console import show
 from sage_fast.util.errors import UserError, nearest
-from studies.command import study_parser, workers_of
+from studies.command import folders_of, study_parser, workers_of
 
 log = logging.getLogger("sage_fast.studies")
 
@@ -43,10 +42,8 @@ def _study(options: argparse.Namespace) -> int:
             raise UserError(f"claim {name!r}: {nearest(name, ['all', 'list', *known])}")
     workers = workers_of(options)
     chosen = [claim for name, claim in known.items() if name in options.claims or "all" in options.claims]
-    folder = Path(options.output or ("runs/reproduce-quick" if options.quick else "runs/reproduce"))
-    (folder / "results").mkdir(parents=True, exist_ok=True)  # fail now rather than after hours of work
+    folder, archive = folders_of(options, "reproduce")
     variants = dict.fromkeys(variant for claim in chosen for variant in claim.variants)
-    archive = folder / ("runs-quick" if options.quick else "runs")  # quick runs are kept apart
     runs = training.train_variants(variants, archive, quick=options.quick, workers=workers)
     material = Material(quick=options.quick, runs=runs)
     provenance = facts(runs, f"{PROGRAM} {shlex.join(options.claims)}{' --quick' * options.quick}")

@@ -9,12 +9,11 @@ from functools import partial
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy import special
 
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.report.scores import Difference, Interval, difference_of_runs, holm, t_quantile
+from sage_fast.report.scores import Difference, Interval, difference_of_runs, holm, widening
+from studies.figures import draw_courses, draw_differences, draw_scores
 from studies.finding import LEVEL, MARGIN, Claim, Finding, Kind, Material, Verdict
-from studies.paper.figures import draw_courses, draw_differences, draw_scores
 from studies.runs import TrainedRun, difference, mean_interval
 
 Runs = Mapping[str, Sequence[TrainedRun]]
@@ -51,9 +50,8 @@ class Compared:
 
     def corrected(self, name: str) -> Interval:
         """Return the interval of a single difference, corrected for their number by Bonferroni's method."""
-        difference, freedom = self.single[name], self.seeds - 1
-        wider = special.stdtrit(freedom, 1 - 0.025 / len(self.single)) / t_quantile(self.seeds)
-        half = float(wider) * (difference.high - difference.value)
+        difference = self.single[name]
+        half = widening(self.seeds, len(self.single)) * (difference.high - difference.value)
         return difference.value - half, difference.value + half
 
     def excludes(self, name: str) -> bool:

@@ -7,12 +7,11 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from sage_fast.cli import guarded
 from sage_fast.util.console import show
 from sage_fast.util.errors import UserError, nearest
-from studies.command import study_parser, workers_of
+from studies.command import folders_of, study_parser, workers_of
 
 log = logging.getLogger("sage_fast.studies")
 
@@ -37,9 +36,8 @@ def _study(options: argparse.Namespace) -> int:
             raise UserError(f"recipe {name!r}: {nearest(name, runs.recipes())}")
     recipes = [name for name in runs.recipes() if name in {*options.recipes, runs.reference()} or not options.recipes]
     workers, quick = workers_of(options), options.quick
-    folder = Path(options.output or ("runs/race-quick" if quick else "runs/race"))
-    (folder / "results").mkdir(parents=True, exist_ok=True)  # fail now rather than after hours of work
-    raced = runs.race(recipes, folder / ("runs-quick" if quick else "runs"), quick=quick, workers=workers)
+    folder, archive = folders_of(options, "race")
+    raced = runs.race(recipes, archive, quick=quick, workers=workers)
     made = {str(cell): found for of in raced.values() for cell, found in of.search.items()}
     for of in raced.values():
         made[str(of.best)] = [*made[str(of.best)], *of.final]

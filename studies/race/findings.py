@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from sage_fast.report.charts import COLORS, GREY
-from sage_fast.report.scores import Difference, difference_of_runs
+from sage_fast.report.charts import COLORS
+from sage_fast.report.scores import Difference
+from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
-from studies.race.ratio import Ratio, gains, ratio, scaled
+from studies.race.ratio import Ratio, gains, mean_of, ratio, scaled
 from studies.race.runs import Raced, cells, iterations, reference, used
 from studies.runs import difference
 
@@ -38,7 +39,7 @@ def judge_gain(of: Raced) -> Difference:
     """Return the gain of the judge, both its scores added."""
     first, second = (gains(of.final, part) for part in JUDGE)
     total = [{prompt: a[prompt] + b[prompt] for prompt in a} for a, b in zip(first, second)]
-    return difference_of_runs(total, scaled(total, 0.0))
+    return mean_of(total)
 
 
 def judge_judge(gain: Difference) -> Verdict:
@@ -48,8 +49,7 @@ def judge_judge(gain: Difference) -> Verdict:
 
 def gain(of: Raced) -> Difference:
     """Return the gain on held-out prompts over the model before training."""
-    gained = gains(of.final)
-    return difference_of_runs(gained, scaled(gained, 0.0))
+    return mean_of(gains(of.final))
 
 
 def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
@@ -98,15 +98,8 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
         left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
         left.set_ylabel("gain of the held-out composite")
         left.legend(ncols=2)
-        for row, interval in enumerate(found.values()):
-            right.plot([max(interval.low, 0), min(interval.high, 6)], [row, row], color=GREY, linewidth=2)
-            right.plot(interval.value, row, "o", color=COLORS[0], markersize=5)
-        right.set_yticks(range(len(found)), list(found))
-        right.set_ylim(len(found) - 0.4, -0.6)
-        for line in (1, GOAL):
-            right.axvline(line, color=GREY, linewidth=0.8)
-        right.grid(axis="y", visible=False)
-        right.set_xlabel(f"gain per FLOP over that of {reference()} (cut at 6)")
+        shown = {name: (of.value, max(of.low, 0), min(of.high, 6)) for name, of in found.items()}
+        draw_intervals(right, shown, f"gain per FLOP over that of {reference()} (cut at 6)", lines=(1, GOAL))
 
     return Finding(verdict=judge_race(found), text=text, draw=draw, rows=rows, table=table)
 
@@ -124,15 +117,8 @@ def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
     rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high, "p": d.p} for name, d in rises.items()]
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        for row, d in enumerate(rises.values()):
-            axes.plot([d.low, d.high], [row, row], color=GREY, linewidth=2)
-            axes.plot(d.value, row, "o", color=COLORS[0], markersize=5)
-        axes.set_yticks(range(len(rises)), list(rises))
-        axes.set_ylim(len(rises) - 0.4, -0.6)
-        axes.axvline(0, color=GREY, linewidth=0.8)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("gain of the judge, which no run trains on, 95 % interval")
+        shown = {name: (d.value, d.low, d.high) for name, d in rises.items()}
+        draw_intervals(figure.subplots(), shown, "gain of the judge, which no run trains on, 95 % interval", lines=(0,))
 
     return Finding(verdict=judge_judge(rises[ahead]), text=text, draw=draw, rows=rows)
 

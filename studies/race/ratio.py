@@ -6,9 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from scipy import special
-
-from sage_fast.report.scores import difference_of_runs, t_quantile
+from sage_fast.report.scores import Difference, difference_of_runs, widening
 from studies.runs import TrainedRun
 
 Scores = Sequence[Mapping[str, float]]
@@ -36,6 +34,11 @@ def scaled(scores: Scores, factor: float) -> list[dict[str, float]]:
     return [{prompt: factor * value for prompt, value in seed.items()} for seed in scores]
 
 
+def mean_of(scores: Scores) -> Difference:
+    """Return the mean and its interval, as a difference from 0."""
+    return difference_of_runs(scores, scaled(scores, 0.0))
+
+
 def ratio(first: Scores, second: Scores, *, comparisons: int = 1) -> Ratio:
     """Return mean(first) / mean(second) with the interval of Fieller ("Some problems in interval estimation", 1954).
 
@@ -46,7 +49,7 @@ def ratio(first: Scores, second: Scores, *, comparisons: int = 1) -> Ratio:
         first, second: the same prompts; the seeds are the same, or independent draws in the same order.
         comparisons: number of ratios that are looked at; the level is corrected by Bonferroni's method.
     """
-    wider = float(special.stdtrit(len(first) - 1, 1 - 0.025 / comparisons)) / t_quantile(len(first))
+    wider = widening(len(first), comparisons)
 
     def excess(rho: float) -> float:
         """How far `first - rho second` is from 0, in half-widths of its interval."""
@@ -54,8 +57,7 @@ def ratio(first: Scores, second: Scores, *, comparisons: int = 1) -> Ratio:
         half = wider * (d.high - d.value)
         return d.value / half if half > 0 else math.copysign(math.inf, d.value)
 
-    zero = [dict.fromkeys(seed, 0.0) for seed in first]
-    value = difference_of_runs(first, zero).value / difference_of_runs(second, zero).value
+    value = mean_of(first).value / mean_of(second).value
     low = _crossing(lambda step: excess(value - step) - 1)
     high = _crossing(lambda step: -excess(value + step) - 1)
     return Ratio(value=value, low=value - low, high=value + high)

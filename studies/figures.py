@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,11 +36,29 @@ def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: 
         sure = d.corrected < LEVEL
         axes.plot([d.low, d.high], [row, row], color=COLORS[0] if sure else GREY, linewidth=2)
         axes.plot(d.value, row, "o", color=COLORS[0] if sure else GREY, markersize=5)
-    axes.set_yticks(range(len(differences)), list(differences))
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_ylim(len(differences) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
+    label_rows(axes, differences)
     axes.set_xlabel(xlabel)
+
+
+def draw_intervals(
+    axes: Axes, intervals: Mapping[str, tuple[float, float, float]], xlabel: str, lines: Sequence[float] = ()
+) -> None:
+    """Draw one row per (value, low, high), and vertical lines."""
+    for row, (value, low, high) in enumerate(intervals.values()):
+        axes.plot([low, high], [row, row], color=GREY, linewidth=2)
+        axes.plot(value, row, "o", color=COLORS[0], markersize=5)
+    for line in lines:
+        axes.axvline(line, color=GREY, linewidth=0.8)
+    label_rows(axes, intervals)
+    axes.set_xlabel(xlabel)
+
+
+def label_rows(axes: Axes, names: Collection[str]) -> None:
+    """Name the rows, the first at the top."""
+    axes.set_yticks(range(len(names)), list(names))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
 
 
 def draw_scores(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str, xlabel: str) -> None:
@@ -50,7 +68,5 @@ def draw_scores(axes: Axes, runs: Mapping[str, Sequence[TrainedRun]], part: str,
         axes.plot([mean - half, mean + half], [row, row], color=COLORS[0], linewidth=2)
         axes.plot([run.mean(part) for run in seeds], [row] * len(seeds), "|", color=GREY)
         axes.plot(mean, row, "o", color=COLORS[0], markersize=5)
-    axes.set_yticks(range(len(runs)), list(runs))
-    axes.set_ylim(len(runs) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
+    label_rows(axes, runs)
     axes.set_xlabel(xlabel)
