@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +108,18 @@ def _unshown() -> Iterator[None]:
     console.PACKAGE.handlers.clear()
     console.PACKAGE.setLevel(logging.NOTSET)
     console.PACKAGE.propagate = True
+
+
+@pytest.fixture
+def study_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the runs of a study in this process, one after the other."""
+    from studies import runs
+
+    def here(jobs: Iterable[tuple[str, list[str]]], ended: Callable[[str, int], object], workers: int) -> None:
+        for name, command in jobs:
+            ended(name, runs.main(command[command.index("studies.runs") + 1 :]))
+
+    monkeypatch.setattr(runs, "run_many", here)
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,11 @@ import pytest
 from scipy import stats
 
 from sage_fast.config.load import load
-from studies import runs as study
 from studies.race import findings, runs
 from studies.race.__main__ import main
 from studies.race.ratio import Ratio, ratio
 from studies.race.runs import EVALUATIONS, Cell, Raced, best_cell, cells, config_of, cost, iterations, settings_of, used
-from studies.runs import exaflops
+from studies.runs import TrainedRun, exaflops
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 
@@ -94,7 +93,7 @@ def test_the_paper_recipe_is_the_demo_of_the_paper() -> None:
     assert config.objective.equalizer
 
 
-def made(score: float, seed: int = 0, noise: float = 0.0) -> study.TrainedRun:
+def made(score: float, seed: int = 0, noise: float = 0.0) -> TrainedRun:
     """A run from 1 to `score` on six prompts; the judge's parts are those of the reward."""
     generator = np.random.default_rng(seed)
     evaluations = []
@@ -102,7 +101,7 @@ def made(score: float, seed: int = 0, noise: float = 0.0) -> study.TrainedRun:
         column = 1 / 3 + (score - 1) / 3 * (i > 0) + noise * generator.normal(size=6)
         parts = {name: column.tolist() for name in ("vq", "mq", "ta", *findings.JUDGE)}
         evaluations.append({"iteration": 7 * i, "prompts": list("abcdef"), "parts": parts})
-    return study.TrainedRun(seed=seed, evaluations=evaluations, rows=[], environment={})
+    return TrainedRun(seed=seed, evaluations=evaluations, rows=[], environment={})
 
 
 def test_the_best_cell_has_the_highest_mean_over_the_seeds() -> None:
@@ -144,6 +143,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFix
     assert "did you mean 'precise'?" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("study_in_process")
 def test_from_the_recipes_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,11 +154,6 @@ def test_from_the_recipes_to_the_page(
     monkeypatch.setattr(runs, "_protocol", lambda: protocol)
     monkeypatch.setattr(runs, "EVALUATIONS", 2)
 
-    def here(jobs, ended, workers):
-        for name, command in jobs:
-            ended(name, study.main(command[command.index("studies.runs") + 1 :]))
-
-    monkeypatch.setattr(study, "run_many", here)
     command = ["precise", "--quick", "--workers", "1", "--output", str(tmp_path)]
     assert main(command) == 0
     told = capsys.readouterr().out

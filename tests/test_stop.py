@@ -87,17 +87,22 @@ with Stop(20) as stop:
 """
 
 
-@pytest.mark.fault("the terminal of a run closes (SIGHUP)", "as SIGTERM; what it prints is dropped")
-def test_a_terminal_that_closes_stops_the_run_which_goes_on_printing(tmp_path: Path) -> None:
-    """Each line to it would fail with EIO."""
+def close_the_terminal(code: str, argument: Path, after: bytes) -> None:
+    """Run `code` in a terminal that closes when `after` has been shown; the process must end without an error."""
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, [sys.executable, "-c", RUN, str(tmp_path / "saved")])
+        os.execv(sys.executable, [sys.executable, "-c", code, str(argument)])
     shown = b""
-    while b"an iteration" not in shown:
+    while after not in shown:
         shown += os.read(terminal, 1000)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.fault("the terminal of a run closes (SIGHUP)", "as SIGTERM; what it prints is dropped")
+def test_a_terminal_that_closes_stops_the_run_which_goes_on_printing(tmp_path: Path) -> None:
+    """Each line to it would fail with EIO."""
+    close_the_terminal(RUN, tmp_path / "saved", after=b"an iteration")
     assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
@@ -116,14 +121,7 @@ for _ in range(3):
     log.info("goes on")
 open(sys.argv[1], "w").close()
 """
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execv(sys.executable, [sys.executable, "-c", code, str(tmp_path / "ended")])
-    shown = b""
-    while b"begun" not in shown:
-        shown += os.read(terminal, 1000)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    close_the_terminal(code, tmp_path / "ended", after=b"begun")
     assert (tmp_path / "ended").exists()
 
 

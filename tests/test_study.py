@@ -213,6 +213,7 @@ def test_an_unknown_claim_is_refused_with_the_nearest(tmp_path: Path, capsys: py
     assert "\nstep-noise  " in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("study_in_process")
 def test_a_claim_from_the_runs_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,11 +221,6 @@ def test_a_claim_from_the_runs_to_the_page(
     tiny |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "train.optimizer_steps": 1}
     monkeypatch.setattr(training, "QUICK", tiny)
 
-    def here(jobs, ended, workers):
-        for name, command in jobs:
-            ended(name, runs.main(command[command.index("studies.runs") + 1 :]))
-
-    monkeypatch.setattr(runs, "run_many", here)
     command = ["ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
     assert main(command) == 0
     first = capsys.readouterr().out

@@ -26,7 +26,7 @@ def forwards(
         steps: denoising steps of a rollout.
         trained: steps that may be trained.
         transitions: trained transitions, over all samples and updates.
-        anchored: steps at which the anchor runs; 0 while it is the rollout policy.
+        anchored: steps at which the anchor runs; 0 while it is free.
     """
     scored = trained * scores_noised_samples(config)
     counts = {"rollout": samples * steps, "training": transitions, "anchor": samples * (anchored + scored)}

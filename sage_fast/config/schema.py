@@ -362,8 +362,8 @@ class ObjectiveConfig(Section):
     1 / beta."""
     kl_limit: float = within(1e-5, above=0)
     """`kl_mask` masks a transition that moves away from the rollout policy when its KL to it is above this. Per element
-    with objective.log_prob = mean. Takes effect from the second update of an iteration on;
-    with sampling.averaged_weights, from the first."""
+    with objective.log_prob = mean. Takes effect from the second update of an iteration on, with
+    sampling.averaged_weights from the first."""
     ratio: Ratio = "plain"
     """The ratio that is clipped. `plain`: exp(log-ratio). `centred`: the KL to the rollout policy is added to the
     log-ratio, which makes its mean zero. `normalised`: the centred log-ratio times S_t, so that the clip acts alike at

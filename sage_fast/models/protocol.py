@@ -120,7 +120,7 @@ class Cost:
 
 
 class Place(NamedTuple):
-    """Where a layer is in another layout of the checkpoint.
+    """The place of a layer in another layout of the checkpoint.
 
     Attributes:
         layer: its name there; that layer may fuse several of ours.
