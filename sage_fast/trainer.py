@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.flops import forwards
+from sage_fast.algorithm.iteration_samples import Sample, best_and_worst, deal, draw_samples
 from sage_fast.algorithm.objective import (
     KLController,
     Loss,
@@ -26,12 +27,8 @@ from sage_fast.algorithm.objective import (
     surrogate_of,
 )
 from sage_fast.algorithm.schedule import (
-    Sample,
     Transition,
-    best_and_worst,
     configured_table,
-    deal,
-    draw_samples,
     iteration_table,
     position_steps,
     scouting_table,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.iteration_samples import draw_samples
 from sage_fast.algorithm.objective import (
     KL_STRATEGIES,
     SURROGATES,
@@ -15,7 +16,7 @@ from sage_fast.algorithm.objective import (
     group_advantages,
     sage_loss,
 )
-from sage_fast.algorithm.schedule import check_trainable, draw_samples, trained_steps
+from sage_fast.algorithm.schedule import check_trainable, trained_steps
 from sage_fast.config.load import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch

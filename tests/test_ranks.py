@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sage_fast.trainer
-from sage_fast.algorithm.schedule import check_trainable, deal, draw_samples
+from sage_fast.algorithm.iteration_samples import deal, draw_samples
+from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.cli import main
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.hunyuan15.text import TextEmbedding

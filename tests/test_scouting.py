@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.schedule import Sample, best_and_worst, check_trainable, draw_samples
+from sage_fast.algorithm.iteration_samples import Sample, best_and_worst, draw_samples
+from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.tools.plan import format_plan, plan
 from sage_fast.trainer import Trainer

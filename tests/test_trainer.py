@@ -15,15 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.iteration_samples import draw_samples
 from sage_fast.algorithm.objective import stores_rollout_velocities
-from sage_fast.algorithm.schedule import (
-    Transition,
-    check_trainable,
-    draw_samples,
-    iteration_table,
-    trained_steps,
-    update_schedule,
-)
+from sage_fast.algorithm.schedule import Transition, check_trainable, iteration_table, trained_steps, update_schedule
 from sage_fast.ops import transition_score
 from sage_fast.rewards import Scores, join_scores
 from sage_fast.rollout.batch import Batch

@@ -1,14 +1,14 @@
-"""Schedule of an iteration: its transitions, its samples, their ranks, and the order of its updates.
+"""Schedule of an iteration: its transitions, and the order of its updates.
 
 Everything follows from the settings, the iteration and the number of ranks, so every rank knows what the others do.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
+from sage_fast.algorithm.iteration_samples import Sample
 from sage_fast.algorithm.objective import (
     FEEDBACKS,
     SURROGATES,
@@ -20,11 +20,10 @@ from sage_fast.algorithm.objective import (
 from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.fields import require
 from sage_fast.config.schema import Config
-from sage_fast.models.protocol import Key
 from sage_fast.models.sharing import check_ranks
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import world_size
-from sage_fast.util.seeding import derive_seed, permutation, sample_seeds
+from sage_fast.util.seeding import derive_seed, permutation
 
 Transition = tuple[int, int]
 """(sample, step)."""
@@ -180,99 +179,6 @@ def check_log_prob(config: Config, numel: int) -> None:
         f"the sum over {numel:,} elements is about {size:.1e}, where float32 has steps of {spacing:.1e}, above a tenth "
         f"of objective.clip_range ({objective.clip_range:.1e}); the nearest choice is 'mean'",
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One rollout of an iteration.
-
-    Attributes:
-        group: index of the group, one for each prompt of the iteration.
-        index: index within the group.
-        prompt: prompt of the group.
-        key: key of the condition; a prompt is its own key.
-        seed: key of the noise.
-        latent_seed: key of the initial latents; the same for the whole group with shared initial noise.
-    """
-
-    group: int
-    index: int
-    prompt: str
-    key: Key
-    seed: int
-    latent_seed: int
-
-
-def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Return the indices of one iteration's prompts: a new shuffle every epoch, a pure function of the arguments."""
-    chosen = []
-    for position in range(iteration * per_iteration, (iteration + 1) * per_iteration):
-        epoch, offset = divmod(position, prompts)
-        chosen.append(permutation(prompts, seed, "prompts", epoch)[offset])
-    return chosen
-
-
-def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
-    """Draw all samples of an iteration, or its candidates if it scouts, group by group.
-
-    The draw does not depend on the number of ranks. The first candidates are the samples of a run without scouting.
-    """
-    size = config.sampling.scout_candidates or config.train.group_size
-    chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
-    samples = []
-    for group, prompt in enumerate(chosen):
-        seeds = sample_seeds(config.seed, iteration, group, range(size)).tolist()
-        for index, seed in enumerate(seeds):
-            latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
-            text = prompts[prompt]
-            samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=seed, latent_seed=latent_seed))
-    return samples
-
-
-def best_and_worst(rewards: Sequence[float], count: int) -> list[int]:
-    """Return the indices of the best and of the worst `count / 2` rewards of a group, in ascending order.
-
-    Of equal rewards, the one with the higher index ranks higher. Rewards that are not finite are taken, by index, only
-    if fewer than `count` are finite.
-    """
-    ranked = sorted((i for i, reward in enumerate(rewards) if math.isfinite(reward)), key=lambda i: (rewards[i], i))
-    if len(ranked) < count:
-        failed = [i for i in range(len(rewards)) if i not in ranked]
-        return sorted(ranked + failed[: count - len(ranked)])
-    return sorted(ranked[: count // 2] + ranked[-(count // 2) :])
-
-
-def share_of(count: int, ranks: int, rank: int) -> range:
-    """Return the numbers below `count` that belong to `rank`; the first ranks have one more if the split is uneven."""
-    first, last = (-(-number * count // ranks) for number in (rank, rank + 1))
-    return range(first, last)
-
-
-def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
-    """Deal an iteration's samples to the ranks. Return each rank's sample numbers, equal lengths next to each other.
-
-    The counts differ by at most one, since all samples take the same memory and nearly the same work. The longest
-    samples go first, each to the rank with the fewest tokens so far. They go in runs of up to a batch, because a batch
-    holds samples of one length.
-
-    Args:
-        tokens: token count of each sample's forwards, N.
-        ranks: number of ranks, at most N.
-        batch_size: samples that are denoised together.
-    """
-    free = [len(share_of(len(tokens), ranks, rank)) for rank in range(ranks)]
-    load = [0] * ranks
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    remaining = sorted(range(len(tokens)), key=lambda sample: (-tokens[sample], sample))
-    while remaining:
-        rank = min((r for r in range(ranks) if free[r]), key=lambda r: (load[r], free[r], r))
-        length = tokens[remaining[0]]
-        run = [sample for sample in remaining[: min(batch_size, free[rank])] if tokens[sample] == length]
-        shares[rank] += run
-        load[rank] += len(run) * length
-        free[rank] -= len(run)
-        del remaining[: len(run)]
-    return [sorted(share, key=lambda sample: (tokens[sample], sample)) for share in shares]
 
 
 def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list[int]:

@@ -19,7 +19,7 @@ from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy, State
 from sage_fast.parallel.engine import Engine, UpdateSize
 from sage_fast.parallel.optimizers import learning_rate, make_optimizers
-from sage_fast.parallel.updates import BFLOAT16_RESOLUTION, watch_updates
+from sage_fast.parallel.update_size import BFLOAT16_RESOLUTION, watch_updates
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import free_bytes
 from sage_fast.util.errors import NonFiniteError, UserError

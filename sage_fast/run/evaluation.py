@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.schedule import share_of
+from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.models.model import Model

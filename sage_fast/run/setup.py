@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from sage_fast.algorithm.schedule import share_of
+from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.data.embeddings import cache_key, encode_cached

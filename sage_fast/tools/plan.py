@@ -12,13 +12,13 @@ import textwrap
 from collections.abc import Mapping
 
 from sage_fast.algorithm.flops import flops, forwards, scouted
+from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import strategy_of
 from sage_fast.algorithm.schedule import (
     check_trainable,
     configured_table,
     iteration_table,
     position_steps,
-    share_of,
     trained_steps,
 )
 from sage_fast.config.schema import Config

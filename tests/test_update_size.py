@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_fast.parallel.updates import BFLOAT16_RESOLUTION, watch_updates
+from sage_fast.parallel.update_size import BFLOAT16_RESOLUTION, watch_updates
 from sage_fast.trainer import Trainer
 from tests.tiny import perturb, settings, tiny_trainer
 
@@ -37,7 +37,7 @@ def norm(tensors: list[Tensor]) -> float:
 @pytest.mark.parametrize("rate", [1e-3, 1e-7])
 def test_of_an_adapter_is_that_of_its_product(rate: float, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """From zero, and of an adapter of some size, where an update of 1e-7 is lost in the rounding of s B A itself."""
-    monkeypatch.setattr("sage_fast.parallel.updates.LAYERS", 1000)
+    monkeypatch.setattr("sage_fast.parallel.update_size.LAYERS", 1000)
     trainer = tiny_trainer(settings(train__learning_rate=rate, model__lora_alpha=12, train__parity_gate=False))
     if scale:
         perturb(trainer, scale)
@@ -49,7 +49,7 @@ def test_of_an_adapter_is_that_of_its_product(rate: float, scale: float, monkeyp
 
 
 def test_of_an_adapter_looks_at_layers_over_the_whole_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sage_fast.parallel.updates.LAYERS", 4)
+    monkeypatch.setattr("sage_fast.parallel.update_size.LAYERS", 4)
     trainer = tiny_trainer(settings())
     names = {id(layer): i for i, layer in enumerate(adapters(trainer).values())}
     seen = [names[id(layer)] for layer in watch_updates(trainer.policy.transformer).layers]
