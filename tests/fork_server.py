@@ -1,8 +1,8 @@
 """A process that has imported everything once, and forks a `sage-fast` command for each line that it reads.
 
-A line on standard input is JSON: {"arguments": [...], "log": file, "environment": {...}, "fault": null or the arguments
-of `Fault`}, which is answered by the child's process id; or {"wait": process id}, answered by its exit status, negative
-for a signal. Reports are written without their charts, which take longer than the runs.
+Each line on standard input is JSON. {"arguments": [...], "log": file, "environment": {...}, "fault": null or the
+arguments of `Fault`} starts a child; the reply is its process id. {"wait": process id} waits for a child; the reply is
+its exit status, negative for a signal. Reports are written without their charts, which take longer than the runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Fault:
 
     Args:
         name: part of the name of the file or folder that is written, saved (by torch or safetensors) or renamed.
-        at: `write` and `save` leave half of it behind, `rename` comes before it and `renamed` after it; `loss` is the
-            loss of a micro-batch, which becomes NaN.
-        nth: the how many-th time, from 1.
-        do: `kill` is kill -9, `full` an error as of a full disk.
+        at: `write` and `save` leave half of the file behind; `rename` strikes before the rename and `renamed` after it;
+            `loss` makes the loss of a micro-batch NaN.
+        nth: strike at the nth match, counted from 1.
+        do: `kill` is kill -9, `full` the error of a full disk.
     """
 
     name: str
@@ -60,7 +60,7 @@ class ForkServer:
         self.process.wait(timeout=120)
 
     def start(self, arguments: Sequence[str], log: Path, fault: Fault | None = None, **environment: str) -> int:
-        """The process id of a command, whose output goes into `log`."""
+        """Start a command that writes its output to `log`; return its process id."""
         wanted = {"arguments": list(arguments), "log": str(log), "fault": None if fault is None else asdict(fault)}
         return self._ask(wanted | {"environment": environment})
 
@@ -79,7 +79,7 @@ class ForkServer:
 
 
 def serve() -> None:
-    gc.disable()  # while everything is imported: a fifth faster
+    gc.disable()  # imports are a fifth faster without the collector
     import torch
 
     import sage_fast.report.comparison
@@ -90,7 +90,7 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     sage_fast.report.page._charts = lambda data: []
-    gc.freeze()  # else each child copies what the collector writes to
+    gc.freeze()  # otherwise each child copies the pages that the collector writes to
     gc.enable()
     for line in sys.stdin:
         question = json.loads(line)
@@ -105,19 +105,19 @@ def serve() -> None:
 
 
 def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
-    """The child: never returns."""
+    """Run the command in the child; never return."""
     log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background without
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     os.environ |= question["environment"]
     if question["fault"] is not None:
         prepare(Fault(**question["fault"]))
     status = 1
     try:
         status = main(question["arguments"])
-    except SystemExit as ended:  # of argparse
+    except SystemExit as ended:  # from argparse
         status = int(ended.code or 0)
     except BaseException:
         import traceback
@@ -130,7 +130,7 @@ def _become(question: dict[str, Any], main: Callable[[list[str]], int]) -> None:
 
 
 def prepare(fault: Fault) -> None:
-    """Let it happen in this process."""
+    """Set up the fault in this process."""
     import safetensors.torch
     import torch
 
@@ -150,7 +150,7 @@ def prepare(fault: Fault) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     class Torn:
-        """A file of which the first write leaves half."""
+        """A file whose first write stops halfway."""
 
         def __init__(self, file: Any) -> None:
             self.file = file
@@ -166,7 +166,7 @@ def prepare(fault: Fault) -> None:
 
         def write(self, data: Any) -> None:
             if "metrics" in str(self.file.name) and not happens(self.file.name):
-                return self.file.write(data)  # one line of many
+                return self.file.write(data)  # a line before the nth
             self.file.write(data[: len(data) // 2])
             self.file.flush()
             strike(self.file.name)

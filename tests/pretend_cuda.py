@@ -3,14 +3,14 @@
     with PretendCuda() as device:
         x = torch.ones(3, device="cuda")
 
-Within the block, code for a GPU runs as it is, and what would go wrong there goes wrong here: an operator whose tensors
-are on both devices raises, and so does a copy between host and device, or a wait for the device, while a graph is
-captured. Outside a capture both are written down in `device.events`, with the ranges and the line of sage_fast that
-they happened in. A captured graph is the list of its operators: a replay runs these again over the same memory, and no
-Python. Numbers are those of the CPU's operators, so they can be compared to the bit.
+Within the block, code for a GPU runs unchanged, and what would fail on a GPU fails here: an operator whose tensors are
+on both devices raises, and so does a copy between host and device, or a wait for the device, during a graph capture.
+Outside a capture, copies and waits are recorded in `device.events`, with their ranges and their line in sage_fast. A
+captured graph is the list of its operators: a replay runs them again on the same memory, without Python. Numbers come
+from the CPU's operators, so they can be compared bit for bit.
 
-What it cannot see: races between streams, memory that is freed too early, kernels (Triton's run in tests/ops). Within
-the block, a backward pass is one of the device.
+It cannot see races between streams, memory that is freed too early, or kernels (tests/ops runs Triton's). Within the
+block, every backward pass counts as one on the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """The host copies, or waits for the device.
+    """A copy by the host, or a wait for the device.
 
     Attributes:
         kind: `copy to device`, `copy to host` or `wait`; after `asynchronous` the host does not wait for the copy.
@@ -65,15 +65,15 @@ class Event:
 
     @property
     def waits(self) -> bool:
-        """Whether the host does nothing until the device has done all that came before."""
+        """Whether the host waits until the device has finished all earlier work."""
         return not self.kind.startswith("asynchronous")
 
 
 class CudaTensor(Tensor):
-    """Says `cuda:0`; its numbers are in `host`, a CPU tensor.
+    """A tensor that says `cuda:0`; its numbers are in `host`, a CPU tensor.
 
-    C++ is told that it is on the CPU: without CUDA, autograd has no queue for another device. What asks C++ for the
-    device before there is an operator to dispatch is therefore answered here.
+    C++ believes that it is on the CPU: without CUDA, autograd has no queue for another device. The attributes and
+    methods that ask C++ for the device before any operator is dispatched are therefore overridden here.
     """
 
     host: Tensor
@@ -113,7 +113,7 @@ class CudaTensor(Tensor):
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type == "cpu":
             assert not (self.requires_grad and torch.is_grad_enabled()), "a copy to the host that keeps its gradient"
-            _active().note("copy to host", "to")  # of new memory, which is not pinned
+            _active().note("copy to host", "to")  # into new memory, which is not pinned
             return self.host.to(dtype or self.dtype, copy=True)
         unchanged = dtype in (None, self.dtype) and (layout is None or self.is_contiguous(memory_format=layout))
         return self if unchanged and not copy else aten._to_copy(self, dtype=dtype, memory_format=layout)
@@ -139,7 +139,10 @@ class CudaTensor(Tensor):
 
 
 class Generator(torch.Generator):
-    """Of random numbers on a device; draws the CPU's on both. An operator is given it by C++, without its class."""
+    """A random generator of either device; both draw the CPU's numbers.
+
+    C++ passes it to operators without this class, so `on_device` remembers the device.
+    """
 
     on_device: ClassVar[set[int]] = set()
 
@@ -154,7 +157,7 @@ class Generator(torch.Generator):
 
 
 class Stream:
-    """A stream, or an event in one: everything is done when its call returns, so there is nothing to order."""
+    """A stream or an event. Everything is done when its call returns, so there is nothing to order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -176,7 +179,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """An operator and what it is given, on the host."""
+    """An operator and its arguments, on the host."""
 
     func: Any
     args: tuple[Any, ...]
@@ -187,12 +190,12 @@ class Call:
 
     @property
     def makes_memory(self) -> bool:
-        """Whether the results are neither views of arguments nor arguments that were written to."""
+        """Whether the results are new memory, neither views of arguments nor arguments written in place."""
         return all(result.alias_info is None for result in self.func._schema.returns)
 
 
 class Graph:
-    """A captured graph: its calls, and the memory that they left their results in."""
+    """A captured graph: its calls and the memory that holds their results."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Call, Any]] = []
@@ -207,17 +210,17 @@ class Graph:
 
 
 class PretendCuda(TorchDispatchMode):
-    """The device, for a `with` block; everything that it patches is as before afterwards.
+    """The device, for a `with` block; on exit all patches are undone.
 
-    Memory is modelled for one purpose, what a graph keeps: whatever is made stays in the allocator's cache until
-    `empty_cache`, and what a capture makes stays until its graph is gone.
+    Memory is modelled only for what graphs keep: an allocation stays in the cache until `empty_cache`, and one made
+    during a capture stays until its graph is gone.
 
     Args:
         memory: bytes of the device.
 
     Attributes:
-        events: what the host copied and waited for.
-        captures: graphs that were captured.
+        events: copies by the host, and its waits.
+        captures: number of captured graphs.
     """
 
     def __init__(self, memory: int = 80 * 2**30) -> None:
@@ -240,13 +243,13 @@ class PretendCuda(TorchDispatchMode):
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             stack.enter_context(mock.patch.object(torch, "Generator", Generator))
             stack.enter_context(mock.patch.object(torch, "autocast", _autocast))
-            # Ranges are how an event knows the phase of an iteration that it belongs to.
+            # Ranges say in which phase of an iteration an event happened.
             stack.enter_context(mock.patch.dict(profiling._OPENERS, pretend=lambda: self._range))
             stack.enter_context(profiling.ranges("pretend"))
             # `torch.tensor(..., device="cuda")` fills host memory, and its copy to the device is dispatched.
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)
-            # A module takes new parameters rather than new memory under the old ones, whose class would be the CPU's.
+            # A conversion makes new parameters: new memory under the old ones would keep the CPU's class.
             stack.callback(
                 torch.__future__.set_overwrite_module_params_on_conversion,
                 torch.__future__.get_overwrite_module_params_on_conversion(),
@@ -263,7 +266,7 @@ class PretendCuda(TorchDispatchMode):
         self._patches.close()
 
     def _runtime(self) -> dict[str, Any]:
-        """What is called of `torch.cuda`, by name."""
+        """Replacements for functions of `torch.cuda`, by name."""
         current = Stream()
         return {
             "_lazy_init": lambda: None,
@@ -298,7 +301,7 @@ class PretendCuda(TorchDispatchMode):
     # -- what is written down -----------------------------------------------------------------------------------------
 
     def note(self, kind: str, what: str) -> None:
-        """Write down an event.
+        """Record an event.
 
         Raises:
             RuntimeError: a graph is being captured.
@@ -349,7 +352,7 @@ class PretendCuda(TorchDispatchMode):
         return _each(CudaTensor, out) if written is None else written
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        """What a GPU would refuse, and what its host would wait for."""
+        """Raise for what a GPU would refuse; record what its host would wait for."""
         name, packet = str(func), func.overloadpacket
         others = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
         generator = kwargs.get("generator")
@@ -364,7 +367,7 @@ class PretendCuda(TorchDispatchMode):
                 self.note("asynchronous " * (non_blocking and self._is_pinned(others[0])) + kind, name)
             return
         if "device" in kwargs and packet._qualified_op_name.endswith("_like"):
-            return  # takes only the shape
+            return  # only reads the shape
         if packet in INDEXING:
             indices = [index for index in args[1] if index is not None]
             if not isinstance(args[0], CudaTensor):
@@ -376,7 +379,7 @@ class PretendCuda(TorchDispatchMode):
             others = [other for other in others if all(other is not index for index in indices)]
         elif packet in WAITS:
             self.note("wait", name)
-        # A host scalar is a kernel's argument; nothing else of the host can be read by one.
+        # A kernel takes a host scalar as an argument; it can read no other host tensor.
         allowed = torch.Tag.pointwise in func.tags or packet in INDEXING
         if others and not (allowed and all(other.ndim == 0 for other in others)):
             where = [f"{tensor.device.type} {list(tensor.shape)}" for tensor in tensors]
@@ -405,7 +408,7 @@ class PretendCuda(TorchDispatchMode):
     def _graph(
         self, graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
     ) -> Iterator[None]:
-        """As `torch.cuda.graph`, which waits for the device and empties the cache before it captures."""
+        """Do as `torch.cuda.graph` does: wait for the device, empty the cache, then capture."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         self._capture = graph
@@ -419,7 +422,7 @@ class PretendCuda(TorchDispatchMode):
 
 @functools.cache
 def _ensure_guard() -> None:
-    """Give C++ a guard for a device that is not there; it cannot be taken back, and without PretendCuda nobody asks."""
+    """Give C++ a guard for the missing device. It cannot be removed, and only PretendCuda uses it."""
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return
@@ -436,14 +439,14 @@ def _active() -> PretendCuda:
 
 
 class _autocast(torch.autocast):
-    """C++ takes our tensors for the CPU's."""
+    """Autocast for the CPU, where C++ believes our tensors to be."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Those among the arguments or results of an operator, in their lists too."""
+    """List the tensors among the arguments or results of an operator, including those in nested lists."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -454,7 +457,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every tensor in it replaced."""
+    """Apply `function` to every tensor in `value`."""
     if isinstance(value, Tensor):
         return function(value)
     return type(value)([_each(function, item) for item in value]) if isinstance(value, list | tuple) else value
@@ -467,8 +470,8 @@ def _host_of(tensor: Tensor) -> Tensor:
 def _is_made_on_device(kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
     """Whether a result of host tensors, or of none, belongs on the device.
 
-    Beside what is asked for, that is what a C++ formula of autograd makes, such as the zeros of a gradient that nothing
-    has reached: it takes the device from a tensor's C++ side.
+    It does if the call asks for the device, or if autograd's C++ makes it, such as the zeros of a gradient that nothing
+    has reached: C++ takes the device from its own side of a tensor.
     """
     device = kwargs.get("device")
     if device is None:
@@ -477,7 +480,7 @@ def _is_made_on_device(kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator in place returns: the arguments that it writes to; None for others."""
+    """Result of an in-place operator, which is the arguments that it writes to; None for other operators."""
     arguments = itertools.zip_longest(func._schema.arguments, args)
     written = tuple(
         kwargs.get(argument.name, value)
@@ -489,7 +492,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _called_by_autograd() -> bool:
-    """Whether the operator in dispatch comes from the engine's C++, with no function of Python between."""
+    """Whether the engine's C++ called this operator, with no Python function between."""
     frame = sys._getframe(1)
     while frame.f_globals["__name__"] in _DISPATCH:
         frame = frame.f_back
@@ -501,7 +504,7 @@ _DISPATCH = (__name__, "torch._compile", "torch._dynamo.eval_frame")
 
 
 def _place() -> str:
-    """The innermost line of sage_fast."""
+    """Innermost line of sage_fast on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(PACKAGE):

@@ -1,4 +1,4 @@
-"""The attention backends that this machine has, and the errors for those that it has not."""
+"""The attention backends of this machine, and the errors for those that it lacks."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Ten
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", usable(DEVICE, DTYPE))
 def test_backends_compute_attention(backend: str, masked: bool) -> None:
-    """Values and gradients, with and without a key mask."""
+    """Compare values and gradients, with and without a key mask."""
     shape = (2, 77, 4, 64)
     inputs = [torch.randn(shape, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
     upstream = torch.randn(shape, device=DEVICE, dtype=DTYPE)
@@ -65,7 +65,7 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest
         ValueError, match="'flash' needs a CUDA device, and this is the cpu; expected one of auto, sdpa"
     ):
         check_attention("flash", torch.device("cpu"), torch.bfloat16)
-    # What a GPU machine without the packages says; nothing below touches a GPU.
+    # A GPU machine without the packages gives these errors; nothing below touches a GPU.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -88,7 +88,7 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest
     [("12.8", False), ("12.9", True), ("12.10", True), ("13.0", True), ("9.2", False), (None, False)],
 )
 def test_cudnn_is_used_where_pytorch_uses_it(cuda: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below CUDA 12.9 PyTorch turned it off."""
+    """PyTorch turns it off below CUDA 12.9."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -113,7 +113,7 @@ def test_auto_measures_where_there_is_a_choice() -> None:
 
 
 def forgetful(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """The last keys of a sequence that fills no whole tile are left out."""
+    """Leave out the keys of the last tile if it is not full."""
     whole = key.shape[1] // 64 * 64
     return ATTENTION["sdpa"](query, key[:, :whole], value[:, :whole], mask)
 
@@ -133,7 +133,7 @@ def wrong_gradient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 
 
 def one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Right in the first head only."""
+    """Correct in the first head only."""
     out = ATTENTION["sdpa"](query, key, value, mask)
     return torch.cat([out[:, :, :1], out[:, :, :-1]], dim=2)
 
@@ -143,7 +143,7 @@ def not_finite(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
 
 
 def another_plan(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Right, but rounded otherwise where nothing asks for gradients, as cuDNN and xformers choose by."""
+    """Correct, but rounded differently without gradients: cuDNN and xformers choose another kernel there."""
     out = ATTENTION["sdpa"](query, key, value, mask)
     return out if query.requires_grad else out * (1 + 2 * torch.finfo(out.dtype).eps)
 
@@ -175,7 +175,7 @@ def test_what_is_wrong_or_broken_is_found_out(name: str, dtype: torch.dtype) -> 
 )
 @pytest.mark.parametrize("shape", [(2, 1000, 2, 32), (2, 333, 4, 64)])
 def test_a_right_backend_passes_with_room(shape: tuple[int, ...], backend: str, dtype: torch.dtype) -> None:
-    """The trial also finds a rollout that differs from training: noise in the ratio of policies that are equal."""
+    """Correct backends stay below half of the error limit, and their rollouts round as training does."""
     trial = try_attention(ATTENTION[backend], shape, DEVICE, dtype)
     assert trial.problem == ""
     assert trial.error < LARGEST_ERROR[dtype] / 2
@@ -183,14 +183,14 @@ def test_a_right_backend_passes_with_room(shape: tuple[int, ...], backend: str, 
 
 
 def with_candidates(monkeypatch: pytest.MonkeyPatch, **candidates: Attention) -> None:
-    """What `auto` tries here, in place of the backends of a GPU."""
+    """Replace the backends that `auto` tries."""
     for name, attention in candidates.items():
         backend = Backend(attend=attention, operators=(), cuda=False, half=False)
         monkeypatch.setitem(ATTENTION, name, backend)
 
 
 def test_auto_drops_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are faster than SDPA: one leaves keys out, the other does nothing."""
+    """One backend has a wrong gradient, the other does not run."""
     with_candidates(monkeypatch, sdpa=ATTENTION["sdpa"], flash=wrong_gradient, xformers=broken)
     config = settings(model__dtype="float32")
     model = tiny_model(config)
@@ -211,7 +211,7 @@ def test_rollouts_that_round_otherwise_are_found_out(dtype: torch.dtype) -> None
 
 
 def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would stop a run at the gate of the log-probs; who asks for it by name has it, and is told."""
+    """It would fail the gate on log-probs. A user who names it gets it, with a note."""
     with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
     config = settings(model__dtype="float32")
     model = tiny_model(config)
@@ -238,7 +238,7 @@ def test_a_backend_asked_for_by_name_must_be_right_too(monkeypatch: pytest.Monke
 
 
 def test_cudnn_reads_our_layout_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SDPA is called with that backend alone, on transposed views of what the blocks hold."""
+    """SDPA is called with only that backend, on transposed views of the blocks' tensors."""
     seen: list[tuple[Tensor, ...]] = []
 
     def record(*tensors: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -260,7 +260,7 @@ def test_cudnn_reads_our_layout_without_a_copy(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sdpa_is_not_cudnn_by_another_name(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In half precision, where torch would take cuDNN's first; with a mask too."""
+    """In half precision torch would try cuDNN first, so `sdpa` disables it there, with and without a mask."""
     seen: list[bool] = []
 
     def record(query: Tensor, *others: Tensor, attn_mask: Tensor | None) -> Tensor:

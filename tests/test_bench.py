@@ -1,4 +1,4 @@
-"""The benchmark runs end to end at a tiny size, refuses to time wrong results, and says what it has no rows for."""
+"""The benchmark runs end to end at a tiny size, refuses to time wrong results, and says which rows it lacks."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_bench_runs_the_triton_kernels_in_the_interpreter() -> None:
-    """Gate and timing of the GPU path, end to end, without a GPU."""
+    """Run the gate and the timing of the GPU path end to end, without a GPU."""
     done = subprocess.run(
         [sys.executable, "-m", "sage_fast", "bench", "--size", "tiny", "--repetitions", "1"],
         env=os.environ | {"TRITON_INTERPRET": "1", "SAGE_FAST_OPS": "triton"},
@@ -75,7 +75,7 @@ def test_unknown_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class OneDevice(TorchDispatchMode):
-    """What a capture asks for: no operator sees two devices, and nothing is copied from one to another."""
+    """Checks what a capture requires: no operator sees two devices, and nothing is copied from one to another."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
 def test_nothing_is_copied_to_the_device_while_a_contender_runs(operator: str) -> None:
-    """The meta device stands for a GPU: it too is another device than the host's."""
+    """The meta device stands in for a GPU, since it too differs from the host's."""
     case = bench.Case.make(bench.SIZES["tiny"], torch.device("meta"))
     for name, contender in bench.contenders(operator, compiled=False).items():
         with OneDevice():
@@ -114,7 +114,7 @@ def test_a_rotation_is_larger_than_the_cache(operator: str, size: str) -> None:
 
 
 def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
-    """A launch for each case would be what a kernel of microseconds, and the copy beside it, are timed by."""
+    """With one launch per case, the launch would take longer than a kernel of microseconds."""
     with PretendCuda() as device:
         cases = [bench.Case.make(bench.SIZES["tiny"], torch.device("cuda")) for _ in range(5)]
         made: list[weakref.ref[Tensor]] = []
@@ -128,7 +128,7 @@ def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
             return out
 
         timer = bench._timer(torch.device("cuda"), count, cases)
-        assert alive[-5:] == [0, 1, 2, 3, 4]  # else each would be written over the last one's, in the cache
+        assert alive[-5:] == [0, 1, 2, 3, 4]  # otherwise each would reuse the last one's memory, in the cache
         steps = [int(case.step) for case in cases]
         assert timer() == pytest.approx(1e-3 / 5)  # a millisecond lies between any two events
         assert [int(case.step) for case in cases] == [step + 1 for step in steps]
@@ -137,13 +137,13 @@ def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
 
 @pytest.fixture
 def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile without Inductor, which takes seconds a graph; what is compiled and how often is the same."""
+    """Use torch.compile without Inductor, which takes seconds per graph; the same graphs are compiled as often."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 @pytest.mark.usefixtures("dynamo_only")
 def test_a_compiled_operator_never_falls_back_to_eager() -> None:
-    """Every size gets the whole of Dynamo's cache; where that is too small, an error."""
+    """Each size gets all of Dynamo's cache; if that is too small, an error is raised."""
     with torch._dynamo.config.patch(recompile_limit=1):
         for shape in ((2, 4, 3, 6, 5), (3, 4, 3, 6, 5)):
             bench.measure("transition_step", shape, CPU, 1)
@@ -156,7 +156,7 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
 
 @pytest.mark.usefixtures("dynamo_only")
 def test_compiled_blocks_never_fall_back_to_eager() -> None:
-    """With and without gradients, the first block, those between and the last compile apart: six entries at most."""
+    """The first, middle and last blocks compile separately, with and without gradients: at most six cache entries."""
     compiled: dict[str, Any] = {"names": ["tiny", "testbed batch 1"], "rounds": 1, "paths": ["compiled"]}
     with torch._dynamo.config.patch(recompile_limit=6):
         result = rollout_bench.run(**compiled)
@@ -170,7 +170,7 @@ def test_compiled_blocks_never_fall_back_to_eager() -> None:
 
 @pytest.mark.usefixtures("dynamo_only")
 def test_contenders_share_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager and compiled in turn lay out no weight again: that is a copy of all of them."""
+    """Eager and compiled paths take turns without joining the weights again, which would copy all of them."""
     rung = Rung(random_transformer(True, CPU, torch.float32), RUNGS["tiny"])
     joined: list[Projection] = []
     join = Projection._join
@@ -207,7 +207,7 @@ def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
 
 
 def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every path at a tiny size, gate included."""
+    """Run every path at a tiny size, gate included."""
     file = tmp_path / "rollout.json"
     assert main(["bench", "rollout", "--size", "tiny", "--repetitions", "1", "--json", str(file)]) == 0
     out = capsys.readouterr().out
@@ -232,8 +232,8 @@ def test_wrong_velocities_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_padding_changes_the_stock_time_alone() -> None:
-    """The published pipeline's 1985 text tokens, masked, give the velocity of the valid ones."""
-    size = dataclasses.replace(RUNGS["tiny"], testbed=False)  # at which the padded path takes part
+    """Masked padding to the published pipeline's 1985 text tokens does not change the velocity."""
+    size = dataclasses.replace(RUNGS["tiny"], testbed=False)  # so that the padded path takes part
     rung = Rung(random_transformer(True, CPU, torch.float32), size)
     assert "stock padded" in rung.contenders("forward")
     assert rung.check("forward", ["stock", "stock padded"]) == {}
@@ -242,7 +242,7 @@ def test_padding_changes_the_stock_time_alone() -> None:
 def test_parts_paths_and_a_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked for, in order, as far as it fits by what was measured; the rest is named."""
+    """The chosen parts run in order if measured times predict that they fit the budget; the others are named."""
     file = tmp_path / "rollout.json"
     command = ["bench", "rollout", "--size", "tiny", "--json", str(file), "--repetitions", "1"]
     chosen = [*command, "--part", "decode", "--part", "forward", "--path", "eager", "--path", "contiguous"]
@@ -269,7 +269,7 @@ def test_parts_paths_and_a_budget(
 def test_a_path_that_fails_is_named_and_the_others_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the gate, or after it; where stock fails the others are compared with each other."""
+    """A path may fail in the gate or after it; if stock fails, the others are compared with each other."""
     velocity = HunyuanVideo15Policy.velocity
 
     def broken(self: HunyuanVideo15Policy, x: Tensor, conditioning: Any) -> Tensor:
@@ -324,7 +324,7 @@ def test_estimate_by_hand() -> None:
 
     rows = [row("a", "forward", 10, 9.0, stock=1.0, eager=0.5), row("a", "train", 30, 10.0, stock=1.2)]
     assert rollout_bench.estimate([], "a", "step", 20, ["stock"], 3) == 0
-    # (2 + 3) calls of 1.5 s took 7.5 of 9 s, 5 of 1.2 s 6 of 10 s: at most 4 s beside the calls
+    # (2 + 3) calls of 1.5 s took 7.5 of 9 s, and 5 calls of 1.2 s took 6 of 10 s: at most 4 s of overhead
     assert rollout_bench.estimate(rows, "b", "forward", 20, ["stock", "eager"], 3) == pytest.approx(3 * 2 * 1.5 + 4)
     assert rollout_bench.estimate(rows, "a", "step", 60, ["stock"], 4) == pytest.approx(4 * 2 * 1.2 + 4)
     assert rollout_bench.estimate(rows, "b", "decode", 60, ["stock", "contiguous"], 3) == pytest.approx(3 * 4 * 1.2 + 4)
@@ -354,7 +354,7 @@ def test_rounds_fit_into_the_time_that_is_left_and_lack_of_memory_is_named(monke
     measured = rollout_bench.measure(contenders, CPU, 100, left=10)
     assert measured["seconds"] == {"one": 0.5, "two": 0.5}
     assert measured["failed"] == {"large": "out of memory", "broken": "ValueError: no kernel"}
-    assert measured["rounds"] == 8  # of a second each, after two seconds of warm-up
+    assert measured["rounds"] == 8  # one second each, after two seconds of warm-up
     assert rollout_bench.measure(contenders, CPU, 5, left=10)["rounds"] == 5
     assert rollout_bench.measure(contenders, CPU, 5, left=1)["rounds"] == 1
 

@@ -28,7 +28,7 @@ SMALL = [
     *("--train.iterations", "2", "--train.prompts_per_iteration", "2", "--train.group_size", "3"),
     *("--sampling.steps", "4", "--train.timestep_fraction", "1.0", "--eval.steps", "2", "--eval.num_prompts", "2"),
     *("--eval.seeds_per_prompt", "1", "--eval.num_videos", "1", "--train.batch_size", "16"),
-    *("--train.ema_decay", "0", "--train.schedule", "constant"),  # a run that is extended stays on its curve
+    *("--train.ema_decay", "0", "--train.schedule", "constant"),  # so that an extended run stays on its curve
 ]
 
 
@@ -98,7 +98,7 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     ],
 )
 def test_completion(line: str, expected: list[str]) -> None:
-    """What bash does on the tab key: the answer comes on file descriptor 8."""
+    """Do what bash does on the tab key; the answer comes on file descriptor 8."""
     command = f'{sys.executable} -c "{WITHOUT_TORCH} main()" 8>&1 1>/dev/null 9>/dev/null'
     protocol = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
     protocol |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
@@ -108,10 +108,10 @@ def test_completion(line: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [("['train', '--help']", 0), ("['report']", 141)],  # argparse itself ignores that its help is not read
+    [("['train', '--help']", 0), ("['report']", 141)],  # argparse itself ignores that nobody reads its help
 )
 def test_a_reader_that_goes_away_is_no_error(arguments: str, status: int) -> None:
-    """As in `sage-fast train --help | head -1`."""
+    """A reader may close the pipe early, as in `sage-fast train --help | head -1`."""
     code = (
         f"import sys, sage_fast.cli as c; c.command('report', '')(lambda *_: print('x')); sys.exit(c.main({arguments}))"
     )
@@ -189,13 +189,13 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     evaluations = [json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")]
     assert evaluations[0]["seeds"] == evaluations[1]["seeds"]
     assert evaluations[0]["reward"] != evaluations[1]["reward"]
-    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]  # of configs/demo.yaml
+    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]  # the judge in configs/demo.yaml
     assert judged[0] != judged[1]
     assert (run / "comparison.png").is_file()
 
 
 def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    """Taken for the configuration, a value says where that one stands; so does the usage line."""
+    """The usage line says that the configuration comes first, as does the error for a value in its place."""
     assert main(["train", "--sampling.eta", "0.7", str(DEMO)]) == 2
     assert "config 0.7: no such file; it comes first" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -221,7 +221,7 @@ def test_sample_and_eval_and_report_of_a_run(
     assert main(["eval", str(finished_run), "--json", str(tmp_path / "scores.json"), "--quiet"]) == 0
     after = json.loads((finished_run / "eval" / "after.json").read_text())
     scores = json.loads((tmp_path / "scores.json").read_text())
-    assert scores["reward"] == pytest.approx(after["reward"], rel=1e-4)  # the weights that were saved are those trained
+    assert scores["reward"] == pytest.approx(after["reward"], rel=1e-4)  # the saved weights are the trained ones
     assert "ta" in capsys.readouterr().out
     assert scores["iteration"] == 2
     assert main(["eval", str(finished_run), "--json", "/dev/full", "--eval.num_prompts", "1"]) == 1
@@ -271,7 +271,7 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     before = {path: path.read_bytes() for path in run.glob("*.*")}
     assert (
         train(run, "--resume", "--train.iterations", "3", "--train.ema_decay", "0.9") == 2
-    )  # no average to go on with
+    )  # there is no average to continue
     assert {path: path.read_bytes() for path in run.glob("*.*")} == before
 
 
@@ -362,7 +362,7 @@ def test_dry_run_warns_of_guidance_in_evaluations_alone(capsys: pytest.CaptureFi
 def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "checkpoint-7").mkdir()
     for file in ("model_config.json", "checkpoint-7/model.pth", "config.json"):
-        (tmp_path / file).write_text("{}")  # is there; a run reads it
+        (tmp_path / file).write_text("{}")  # must exist; only a run reads it
     given = ["--reward.args", f"{{path: {tmp_path}, base: Qwen/Qwen2-VL-2B-Instruct}}"]
     assert main(["train", REAL, "--dry-run", *given, "--gpu-memory", "96"]) == 0
     printed = capsys.readouterr().out

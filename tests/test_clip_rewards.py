@@ -1,4 +1,4 @@
-"""CLIPScore and PickScore on a tiny CLIP model, against transformers' own way from PIL pictures to logits."""
+"""CLIPScore and PickScore on a tiny CLIP model, against transformers' own path from PIL pictures to logits."""
 
 import importlib
 import inspect
@@ -30,13 +30,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def videos(count: int, frames: int = 9, height: int = 41, width: int = 60) -> Tensor:
-    """Whole levels, far from black and white: PIL clips between its two directions."""
+    """Videos on whole 8-bit levels, far from black and white, where PIL clips between its two resizing passes."""
     draw = torch.Generator().manual_seed(count)
     return torch.randint(64, 192, (count, frames, 3, height, width), generator=draw) / 255
 
 
 def expected_cosines(folder: Path, clip: Tensor, frames: list[int], prompt: str) -> Tensor:
-    """Of each frame with the prompt: `CLIPModel.forward` on what the processor makes of PIL pictures."""
+    """Cosine of each frame with the prompt, by `CLIPModel.forward` on what the processor makes of PIL pictures."""
     model = CLIPModel.from_pretrained(folder).eval()
     pictures = [Image.fromarray((clip[i] * 255).round().byte().permute(1, 2, 0).numpy()) for i in frames]
     pixels = CLIPImageProcessorPil.from_pretrained(folder)(pictures, return_tensors="pt")["pixel_values"]
@@ -61,7 +61,7 @@ def test_scores_are_those_of_their_definitions(tiny: Path, height: int, width: i
     }
     assert scores.keys() == expected.keys() == clip_score.definitions.keys() | pick_score.definitions.keys()
     for part, value in expected.items():
-        # PIL rounds to 8 bits between its two directions, so a resized pixel may be a level apart.
+        # PIL rounds to 8 bits between its two resizing passes, so a resized pixel may be a level apart.
         apart = (scores[part] - torch.tensor(value)).abs().max()
         assert apart < (1e-5 if (height, width) == (32, 32) else 1e-2), part
         assert scores[part].dtype == torch.float32
@@ -109,7 +109,7 @@ def test_the_short_names_lead_to_classes_with_the_parts_of_the_documentation() -
 
 
 def hub_form(folder: Path) -> None:
-    """preprocessor_config.json as openai/clip-vit-base-patch32 has it on the hub, instead of processor_config.json."""
+    """Replace processor_config.json by preprocessor_config.json, as openai/clip-vit-base-patch32 has it on the hub."""
     (folder / "processor_config.json").unlink()
     (folder / "preprocessor_config.json").write_text(
         json.dumps(

@@ -1,4 +1,4 @@
-"""What starts a run elsewhere: the Slurm script under a pretend Slurm, the Dockerfile, the recipe of the docs."""
+"""Starting a run elsewhere: the Slurm script under a pretend Slurm, the Dockerfile, the recipe of the docs."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.tiny import arguments
 REPOSITORY = Path(__file__).parent.parent
 SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
 
-# As srun does: one process a task, its number in the environment, the largest status; signals are for the tasks.
+# Like srun: one process per task with its number in the environment, the largest status, signals for the tasks.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 echo $$ > "$SCONTROL_LOG.step"
@@ -47,7 +47,7 @@ if [[ $1 == show ]]; then echo 127.0.0.1; echo node-2; else echo "$@" >> "$SCONT
 SCANCEL = """#!/usr/bin/env bash
 [[ "$*" == "--signal=TERM 70123.0" ]] && kill -TERM "$(< "$SCONTROL_LOG.step")"
 """
-# In place of Python: what it was started with; waits for a signal or not, and ends with a status.
+# Stands in for Python: records how it was started, waits for a signal or not, and exits with a status.
 RECORDER = """#!/usr/bin/env bash
 trap 'echo TERM >> "started.$RANK"; exit ${STATUS_ON_TERM:-0}' TERM
 printf '%s\\n' "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" "$@" \\
@@ -92,7 +92,7 @@ def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]", 
 
 
 def grace_of(words: list[str]) -> float:
-    """What the command of a rank, which has to be one that exists, sets `train.grace_seconds` to."""
+    """Value of `train.grace_seconds` in the command of a rank, which must be a valid one."""
     assert words[:2] == ["-m", "sage_fast"]
     options, rest = cli._parser().parse_known_args(words[2:])
     return load(REPOSITORY / "configs" / "demo.yaml", cli._overrides(options.command, rest)).train.grace_seconds
@@ -104,7 +104,7 @@ def requeued(folder: Path) -> list[str]:
 
 
 def test_every_task_is_a_rank(submit: Submit, tmp_path: Path) -> None:
-    """torchrun's variables, arguments as they were given, rank 0 on screen and the others in files."""
+    """Each task gets torchrun's variables and the arguments as given; rank 0 prints, the others write files."""
     process = submit("config.yaml", "runs/a run", "--reward.name", "my rewards:One")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err, requeued(tmp_path)) == (0, "", [])
@@ -161,7 +161,7 @@ def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_p
 
 @pytest.mark.soak
 def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_path: Path) -> None:
-    """The script's own command on two gloo ranks: stopped at the time limit, continued by the next submission."""
+    """Two gloo ranks run the script's own command; the time limit stops them and the next submission resumes."""
     given = arguments(
         model__sequence_parallel=2, sampling__steps=2, train__prompts_per_iteration=1, train__group_size=2,
         train__optimizer_steps=1, train__checkpoint_interval=1, eval__steps=1, eval__num_prompts=1,
@@ -189,7 +189,7 @@ def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_p
 
 
 def test_the_script_is_one_that_slurm_and_bash_read() -> None:
-    """Slurm reads directives up to the first command."""
+    """Slurm reads directives only up to the first command."""
     subprocess.run(["bash", "-n", SCRIPT], check=True)
     lines = SCRIPT.read_text().splitlines()
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
@@ -198,11 +198,11 @@ def test_the_script_is_one_that_slurm_and_bash_read() -> None:
     options = dict(re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", directive).groups() for directive in directives)  # type: ignore[union-attr]
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert "requeue" in options
-    assert options["open-mode"] == "append"  # what was printed before the job was queued again stays
+    assert options["open-mode"] == "append"  # keeps the output from before a requeue
     seconds = int(re.fullmatch(r"B:USR1@(\d+)", options["signal"] or "")[1])  # type: ignore[index]
     hours = int((options["time"] or "").split(":")[0])
     assert 600 <= seconds < 3600 * hours
-    # Of what Slurm grants; else the run would end 25 seconds after the signal, in the middle of an iteration.
+    # Less than Slurm grants; with the default, the run would end 25 s after the signal, in the middle of an iteration.
     assert 600 <= int(re.search(r"--train.grace_seconds (\d+)", SCRIPT.read_text())[1]) < seconds  # type: ignore[index]
     assert "trap" in SCRIPT.read_text()
 
@@ -244,7 +244,7 @@ def test_the_image_is_installed_as_the_readme_says() -> None:
 
 
 def test_the_image_gets_what_the_build_needs() -> None:
-    """.dockerignore leaves everything out but what it names, which is what the build reads."""
+    """.dockerignore excludes all files except those that it names, and it names what the build reads."""
     lines = [line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
     named = {line[1:] for line in lines if line.startswith("!")}
@@ -253,7 +253,7 @@ def test_the_image_gets_what_the_build_needs() -> None:
     needed = {"pyproject.toml", "setup.py", "csrc", "sage_fast", "constraints.txt", build["project"]["readme"]}
     needed |= {*build["project"]["license-files"], *build["tool"]["setuptools"]["package-dir"].values()}
     assert needed <= named
-    assert "**/*.so" in lines  # built there, for the torch of the image
+    assert "**/*.so" in lines  # the image builds them for its own torch
 
 
 # -- several nodes without Slurm ---------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_the_torchrun_recipe_is_one_that_torchrun_takes() -> None:
             assert options.module
             assert options.training_script == "sage_fast"
             assert options.training_script_args[0] == "train"
-            # torchrun's 30 s would kill ranks that write a checkpoint
+            # torchrun's default of 30 s would kill ranks while they write a checkpoint
             grace = float(options.training_script_args[options.training_script_args.index("--train.grace_seconds") + 1])
             assert 600 <= grace < getattr(options, "shutdown_timeout", 1800)
             assert options.max_restarts > 0

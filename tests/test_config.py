@@ -178,7 +178,7 @@ class WithoutDocstring(Section):
 
 @pytest.mark.parametrize("off", ["off", "'off'", "false", "no"])
 def test_no_feedback_is_called_none(off: str, tmp_path: Path) -> None:
-    """YAML reads off as False, so no choice is called that; what was meant is named."""
+    """YAML reads off as False, so no choice has that name; the error suggests `none`."""
     file = tmp_path / "c.yaml"
     file.write_text("kl: {feedback: none}\n")
     assert load(file).kl.feedback == "none"
@@ -283,7 +283,7 @@ def test_config_file_messages(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_what_yaml_is_read_as(tmp_path: Path) -> None:
-    """Beside YAML 1.1: `1e-4` is a number, a date is text, and nothing is put in the place of `${...}`."""
+    """The rules are YAML 1.1's, except that `1e-4` is a number, a date is text, and `${...}` is not replaced."""
     file = tmp_path / "c.yaml"
     file.write_text("""
         common: &common {a: 1, b: 2}
@@ -315,7 +315,7 @@ def test_a_section_without_settings_leaves_the_defaults(tmp_path: Path) -> None:
 
 
 def test_a_config_may_change_another_one(tmp_path: Path) -> None:
-    """`base` is relative to the file; mappings are replaced, and the nearest file counts."""
+    """`base` is relative to its file. The nearest file wins; a setting that is a mapping is replaced as a whole."""
     (tmp_path / "inside").mkdir()
     (tmp_path / "below.yaml").write_text("seed: 3\nsampling: {eta: 0.3, steps: 7}\nreward: {weights: {vq: 1, mq: 1}}\n")
     (tmp_path / "middle.yaml").write_text("base: below.yaml\nsampling: {eta: 0.4}\nreward: {weights: {vq: 2}}\n")
@@ -346,7 +346,7 @@ def test_every_prompt_once_an_epoch() -> None:
 
 
 def test_one_argument_of_a_reward_on_the_command_line(tmp_path: Path) -> None:
-    """docs/rewards.md: a scorer that needs `path` can be given another `fps` alone."""
+    """Change `fps` of a scorer without repeating its `path`, as in docs/rewards.md."""
     file = tmp_path / "c.yaml"
     file.write_text("reward: {args: {path: x, fps: 2}}\n")
     assert load(file, {"reward.args.fps": "3"}).reward.args == {"path": "x", "fps": 3}

@@ -25,7 +25,7 @@ def test_a_log_holds_lines_that_become_rarer_and_no_carriage_return() -> None:
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[-1] == "done"
-    assert 2 <= len(lines[:-1]) <= 7  # 0.5 s: one in about 0.05 s up to 0.2 s, then one in 0.2 s
+    assert 2 <= len(lines[:-1]) <= 7  # in 0.5 s: one about every 0.05 s up to 0.2 s, then one every 0.2 s
     assert all(line.startswith("sample: ") and line.endswith(" of 12 steps") for line in lines[:-1])
     assert "\r" not in done.stdout + done.stderr
 
@@ -54,7 +54,7 @@ LOG = logging.getLogger("sage_fast.run.example")
 
 
 def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the first rank, unless quiet or hushed; errors always. A library that configures logging doubles no line."""
+    """The first rank prints, unless quiet or hushed; errors are always shown. Logging by a library repeats no line."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
     console.show()
@@ -80,7 +80,7 @@ def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 def test_a_script_sees_warnings_and_what_it_asks_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Importing the package shows nothing and sets up nothing."""
+    """Importing the package prints nothing and adds no handler."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     code = "import logging, sage_fast.util.console as c; assert not c.PACKAGE.handlers and not c.shows()\n"
     code += "log = logging.getLogger('sage_fast.x'); log.info('noted'); log.warning('warned')"
@@ -88,12 +88,12 @@ def test_a_script_sees_warnings_and_what_it_asks_for(
     assert (done.stdout, done.stderr) == ("", "warned\n")
     caplog.set_level(logging.INFO)
     speak()
-    assert caplog.messages == ["noted", "warned"]  # its own handlers get messages, and no progress
+    assert caplog.messages == ["noted", "warned"]  # the script's own handlers get messages, but no progress
     assert capfd.readouterr().out == ""
 
 
 def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its stderr is no terminal; tqdm.auto picks the class that draws there."""
+    """A notebook's stderr is no terminal; tqdm.auto picks the class that draws there."""
     updates: list[int] = []
 
     class Bar:
@@ -141,7 +141,7 @@ raise ValueError("what ended it")
 def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path: Path) -> None:
     log, code = tmp_path / "logs" / "rank-003.log", tmp_path / "code.py"
     code.write_text(LOGGED)
-    leader, follower = pty.openpty()  # where a bar is drawn
+    leader, follower = pty.openpty()  # a terminal, where a bar is drawn
     termios.tcsetwinsize(follower, (24, 80))
     command = [sys.executable, str(code), str(log), end]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, text=True)
@@ -165,4 +165,4 @@ def test_a_log_beside_the_screen_tells_what_ended_the_process(end: str, tmp_path
     for where in (text, screen) if end == "error" else (text,):
         assert last in where
     subprocess.run(command, capture_output=True)
-    assert log.read_text().startswith(text)  # what the process before wrote is kept
+    assert log.read_text().startswith(text)  # the output of the earlier process is kept

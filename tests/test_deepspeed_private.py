@@ -1,4 +1,4 @@
-"""DeepSpeed's insides: another version warns once and names the tested one, and what is missing is named."""
+"""DeepSpeed's internals: an untested version warns once and names the tested one; what it lacks is named."""
 
 import re
 import tomllib
@@ -30,7 +30,7 @@ def test_the_tested_version_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def warnings_of(version: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What two engines in one process warn of."""
+    """Warnings of two engines in one process."""
     found: list[str] = []
     check_version.cache_clear()
     monkeypatch.setattr(deepspeed_private, "_version", lambda: version)
@@ -42,7 +42,7 @@ def warnings_of(version: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each use by itself: the rest works."""
+    """A missing name fails only where it is used; the rest works."""
     monkeypatch.setattr(deepspeed_private, "_version", lambda: "0.42.0")
 
     class Optimizer:
@@ -71,7 +71,7 @@ def test_the_extra_pins_the_tested_minor_version() -> None:
 
 
 def test_no_other_file_reaches_into_deepspeed() -> None:
-    """Names that DeepSpeed gives weights (`ds_...`), and those of its optimizers that are not documented."""
+    """Search for names that DeepSpeed gives weights (`ds_...`) and for undocumented names of its optimizers."""
     inside = re.compile(
         r"\.ds_\w+|\"ds_\w+\"|_hp_mapping|_WORLD_GROUP|fp32_partitioned|_opt_state_partition|parameter_offload"
         r"|persistent_parameters|empty_partition_cache|refresh_fp32|\.all_gather\(self|deepspeed\.optimizer\.\w"

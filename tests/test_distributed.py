@@ -1,4 +1,4 @@
-"""Several ranks: torchrun with gloo here, what NCCL is told in words."""
+"""Several ranks: torchrun runs them with gloo; NCCL is not run, only its arguments are checked."""
 
 import json
 import os
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Two gloo ranks."""
+    """Run a command on two gloo ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -48,7 +48,7 @@ def test_nccl_is_told_its_device_and_the_timeout_of_the_settings(monkeypatch: py
 
 
 class HangsOnce(BrightnessReward):
-    """On the second rank, in the second iteration; not when torchrun has started the ranks again."""
+    """Hangs on the second rank in the second iteration, but not after torchrun has restarted the ranks."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -56,7 +56,7 @@ class HangsOnce(BrightnessReward):
     def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         self.calls += 1
         if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.calls) == ("1", "0", 3):
-            time.sleep(60)  # once checked, once in the first iteration; the first rank scores the one video
+            time.sleep(60)  # after the check and the first iteration; the first rank scores the only evaluation video
         return super().__call__(videos, prompts)
 
 
@@ -68,7 +68,7 @@ class HangsOnce(BrightnessReward):
 def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One evaluation video on two ranks; a bounded stop that names the reward; then the run goes on where it was."""
+    """Two ranks evaluate one video. The run stops in time and names the reward; restarted, it resumes."""
     run, reward = tmp_path / "run", f"{__name__}:HangsOnce"
     train = ["-m", "sage_fast", "train", "configs/demo.yaml", "--output", str(run), *FEW_STEPS]
     options = arguments(
@@ -86,11 +86,11 @@ def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(
     for name in ("before", "after"):
         scores = json.loads((run / "eval" / f"{name}.json").read_text())
         assert len(scores["reward"]) == 1
-        assert {"vq", "mq", "ta"} < scores["parts"].keys()  # and those of the judge
+        assert {"vq", "mq", "ta"} < scores["parts"].keys()  # plus the judge's parts
         assert all(len(values) == 1 for values in scores["parts"].values())
     assert (run / "report.html").is_file()
 
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # by another torchrun, this command is not that one restarted
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # another torchrun starts this command, so it is not a restart
     assert main([*train[2:], *options]) == 2
     screen = capsys.readouterr()
     assert "already holds a run: continue it with --resume" in screen.err

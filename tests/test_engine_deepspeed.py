@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: trains as one process does, on any number of ranks, and every engine goes on from every other."""
+"""ZeRO by DeepSpeed trains as one process does, on any number of ranks; each engine resumes the others' checkpoints."""
 
 import importlib.util
 import json
@@ -40,14 +40,14 @@ needs_deepspeed = pytest.mark.skipif(
 
 
 def on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
-    """What `tests/zero_runs.py` leaves."""
+    """Run `tests/zero_runs.py` and read its results."""
     assert run_ranks(zero_runs.main, ranks, folder) == [0] * ranks, screens(folder, ranks)
     return json.loads((folder / f"on-{ranks}.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One plain process leaves checkpoints, two ranks go on from them, and one rank from those of the two."""
+    """Train in one plain process, resume its checkpoints on two ranks, and those of the two on one rank."""
     folder = tmp_path_factory.mktemp("runs")
     expected = {}
     for tuning in ("lora", "full"):
@@ -75,7 +75,7 @@ def last_checkpoint(run: Path) -> Path:
 @needs_deepspeed
 @pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
 def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
-    """Rewards, advantages, the norm before clipping, lambda, the anchor's KL and the size of the update."""
+    """Compare rewards, advantages, the norm before clipping, lambda, the anchor's KL and the size of the update."""
     tuning, _, first = case.split()
     for number, row in enumerate(runs[ranks]["rows"][case]):
         expected = runs["expected"][tuning, int(first) + number]
@@ -87,8 +87,10 @@ def test_metrics_are_those_of_one_plain_process(ranks: int, case: str, runs: dic
 @needs_deepspeed
 @pytest.mark.parametrize(("ranks", "case"), CASES, ids=IDS)
 def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs: dict[str, Any]) -> None:
-    """Whole weights by name, to a share of how far they moved: where a gradient is all but zero, Adam divides rounding
-    by itself. The plain engine reads them and the moments too."""
+    """Compare whole weights by name, relative to how far they moved; the plain engine loads them and the moments.
+
+    Single weights may differ more: where a gradient is nearly zero, Adam divides one rounding error by another.
+    """
     tuning, engine, _ = case.split()
     ours = last_checkpoint(runs["folder"] / f"{tuning}-{engine}-on-{ranks}")
     theirs = last_checkpoint(runs["folder"] / f"{tuning}-{int(ours.name[-6:])}")
@@ -113,15 +115,14 @@ def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs:
 @pytest.mark.soak
 @needs_deepspeed
 def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str, Any]) -> None:
-    """Of every tensor that is alive on the first rank in a backward."""
+    """Count every tensor that is alive on the first rank in a backward."""
     found = runs[2]["memory"]["zero3"]
     assert found["measured"] == pytest.approx(sum(found["planned"].values()), rel=0.15), found
 
 
 @needs_deepspeed
 def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
-    """The command with ZeRO-2, then ZeRO-3 on two ranks (`make soak`: on one between them): every row is that of one
-    plain process."""
+    """Train with ZeRO-2, then ZeRO-3 on two ranks (`make soak`: on one in between); rows match one plain process."""
     stages = [(1, "zero2", 2), (2, "zero3", 1), (3, "zero3", 2)] if SOAK else [(1, "zero2", 2), (2, "zero3", 2)]
     base = ["train", str(REPOSITORY / "configs" / "demo.yaml"), "--quiet", *FEW_STEPS]
     base += arguments(train__prompts_per_iteration=2, train__group_size=2, train__schedule="constant",
@@ -142,10 +143,10 @@ def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_p
 
 @needs_deepspeed
 def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
-    """ZeRO-1, 2 and 3, offload and a LoRA: two updates from the start, then each engine goes on from the other's file.
+    """ZeRO-1, 2 and 3, offload and a LoRA: make two updates, then let each engine resume from the other's file.
 
-    From the same weights, updates differ by bfloat16's rounding, in which Muon orthogonalises. The second update starts
-    from weights that differ so, and rank-one gradients amplify it.
+    From the same weights, updates differ by the rounding of bfloat16, in which Muon orthogonalises. The second update
+    starts from weights that differ by this, and rank-one gradients amplify the difference.
     """
     expected = {}
     for tuning in ("full", "lora"):
@@ -183,7 +184,7 @@ def test_the_page_shows_what_the_plan_says() -> None:
 
 
 def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
-    """By docs/engines.md's arithmetic, and with room for the text encoders."""
+    """The arithmetic is that of docs/engines.md, with room for the text encoders."""
     lora = plan(build(PUBLISHED | {"train.ema_decay": 0.99}))
     assert sum(lora.memory.values()) < 60e9
     full = PUBLISHED | {"model.tuning": "full", "train.ema_decay": 0.99, "train.prompts_per_iteration": 8}
@@ -202,7 +203,7 @@ def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
 
 
 def test_the_authors_run_fits_their_64_gpus_of_80_gb() -> None:
-    """Muon's momentum is sharded with the weights; unsharded, no GPU holds the run."""
+    """Muon's momentum is sharded with the weights; unsharded, the run fits on no GPU."""
     config = load(REPOSITORY / "configs" / "official-480p.yaml")
     sharded = plan(config, ranks=64)
     assert config.train.optimizer == "muon"
@@ -257,7 +258,7 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
             check_engine(config)
     for key, value, message in (
         ("zero_hpz_partition_size", 2, "cannot be overridden"),  # it goes stale when weights are swapped
-        ("round_robin_gradients", True, "cannot be overridden"),  # Muon's updates were other ones with it
+        ("round_robin_gradients", True, "cannot be overridden"),  # it changed Muon's updates
         ("reduce_buckets_size", 2, "the nearest is zero_optimization.reduce_bucket_size"),
         ("reduce_bucket_size", "auto", 'reduce_bucket_size = "auto": expected a whole number'),
         ("reduce_bucket_size", float("inf"), "expected a whole number"),
@@ -290,11 +291,11 @@ def test_a_users_own_settings_are_laid_over_ours(tmp_path: Path) -> None:
 def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They would wait for this rank's share of the weights, to the end of `timeout_minutes`."""
+    """Otherwise they would wait for this rank's share of the weights until `timeout_minutes` is over."""
 
     class Down:
         def __call__(self, videos: torch.Tensor, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
-            # As one that gives no answer in time, and as one that fails.
+            # A reward that gives no answer in time, and one that fails.
             raise (RewardError if where == "evaluation" else OSError)("scoring server went away")
 
     monkeypatch.setattr("sage_fast.models.policy.world_size", lambda: 2)
@@ -314,7 +315,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
 
 
 def test_text_that_is_not_there_gives_its_embedder_a_gradient_of_zero() -> None:
-    """So that ranks whose prompts have glyphs reduce the same weights as those whose prompts have none."""
+    """With it, ranks with glyphs in their prompts and ranks without reduce the same weights."""
     model = tiny_model(settings(model__tuning="full"))
     forward, text = model.policy.forward, collate([embeddings([])[""]], CPU, torch.float32)
     plain, _ = forward.context(torch.tensor([400.0]), text)

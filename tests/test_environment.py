@@ -1,4 +1,4 @@
-"""What a run says of its machine: free memory, device, commit, versions."""
+"""What a run records about its machine: free memory, device, commit, versions."""
 
 import subprocess
 from pathlib import Path
@@ -21,7 +21,7 @@ def meminfo(field: str) -> int:
 
 
 def test_free_memory_counts_the_page_cache() -> None:
-    """MemAvailable, not MemFree: after much reading of files MemFree is near zero, and all of it can be had."""
+    """MemAvailable counts it, MemFree does not: after many reads MemFree is near zero, but the cache can be freed."""
     assert free_bytes(CPU) == pytest.approx(meminfo("MemAvailable"), rel=0.2)
 
 
@@ -49,7 +49,7 @@ def test_environment_is_enough_to_repeat_a_result() -> None:
 
 
 def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine to which a checkout was copied; one with `.git` is asked itself."""
+    """A copy without `.git` takes it from $COMMIT; a checkout asks git."""
     monkeypatch.setenv("COMMIT", "0123abc")
     if (Path(__file__).parents[1] / ".git").exists():
         assert commit() != "0123abc"

@@ -1,4 +1,4 @@
-"""What an iteration costs, counted where it happens, and the throughput that a run's rows have."""
+"""Cost of an iteration, counted where it happens, and the throughput in the rows of a run."""
 
 from collections import Counter
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.tiny import settings, tiny_trainer
 
 
 class OneFlatGroup:
-    """Rewards all videos of the first prompt alike, so that its group teaches nothing."""
+    """Rewards all videos of the first prompt equally, so that its group teaches nothing."""
 
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         flat = torch.tensor([prompt == min(prompts) for prompt in prompts])
@@ -60,7 +60,7 @@ class OneFlatGroup:
     ],
 )
 def test_the_forwards_are_those_that_were_made(overrides: dict[str, Any]) -> None:
-    """The first iteration uses the rollout's velocities as the anchor's; the second one does not."""
+    """Only the first iteration can use the rollout's velocities as the anchor's."""
     trainer = tiny_trainer(settings(train__parity_gate=False, **overrides), OneFlatGroup())
     made: Counter[str] = Counter()
     velocity = trainer.policy.velocity
@@ -79,7 +79,7 @@ def test_the_forwards_are_those_that_were_made(overrides: dict[str, Any]) -> Non
 
 
 def test_flops_of_a_model_and_of_its_kernels() -> None:
-    """By hand: forward 10, of which attention 6; checkpointing recomputes, and None counts no recomputation."""
+    """A forward costs 10, attention 6 of it. Checkpointing adds recomputation, which None does not count."""
     cost = Cost(forward=10.0, attention=6.0, decode=1.0, decoder_weights=1, activations={})
     lora = {
         mode: training_flops(10.0, 6.0, checkpointing=mode, frozen_base=True)
@@ -132,7 +132,7 @@ def test_the_peak_is_that_of_the_data_sheet_or_unknown(
 
 
 def test_every_row_of_a_run_has_its_throughput(tmp_path: Path) -> None:
-    """No peak is known of a CPU: the share of it is absent, not guessed."""
+    """The peak of a CPU is unknown, so the share of it is absent, not guessed."""
     config = settings(output=str(tmp_path / "run"), sampling__steps=2, train__iterations=2, eval__steps=1,
                       eval__num_prompts=1, tracking__trackers=[])  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(dump(config))

@@ -1,6 +1,6 @@
 """Our forward against the stock one: the same numbers and gradients, without synchronisations and without masks.
 
-tests/test_policy.py compares it with the padded stock forward of a whole checkpoint, mixed prompts and glyphs included.
+tests/test_policy.py compares it with the padded stock forward on a whole checkpoint, with mixed prompts and glyphs.
 """
 
 import copy
@@ -28,7 +28,7 @@ SYNCHRONISING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "maske
 
 
 class Operators(TorchDispatchMode):
-    """Counts aten operators, and the elements of the largest boolean tensor made."""
+    """Counts aten operators, and the elements of the largest boolean tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def stock_velocity(transformer: Any, x: Tensor, sigma: Tensor, text: TextBatch) 
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> tuple[Any, HunyuanVideo15Policy]:
-    """A stock transformer, and a policy around a copy of it; trained weights that are not as they began."""
+    """A stock transformer, and a policy around a copy of it; the trained weights differ from their initial values."""
     trainer = tiny_trainer(settings(model__tuning=getattr(request, "param", "lora")))
     perturb(trainer)
     ours = trainer.policy
@@ -58,7 +58,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, HunyuanVideo15Policy]:
 
 
 def test_a_policy_leaves_the_transformer_as_it_was(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
-    """Its own forward, no patched method, no hook; our blocks are modules of their own, for hooks to hold on to."""
+    """The policy patches no method and adds no hook; our blocks are modules, so that users can hook them."""
     _, ours = pair
     transformer = ours.transformer
     assert not any("forward" in vars(module) for module in transformer.modules())
@@ -105,14 +105,14 @@ def test_the_stock_forward_of_our_transformer_still_works(pair: tuple[Any, Hunyu
 
 
 def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) -> None:
-    """In a whole denoising step: transformer and transition."""
+    """Check a whole denoising step: transformer and transition."""
     stock, ours = pair
     x, sigma, text = inputs(PROMPTS)
     table = transition_table(sigma_schedule(4, 3.0), "sage", 0.5)
     coefs, seeds, step = table.coefficients(x[0].numel()), torch.arange(2), torch.tensor([1])
     with torch.no_grad():
         schedule = ours.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS)
-        denoise(ours, coefs, schedule, seeds, x, step)  # the rotary table is made once
+        denoise(ours, coefs, schedule, seeds, x, step)  # makes the rotary table
         with Operators() as mine:
             denoise(ours, coefs, schedule, seeds, x, step)
         with Operators() as theirs:
@@ -120,7 +120,7 @@ def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) 
     assert mine.counts["transition_step"] == 1
     assert not SYNCHRONISING & mine.counts.keys()
     assert mine.largest_mask == 0
-    assert "arange" not in mine.counts  # nothing is computed that a rollout knows beforehand
+    assert "arange" not in mine.counts  # a step does not compute what the rollout knows beforehand
     assert "silu" not in mine.counts
     assert SYNCHRONISING & theirs.counts.keys()  # what the stock forward does, so that this test can fail
     assert theirs.largest_mask >= 2 * (80 + 7) ** 2
@@ -138,7 +138,7 @@ def test_captures_as_one_graph() -> None:
 
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo and AOTAutograd, which trace both directions; what Inductor makes of the graphs takes minutes."""
+    """Trace both directions with Dynamo and AOTAutograd, but skip Inductor, which takes minutes."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
@@ -163,7 +163,7 @@ def test_gradients_through_compiled_blocks(pair: tuple[Any, HunyuanVideo15Policy
 
 @pytest.mark.usefixtures("without_inductor")
 def test_many_blocks_compile_as_few() -> None:
-    """The first, those between, the last: 12 blocks do not run into Dynamo's limit, as 54 will not."""
+    """The first, middle and last blocks compile separately: 12 blocks stay within Dynamo's limit, as 54 will."""
     policy = HunyuanVideo15Policy(TestbedTransformer(num_layers=12).eval(), dtype=torch.float32)
     policy.forward.compile_blocks()
     x, sigma, text = inputs(PROMPTS)
@@ -174,7 +174,7 @@ def test_many_blocks_compile_as_few() -> None:
 @pytest.mark.parametrize("prompts", [PROMPTS[:1] * 3, [*PROMPTS, PROMPTS[0]], [PROMPTS[0], "", PROMPTS[1]]], ids=str)
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance: float) -> None:
-    """For one step of all samples and for a step of each, as rollout and training ask for it."""
+    """Rollouts ask for one step of all samples, training for a step of each."""
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
     sigmas = torch.tensor([0.95, 0.6, 0.2])
     texts = embeddings(prompts)
@@ -200,7 +200,7 @@ def test_what_is_trained_decides_what_may_be_tabulated() -> None:
 
 
 def test_a_lora_on_adaln_is_trained() -> None:
-    """Its rollouts read a table made by the present weights, its updates compute AdaLN again."""
+    """Rollouts read a table made with the current weights; updates compute AdaLN again."""
     config = settings(model__lora_targets=r"transformer_blocks\.\d+\.norm1\.linear", train__optimizer_steps=2)
     row = tiny_trainer(config).iteration(0)
     assert row["grad_norm"] > 0

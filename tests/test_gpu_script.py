@@ -1,6 +1,6 @@
-"""scripts/gpu.sh rehearsed: the same script and parts at sizes that a CPU takes, in a copy of the checkout.
+"""scripts/gpu.sh rehearsed: the same script and parts at sizes for a CPU, in a copy of the checkout.
 
-The pages' `scripts/gpu.sh wheels` and `scripts/gpu.sh --seconds` are what runs here.
+The tests run the calls on the pages, `scripts/gpu.sh wheels` and `scripts/gpu.sh --seconds`.
 """
 
 import itertools
@@ -29,13 +29,13 @@ LONGER = ["doctor", "tests", "operators", "rollout-480p", "iteration", "demo", "
 """Commands that other tests run too, or that differ from a rehearsed one in a word: rehearsed by `make soak`."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else [part for part in PARTS if part not in LONGER]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-# Says how it was called, and runs the program: its options end where that begins.
+# Prints its arguments and runs the program that follows its options.
 PRETEND_SANITIZER = """#!/bin/bash
 echo "compute-sanitizer $*, caching ${PYTORCH_NO_CUDA_MEMORY_CACHING-on}"
 while [[ $1 == --* ]]; do [[ $1 == --*-* || $1 == --tool || $1 == --padding ]] && shift; shift; done
 exec "$@"
 """
-# Hands out the operators that this checkout has built: what a compiler makes of them is not what is rehearsed.
+# Copies the operators that this checkout has built: the rehearsal is not about compiling.
 CACHED_COMPILER = """#!/bin/bash
 for ((i = 1; i <= $#; i++)); do
     [[ ${!i} == -MF ]] && { j=$((i + 1)); : > "${!j}"; }
@@ -48,7 +48,7 @@ cp "$BUILT" "$target"
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the checkout and a wheel of something that the machine lacks."""
+    """A folder with a copy of the checkout and a wheel of a package that the machine lacks."""
     folder = tmp_path_factory.mktemp("machine")
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.egg-info", "__pycache__", "wheels")
     shutil.copytree(REPOSITORY, folder / "checkout", ignore=ignored)
@@ -78,7 +78,7 @@ def gpu(machine: Path, *arguments: str, **environment: str) -> "subprocess.Compl
 
 
 def table(machine: Path) -> dict[str, str]:
-    """part -> verdict."""
+    """Map each part to its verdict."""
     lines = (machine / "out" / "table.txt").read_text().splitlines()[1:]
     found = (re.match(r"(\S+)\s+(ok|failed|timed out|skipped|not run)", line) for line in lines)
     return {row[1]: row[2] for row in found if row}
@@ -86,7 +86,7 @@ def table(machine: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def rehearsed(machine: Path) -> Path:
-    """In two calls, as on a machine."""
+    """Run all parts in two calls, as on a machine; return the output folder."""
     compiler = str(machine / "c++")
     built = next((REPOSITORY / "sage_fast").glob("_C.*so"), None)
     if built is None:
@@ -141,7 +141,7 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
 
 
 def test_all_results_are_one_file_of_a_size_that_travels(rehearsed: Path, machine: Path) -> None:
-    """The largest file stays behind where all of them are too much, and is named. The part called has nothing to do."""
+    """If all results are too much, the largest file is left out and named. The part in this call has nothing to do."""
     with tarfile.open(rehearsed / "results.tar.gz") as packed:
         names = set(packed.getnames())
     assert {"table.txt", "status.tsv", *(f"{part}.log" for part in REHEARSED)} <= names
@@ -162,7 +162,7 @@ def test_without_compute_sanitizer_its_parts_say_so(rehearsed: Path, machine: Pa
 
 
 def test_a_sanitizer_that_finds_something_fails_its_part(rehearsed: Path, machine: Path) -> None:
-    """Key material that overflows by mistake, which nothing else would notice."""
+    """The planted mistake, key material that overflows, shows nowhere else."""
     kernel = machine / "checkout" / "kernels" / "common.py"
     text = kernel.read_text()
     wrong = text.replace("tl.add(k0, 0x9E3779B9, sanitize_overflow=False)", "k0 + 0x9E3779B9")
@@ -179,7 +179,7 @@ def test_a_sanitizer_that_finds_something_fails_its_part(rehearsed: Path, machin
 
 
 def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -> None:
-    """Wheels and package go into the virtual environment, which sees what the machine has."""
+    """Wheels and package go into the virtual environment, which also sees the machine's packages."""
     python = machine / "venv" / "bin" / "python"
     code = "import rehearsed, sage_fast, torch; print(rehearsed.WHERE, sage_fast.__file__, torch.__file__)"
     done = subprocess.run(
@@ -195,7 +195,7 @@ def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -
 
 @pytest.mark.soak
 def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: Path, machine: Path) -> None:
-    """One with a broken configuration, one that outlasts its call, and one for which no time is left."""
+    """One part has a broken configuration, one outlasts its call, and for one no time is left."""
     config = machine / "checkout" / "configs" / "demo.yaml"
     text = config.read_text()
     config.write_text("sampling: {stepps: 3}\n")
@@ -207,7 +207,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
     verdicts = table(machine)
     assert (verdicts["demo"], verdicts["ncu-step"], verdicts["operators"]) == ("failed", "ok", "ok")
     assert re.search(r"^demo +failed .*unknown setting 'sampling.stepps'", done.stdout, re.M)
-    done = gpu(machine, "--seconds", "16", "wheels", "out", "tests", "ncu-step")  # of a GPU's size, which take minutes
+    done = gpu(machine, "--seconds", "16", "wheels", "out", "tests", "ncu-step")  # at a GPU's size, minutes each
     assert done.returncode == 1
     verdicts = table(machine)
     assert (verdicts["tests"], verdicts["ncu-step"]) == ("timed out", "skipped")
@@ -230,7 +230,7 @@ def test_what_is_asked_for_is_checked(machine: Path) -> None:
 
 
 def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
-    """Those at full size, which no rehearsal runs: their options are known, and the calls of the page fit 9 minutes."""
+    """No rehearsal runs the full size: check that its options are known and that the page's calls fit 9 minutes."""
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
     assert list(commands) == PARTS
@@ -248,7 +248,7 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
 
 
 def test_an_error_of_the_stock_decode_costs_no_number(machine: Path) -> None:
-    """Its tensors have more than 2^31 elements at 480p: it runs on the small rungs only, in one of the last parts."""
+    """At 480p it has tensors of more than 2^31 elements, so it runs on small rungs only, in one of the last parts."""
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.split("\t")[1:] for row in done.stdout.splitlines()}
     decodes = [part for part, words in commands.items() if "rollout" in words and {"decode", "stock"} <= {*words}]

@@ -1,4 +1,4 @@
-"""What a new user does from README and docs/quickstart.md: the wheel in its own environment, no clone."""
+"""A new user's path through README and docs/quickstart.md: the wheel in its own environment, no clone."""
 
 import os
 import re
@@ -68,7 +68,7 @@ class User:
         return out
 
     def paste(self, block: Block) -> str:
-        """A block of a page into the shell, which stays where it has gone."""
+        """Paste a block of a page into the shell; the next command starts in the folder where the block ended."""
         done = subprocess.run(
             ["bash", "-eu", "-c", block.text + "pwd"], cwd=self.folder, env=self.variables, text=True,
             capture_output=True, timeout=600,
@@ -87,7 +87,7 @@ class User:
 
 @pytest.fixture
 def user(wheel: Path, tmp_path: Path) -> User:
-    """An environment that holds the wheel and sees the dependencies of this one, but none of its editable installs."""
+    """A user whose environment has the wheel and this one's dependencies, but none of its editable installs."""
     environment, folder = tmp_path / "venv", tmp_path / "work"
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
@@ -104,7 +104,7 @@ def user(wheel: Path, tmp_path: Path) -> User:
 
 
 def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
-    """docs/quickstart.md block for block, with few steps and iterations, and so README's first hour."""
+    """Follow docs/quickstart.md block by block with few steps and iterations, then README's first hour."""
     where = user.run("python", "-c", "import sage_fast, sage_fast.ops; print(sage_fast.__file__)")
     assert where.startswith(str(user.bin.parent)), "another sage_fast than the wheel's was imported"
     init_, reward, trial, train, look, load_lora, real, plan, _ = blocks(QUICKSTART)
@@ -148,7 +148,7 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
         videos = read_folder(source, user.folder / "evaluation" / "videos" / source)
         frames = torch.stack([read_video(file) for file in videos.files if file])
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
-            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.01)  # what the file's encoding changes
+            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.01)  # video compression changes it
     (run / "report.html").unlink()
     user.run("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000
@@ -165,14 +165,14 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
     for first_hour in (block for block in blocks(README) if block.value == "tests/test_new_user.py"):
         assert all(words[:2] in followed for words in commands(first_hour))
         for further in re.findall(r"--resume --train.iterations (\d+)", first_hour.text):
-            assert int(further) > load(CONFIGS / "demo.yaml").train.iterations  # of what the command before has done
+            assert int(further) > load(CONFIGS / "demo.yaml").train.iterations  # more than the last command did
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_init_writes_what_its_configuration_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The settings that are the user's own point at the files beside them; all others are those that ship."""
+    """The user's own settings point at the files beside the configuration; all others stay as shipped."""
     init(tmp_path, name)
     monkeypatch.chdir(tmp_path)
     ours, theirs = ((file / of).read_text() for file, of in ((tmp_path, "config.yaml"), (CONFIGS, f"{name}.yaml")))
@@ -197,7 +197,7 @@ def test_init_of_the_real_model_trains_on_its_reward_and_on_prompts_for_real_vid
     assert len(heldout) == len(set(heldout)) == config.eval.num_prompts
     assert len(train) == len(set(train)) >= 2 * config.train.prompts_per_iteration
     assert not set(train) & set(heldout)
-    assert all(len(prompt.split()) > 8 for prompt in train + heldout)  # no caption of the testbed
+    assert all(len(prompt.split()) > 8 for prompt in train + heldout)  # longer than the captions of the testbed
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -225,7 +225,7 @@ def test_init_of_an_unknown_configuration(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_reward_of_init_scores_what_it_says() -> None:
-    """A red still, the same in blue, and red that flickers, under a prompt that names red and one without a colour."""
+    """Score red, blue and flickering red for a prompt that names red, and red for a prompt without a colour."""
     from sage_fast.configs.my_rewards import MyReward  # type: ignore[import-not-found]
 
     still = torch.full((5, 3, 8, 8), 0.1)

@@ -1,4 +1,4 @@
-"""Surrogates on noised samples: their losses by hand in float64, the noise, and training with the ODE."""
+"""Surrogates on noised samples: losses by hand in float64, the noise, and training with the ODE."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +24,11 @@ NFT = {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy"
 @pytest.mark.parametrize("reduction", ["mean", "unscaled"])
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
-    """r |v+ - v|^2 + (1-r) |v- - v|^2, less its value at v_old, in units of beta / clamp; at v_old the gradient is then
-    2 clamp (2r-1) (v_old - v) / D. `unscaled` is the loss on x0, which the equalizer takes back."""
+    """The loss is r |v+ - v|^2 + (1-r) |v- - v|^2 minus its value at v_old, in units of beta / clamp.
+
+    At v_old the gradient is 2 clamp (2r-1) (v_old - v) / D. `unscaled` gives the loss on x0; the equalizer would undo
+    that.
+    """
     generator = torch.Generator().manual_seed(0)
     x0, z, v_old, moved = (torch.randn(4, 2, 3, 4, dtype=torch.float64, generator=generator) for _ in range(4))
     steps, advantage, target = torch.arange(4), torch.tensor([-5.0, -0.7, 0.0, 5.0]), z - x0
@@ -60,7 +63,7 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
 
 
 class Noised:
-    """Four noised samples, one at each step of TABLE, float64, and the loss of our code on them."""
+    """Four noised samples in float64, one at each step of TABLE, and our loss on them."""
 
     def __init__(self, size: int = 24, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -97,7 +100,7 @@ def check_gradient(ours: torch.Tensor, expected: torch.Tensor, v: torch.Tensor, 
 @pytest.mark.parametrize("by", [0.0, 0.3])
 @pytest.mark.parametrize(("reduction", "equalizer"), [("mean", True), ("unscaled", True), ("unscaled", False)])
 def test_matching_by_hand(reduction: Reduction, equalizer: bool, by: float) -> None:
-    """`awm` is the flow-matching loss times A, and that on x0 with `unscaled` and no equalizer."""
+    """`awm` is A times the flow-matching loss; `unscaled` without the equalizer takes that loss on x0."""
     noised = Noised()
     v = noised.moved(by)
     loss = noised.loss(v, ObjectiveConfig(surrogate="awm", log_prob=reduction, equalizer=equalizer))
@@ -111,7 +114,7 @@ def test_matching_by_hand(reduction: Reduction, equalizer: bool, by: float) -> N
 
 
 def test_clipped_matching_by_hand() -> None:
-    """`awm_clip` clips exp(error_old - error) on the side where A would move it further."""
+    """`awm_clip` clips exp(error_old - error) on the side where A would push it further."""
     noised, limit = Noised(), 0.02
     v = noised.moved(0.05)
     loss = noised.loss(v, ObjectiveConfig(surrogate="awm_clip", clip_range=limit))
@@ -125,7 +128,7 @@ def test_clipped_matching_by_hand() -> None:
 
 
 def adaptive(noised: Noised, v: torch.Tensor, beta: float, mean_of: Any) -> torch.Tensor:
-    """The loss of DiffusionNFT's code: each branch's error on x0 over `mean_of` it, and clamp / beta before it all."""
+    """Loss of DiffusionNFT's code: clamp / beta times the branches' errors on x0, each divided by `mean_of` it."""
     r, total = 0.5 + noised.advantage / 10, torch.zeros(4, dtype=torch.float64)
     for share, sign in ((r, 1), (1 - r, -1)):
         branch = (1 - sign * beta) * noised.v_old + sign * beta * v
@@ -142,7 +145,7 @@ def rms_as_mean(error: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "unscaled"])
 def test_adaptive_weighting_by_hand(reduction: Reduction, beta: float, by: float) -> None:
-    """Whatever the reduction and the equalizer."""
+    """The loss is the same with every reduction."""
     noised = Noised()
     v = noised.moved(by)
     loss = noised.loss(v, ObjectiveConfig(surrogate="nft_adaptive", nft_beta=beta, log_prob=reduction))
@@ -152,7 +155,7 @@ def test_adaptive_weighting_by_hand(reduction: Reduction, beta: float, by: float
 
 
 def test_how_far_the_rms_is_from_the_mean_error() -> None:
-    """At most 1 % on normal errors of 4,096 elements, 13 % on errors with longer tails, 8 % on bounded ones."""
+    """They differ by 1 % for normal errors of 4,096 elements, by 13 % for longer tails, by 8 % for bounded errors."""
     noised = Noised(4096)
     v = noised.moved(0.3)
     exact, ours = (adaptive(noised, v, 1.0, mean_of) for mean_of in (lambda e: e.abs().mean(1), rms_as_mean))
@@ -166,7 +169,7 @@ def test_how_far_the_rms_is_from_the_mean_error() -> None:
 
 
 def test_final_samples_are_noised_by_their_own_seeds() -> None:
-    """The same in any batch, at each level anew, and not with the noise of the rollout."""
+    """The noise of a seed is the same in any batch, new at each level, and not the noise of the rollout."""
     shape, seeds, sigmas = (2, 3, 4, 4), torch.tensor([3, 5, 7]), torch.tensor([1.0, 0.7, 0.4, 0.0])
     x0 = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     whole, parts = (Trajectories(3, shape, {0: 3, 2: 3}, CPU) for _ in range(2))
@@ -198,13 +201,13 @@ class DarknessReward(BrightnessReward):
     ids=["bright", "dark", "adaptive", "matching", "clipped matching"],
 )  # fmt: skip
 def test_training_with_the_ode_raises_the_reward(reward: Reward, surrogate: str) -> None:
-    """On the prompt and the noise of the start, whichever way is up."""
+    """Compare the reward on the first prompt and noise before and after training; it may favour bright or dark."""
     overrides = {"train__prompts_per_iteration": 1, "train__group_size": 16, "train__optimizer_steps": 3}
     batches = {"train__batch_size": 16, "sampling__batch_size": 16, "sampling__steps": 3}
     which = NFT | {"objective__surrogate": surrogate, "objective__clip_range": 0.1}
     trainer = tiny_trainer(settings(**which, **overrides, **batches, train__learning_rate=2e-2), reward)
     first, *_, again = (trainer.iteration(index) for index in (0, 1, 2, 0))
-    # The second update sees other weights than the rollout; `awm` does not ask which.
+    # The weights of the second update differ from the rollout's, which `awm` does not compare.
     assert (first["ratio/max"] > 1) == (surrogate != "awm")
     gain = again["reward/mean"] - first["reward/mean"]
     print(f"gain {gain:.1e}, of a standard deviation of {first['reward/std']:.1e}")
@@ -213,10 +216,10 @@ def test_training_with_the_ode_raises_the_reward(reward: Reward, surrogate: str)
 
 @pytest.mark.parametrize("strategy", ["fixed", "dual"])
 def test_the_rollout_policy_is_scored_at_the_noised_samples(strategy: str) -> None:
-    """Weights that hardly move have its log-probs and velocities, those of the anchor too."""
+    """Weights that hardly move keep its log-probs and velocities, and those of the anchor."""
     overrides = NFT | {"kl__strategy": strategy, "kl__velocity_term": "closed_form", "train__optimizer_steps": 2}
     trainer = tiny_trainer(settings(**overrides, train__learning_rate=1e-12))
-    for index in range(2):  # in the second the anchor is no longer the rollout policy by name
+    for index in range(2):  # in the second iteration the anchor counts as another policy
         row = trainer.iteration(index)
         assert row["log_prob/max_delta"] < 1e-5
         assert row["kl/velocity"] < 1e-9 > row["kl/anchor"]
@@ -226,7 +229,7 @@ def test_the_rollout_policy_is_scored_at_the_noised_samples(strategy: str) -> No
 
 @pytest.mark.parametrize("surrogate", ["awm", "awm_clip"])
 def test_the_anchor_is_scored_where_no_velocity_of_the_rollout_is_stored(surrogate: str) -> None:
-    """The anchor is the rollout policy in every iteration, and the second update has moved away from it."""
+    """Each iteration starts with the rollout policy as the anchor; the second update has moved away from it."""
     overrides = NFT | {"objective__surrogate": surrogate, "kl__strategy": "moving", "kl__anchor_interval": 1}
     overrides |= {"train__optimizer_steps": 2, "train__parity_gate": False}
     row = tiny_trainer(settings(**overrides, train__learning_rate=1e-3)).iteration(0)

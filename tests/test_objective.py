@@ -30,7 +30,7 @@ from tests.tiny import BASE_SETTINGS, perturb, settings, tiny_trainer
 def test_advantages_by_hand() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]])
     advantages, equal = group_advantages(rewards, torch.ones(2, 4, dtype=torch.bool), eps=0.0)
-    std = math.sqrt((4 + 1 + 0 + 9) / 4)  # population
+    std = math.sqrt((4 + 1 + 0 + 9) / 4)  # of the population
     assert advantages[0].tolist() == pytest.approx([-2 / std, -1 / std, 0, 3 / std])
     assert advantages[1].tolist() == [0, 0, 0, 0]
     assert equal.tolist() == [False, True]
@@ -44,7 +44,7 @@ def test_advantages_leave_failed_samples_out() -> None:
 
 
 def test_advantages_in_units_of_the_batch() -> None:
-    """One scale for all groups, of all their valid samples: a nearly equal group has small advantages."""
+    """All groups share one scale, from all their valid samples: a nearly equal group has small advantages."""
     rewards = torch.tensor([[1.0, 3.0, math.nan], [2.0, 2.2, 2.1], [math.nan, 7.0, math.nan]])
     advantages, equal = group_advantages(rewards, rewards.isfinite(), std="batch", eps=0.0)
     std = math.sqrt((1 + 1 + 0.1**2 + 0.1**2) / 6)
@@ -71,7 +71,7 @@ def test_advantages_are_clamped() -> None:
 
 @pytest.mark.parametrize("std", ["group", "batch"])
 def test_balanced_rewards_by_hand(std: AdvantageStd) -> None:
-    """By a loop: each part loses its group's mean and is divided by its standard deviation before it is weighted."""
+    """A plain loop centres each part in its group, divides it by its standard deviation and weights it."""
     generator = torch.Generator().manual_seed(0)
     parts = {"sharp": torch.rand(6, generator=generator), "bright": 100 * torch.rand(6, generator=generator)}
     parts["even"] = torch.full((6,), 0.1)  # equal everywhere: nothing to compare
@@ -94,7 +94,7 @@ def test_balanced_rewards_by_hand(std: AdvantageStd) -> None:
 
 
 def test_balanced_rewards_do_not_follow_the_scale_of_a_part() -> None:
-    """The scale of a part says which one rules the advantages of the sum, but not those of balanced parts."""
+    """Scaling a part changes the advantages of the sum, but not those of balanced parts."""
 
     class Scaled:
         def __init__(self, by: float) -> None:
@@ -118,7 +118,7 @@ def test_one_part_cannot_be_balanced() -> None:
 
 
 def test_the_mask_of_the_kl_by_hand() -> None:
-    """Masked: above the limit and moving away, for either sign of the advantage. The value is ratio x A everywhere."""
+    """Mask samples above the limit that move away, for either sign of the advantage. The value is always ratio x A."""
     log_ratio = torch.tensor([0.1, 0.1, -0.1, -0.1] * 2, requires_grad=True)
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0] * 2)
     kl = torch.tensor([0.3] * 4 + [0.1] * 4)
@@ -133,7 +133,7 @@ def test_the_mask_of_the_kl_by_hand() -> None:
 
 
 def test_a_run_masks_by_its_limit() -> None:
-    """From the second update on: none at a limit that is never reached, about half of them at one always passed."""
+    """From the second update on, a limit that is never reached masks none, one that is always passed about half."""
     masked = [
         tiny_trainer(
             settings(train__optimizer_steps=2, objective__surrogate="kl_mask", objective__kl_limit=limit)
@@ -157,7 +157,7 @@ def test_surrogates_by_hand() -> None:
 
 
 def test_loss_by_hand() -> None:
-    """-S A ratio + lambda (beta_pos KL_anchor + beta_vel (logp_old - logp)), inside the clip range."""
+    """The loss is -S A ratio + lambda (beta_pos KL_anchor + beta_vel (logp_old - logp)) inside the clip range."""
     terms = {"log_prob_old": torch.tensor([0.1]), "advantage": torch.tensor([2.0]), "equalizer": torch.tensor([3.0])}
 
     def total(strategy: str, velocity_term: str = "rollout") -> float:
@@ -200,7 +200,7 @@ def test_lambda_warm_up_and_feedback() -> None:
 
 @pytest.mark.parametrize(("feedback", "expected"), [("paper", 0.9), ("ppo", 1.0), ("none", 1.0)])
 def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
-    """Where the KL is too large, `paper` lowers lambda and `ppo` raises it (to its limit here)."""
+    """If the KL is too large, `paper` lowers lambda and `ppo` raises it (here to its limit)."""
     controller = KLController(
         KLConfig(
             lambda_min=0.1, lambda_max=1.0, lambda_limit=1.0, warmup_steps=1, target=1.0, history=1, feedback=feedback
@@ -212,7 +212,7 @@ def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
 
 
 def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
-    """A batch with stored transitions in the policy's own precision."""
+    """A batch whose stored transitions are float64, and its transitions."""
     table = trainer.full_table
     steps = trained_steps(table, trainer.config, 0)
     coefs = table.coefficients(2560, trainer.config.objective.log_prob).to(torch.float64)
@@ -241,9 +241,9 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
 def test_gradient_of_the_whole_loss(
     strategy: str, kind: str, ratio: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Directional derivative of the loss in the weights against central differences, float64 throughout.
+    """Compare the directional derivative of the loss in the weights with central differences, in float64.
 
-    The weights are moved away from rollout and anchor first, so that no term or its gradient is zero.
+    The weights first move away from rollout and anchor, so that no term or gradient is zero.
     """
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,

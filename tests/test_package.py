@@ -21,7 +21,7 @@ def python(code: str, path: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> None:
-    """`import kernels` in the repository root finds an installed package; diffusers and ours work beside it."""
+    """`import kernels` in the repository root finds an installed package; diffusers and our own kernels import too."""
     installed = tmp_path / "kernels"
     installed.mkdir()
     (installed / "__init__.py").write_text("WHO = 'the installed one'\n")
@@ -37,7 +37,7 @@ def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> N
 
 
 def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
-    """Every tracked file of the package, its configurations and kernels, the compiled operators, and no test."""
+    """It has every tracked file of the package, its configurations and kernels, the compiled operators, and no test."""
     tracked = subprocess.run(
         ["git", "ls-files", "sage_fast", "kernels", "configs", "benchmarks/*.py"],
         cwd=REPOSITORY,
@@ -52,7 +52,7 @@ def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_wheel_installs_on_every_later_python(wheel: Path) -> None:
-    """It is tagged for Python's stable ABI, and the extension holds to that: no symbol of Python at all."""
+    """The tag says Python's stable ABI, and the extension keeps to it: it uses no symbol of Python."""
     assert re.fullmatch(r"sage_fast-[\d.]+-cp311-abi3-linux_\w+", wheel.stem)
     with zipfile.ZipFile(wheel) as files:
         (metadata,) = (files.read(name).decode() for name in files.namelist() if name.endswith("WHEEL"))
@@ -72,7 +72,7 @@ def test_every_extra_is_in_the_readme() -> None:
 
 
 def test_without_the_extension_the_reference_serves_and_says_so(tmp_path: Path) -> None:
-    """A copy of the package without its compiled part."""
+    """Use a copy of the package without its compiled part."""
     import shutil
 
     shutil.copytree(REPOSITORY / "sage_fast", tmp_path / "sage_fast", ignore=shutil.ignore_patterns("*.so", "base"))
@@ -96,7 +96,7 @@ def test_the_reference_can_be_forced(setting: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_demo_trains_the_same_with_fused_operators(tmp_path: Path) -> None:
-    """Three iterations of the tiny trainer through the C++ operators and through the reference."""
+    """Train three iterations with the C++ operators and with the reference."""
     code = (
         "import json, torch; torch.set_num_threads(1)\n"
         "from tests.tiny import settings, tiny_trainer\n"

@@ -1,6 +1,6 @@
-"""The pages in Debian's Chromium: no console error, no violation of axe, every video plays, at 390 and 1400 pixels.
+"""The pages in Debian's Chromium, 390 and 1400 pixels wide: no console error, no violation of axe, every video plays.
 
-Skipped where there is no browser.
+Skipped if there is no browser.
 """
 
 import functools
@@ -30,7 +30,7 @@ WIDTHS = (390, 1400)
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # of root
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # for root
         yield browser
         browser.close()
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(browser: Any, file: Path, width: int) -> tuple[Any, list[str]]:
-    """The page, and what it complains of from now on."""
+    """Open a page; return it and a list that collects its complaints."""
     page = browser.new_page(viewport={"width": width, "height": 900})
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -102,7 +102,7 @@ def test_videos_are_sorted_by_what_is_chosen(browser: Any, folder: Path) -> None
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_voter_votes(width: int, browser: Any, folder: Path, tmp_path: Path) -> None:
-    """All pairs, with the answers kept over a reload; the file that is saved is counted."""
+    """Vote on all pairs, with a reload that keeps the answers; the saved file can be counted."""
     page, complaints = opened(browser, folder / "blind.html", width)
     key = json.loads((folder / "blind-key.json").read_text())
     assert page.is_disabled("#save")
@@ -138,7 +138,7 @@ def test_a_voter_votes(width: int, browser: Any, folder: Path, tmp_path: Path) -
 
 
 def test_small_videos_are_not_blown_up(browser: Any, folder: Path) -> None:
-    """32 pixels are shown at 160 at most, at any width of the page; and no wider than their place."""
+    """A video of 32 pixels is shown at 160 at most, at any page width, and no wider than its place."""
     for name in ("comparison", "report"):
         page, complaints = opened(browser, folder / f"{name}.html", 1400)
         assert page.evaluate(PLAYED)
@@ -150,7 +150,7 @@ def test_small_videos_are_not_blown_up(browser: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) -> None:
-    """Search finds, links are underlined, text and code have contrast, no table is cut, and there is a switch."""
+    """Search works, links are underlined, text and code have contrast, no table is cut, and colours can be switched."""
     page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -163,7 +163,7 @@ def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) 
     assert page.evaluate(f"{links}.every((a) => getComputedStyle(a).textDecorationLine === 'underline')")
     page.fill("input.md-search__input", "velocity KL")
     found = page.locator(".md-search-result__item")
-    for _ in range(120):  # the page does not see what was typed before its search had loaded: press a key again
+    for _ in range(120):  # the page misses what is typed before its search has loaded: press a key again
         if found.count():
             break
         page.press("input.md-search__input", "End")
@@ -174,7 +174,7 @@ def test_the_documentation_from_the_disk(scheme: str, browser: Any, site: Path) 
     violations = axe.Axe().run(page, context=".md-typeset", options=options).response["violations"]
     assert {v["id"]: [node["html"][:200] for node in v["nodes"]] for v in violations} == {}
     seen = set()
-    for _ in range(3):  # of the system, light, dark
+    for _ in range(3):  # system, light, dark
         seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         page.click("label[for^='__palette']:visible")
     assert len(seen) == 2

@@ -1,4 +1,4 @@
-"""How much of the clip range rounding takes up after an update: what is measured, and what is done about it."""
+"""How much of the clip range rounding takes up after an update: how it is measured, and what follows."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.tiny import demo_trainer, settings, tiny_trainer
 
 
 def test_rounding_is_told_from_the_response() -> None:
-    """Rounding stays as the movement doubles, the response has four times the KL; noise is a share of the bias."""
+    """Twice the movement keeps the rounding and quadruples the KL of the response; noise is split like the bias."""
     floor, true = torch.tensor([3e-6, 0.0, 3e-6, 0.0]), torch.tensor([1e-6, 2e-6, 0.0, 0.0])
     near, far = (torch.stack([floor + scale * true, 4 * (floor + scale * true)], dim=1) for scale in (1, 4))
     bias, noise = rounding_of(near, far)
@@ -24,7 +24,7 @@ def test_rounding_is_told_from_the_response() -> None:
 
 
 def moments(bias: float, noise: float) -> tuple[Tensor, Tensor]:
-    """Of three steps, the second of which has this rounding and the others a tenth, and no response."""
+    """Moments of three steps without response: the second has this rounding, the first a tenth, the third none."""
     at = torch.tensor([[0.1 * bias, 0.01 * noise**2], [bias, noise**2], [0.0, 0.0]], dtype=torch.float64)
     return at, at
 
@@ -49,7 +49,7 @@ def test_more_than_a_third_stops() -> None:
     with pytest.raises(ParityError, match=r"4.0e-01 of objective.clip_range \(1e-04\), more than a third: .*centred"):
         check_rounding(*moments(3.5e-5, 5e-6), ones, config)
     with pytest.raises(ParityError, match=r"Use train.optimizer_steps = 1, a wider objective.clip_range"):
-        check_rounding(*moments(5e-6, 3.5e-5), ones, config)  # centring would take little away
+        check_rounding(*moments(5e-6, 3.5e-5), ones, config)  # centring would remove little of it
     with pytest.raises(ParityError, match="nan"):
         check_rounding(*moments(float("nan"), 5e-6), ones, config)
 
@@ -88,7 +88,7 @@ def test_one_update_an_iteration_needs_no_measurement() -> None:
 
 
 def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One would hold the activations of every micro-batch that it looks at, at once."""
+    """A graph would hold the activations of every micro-batch that the gate looks at, all at once."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def noted(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ratio", ["plain", "centred", "normalised"])
 def test_float32_is_far_below_every_limit(ratio: str, tmp_path: Path) -> None:
-    """On the demo's settings, even with a tenth of its clip range."""
+    """The settings are the demo's, with a tenth of its clip range."""
     row = first_row(
         demo_trainer(tmp_path, objective__ratio=ratio, objective__clip_range=1e-4, train__prompts_per_iteration=2)
     )
@@ -110,7 +110,7 @@ def test_float32_is_far_below_every_limit(ratio: str, tmp_path: Path) -> None:
 
 
 def test_bfloat16_takes_up_the_clip_range(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where 14 to 20 % of the transitions of a second update were clipped by rounding: a warning, or the end."""
+    """Rounding clips 14 to 20 % of the transitions of a second update here, so the run warns or ends."""
     trainer = demo_trainer(
         tmp_path, model__dtype="bfloat16", objective__clip_range=1e-4, train__learning_rate=1e-5,
         train__prompts_per_iteration=2,

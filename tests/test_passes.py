@@ -1,4 +1,4 @@
-"""What a block with LoRA moves beside matmul and attention: passes over its tokens, counted by dispatch."""
+"""What a block with LoRA moves besides matmul and attention: passes over its tokens, counted by dispatch."""
 
 from collections import Counter
 from typing import Any
@@ -29,8 +29,8 @@ MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "line
 class Traffic(TorchDispatchMode):
     """Bytes that operators read and write, by operator.
 
-    Not counted: attention, and matmuls. A matmul with a factor as narrow as an adapter does no more work than a pass
-    over its rows, and is counted as one. An operator of ours reads its arguments and writes its results, once each.
+    Attention and matmuls are not counted, except a matmul with a factor as narrow as an adapter, which does no more
+    work than a pass over its rows. An operator of ours reads its arguments and writes its results, once each.
     """
 
     def __init__(self) -> None:
@@ -47,25 +47,24 @@ class Traffic(TorchDispatchMode):
             if min(*left.shape[-2:], *right.shape[-2:]) > 3 * RANK:
                 return out
             name = f"narrow {name}"
-        # What is written through `out=` comes back as the result; what is updated in place is read and written, unless
-        # all of it is replaced.
+        # `out=` comes back as the result. An in-place operator reads and writes its tensor unless it replaces it.
         read = (args, {key: value for key, value in (kwargs or {}).items() if key != "out"})
         if name in ("copy_", "fill_", "zero_"):
             read = (args[1:], kwargs)
-        if name.startswith("norm_rotate"):  # it leaves the values in the joint tensor alone
+        if name.startswith("norm_rotate"):  # it does not touch the values in the joint tensor
             self.bytes[name] -= max(t.nbytes for t in args if isinstance(t, Tensor)) // 3
         self.bytes[name] += sum(t.nbytes for t in tree_leaves((read, out)) if isinstance(t, Tensor))
         return out
 
     @property
     def passes(self) -> dict[str, float]:
-        """In units of the video tokens, read or written once."""
+        """Traffic by operator; the unit is one read or write of the video tokens."""
         unit = TOKENS * WIDTH * torch.bfloat16.itemsize
         return {name: round(count / unit, 2) for name, count in self.bytes.most_common()}
 
 
 def block_traffic() -> tuple[Traffic, Traffic]:
-    """Of the forward and of the backward of a bfloat16 block with an adapter, in its proportions the published one."""
+    """Traffic of the forward and the backward of a bfloat16 block with an adapter, in the published proportions."""
     transformer = HunyuanVideo15Transformer3DModel(
         num_attention_heads=WIDTH // HEAD, attention_head_dim=HEAD, num_layers=2, num_refiner_layers=1,
         rope_axes_dim=(4, 6, 6), text_embed_dim=8, text_embed_2_dim=8, image_embed_dim=8,
@@ -76,7 +75,7 @@ def block_traffic() -> tuple[Traffic, Traffic]:
     forward.refresh()
     video, text = (torch.randn(1, count, WIDTH).bfloat16().requires_grad_() for count in (TOKENS, TEXT))
     modulation, rotary = torch.randn(1, 2, 6, WIDTH).bfloat16(), torch.randn(TOKENS, HEAD // 2, 2)
-    # Leaves whose gradient is given to someone, as inside a model: it is not accumulated.
+    # Gradients are returned, as inside a model, rather than accumulated in leaves.
     with Traffic() as there:
         outs = forward.blocks[0](video, text, modulation, None, rotary, ATTENTION["sdpa"], False)
     upstream = [torch.randn_like(out) for out in outs]
@@ -87,14 +86,18 @@ def block_traffic() -> tuple[Traffic, Traffic]:
 
 
 def test_passes_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 60 % of the 52 and 111 that this count gave while each adapter was a matmul onto its layer's output, the
-    gated residuals, the join of the values and the sums of gradients passes of their own.
+    """Both directions take at most 60 % of the passes of the first version, 52 and 111.
 
-    Forward: GELU 8, x read for each x A^T 7, norm_rotate 4, gated_norm 4, the last gated residual 3, the first norm 2,
-    room beside what attention wrote 2. Backward: gradients read for the adapters' 17, their part of dx 14, GELU 12,
-    norm_rotate 8, gated_norm 5, the first norm and the residual 4, the last gate 2, the join of attention's gradient 2.
+    In that version each adapter was a matmul onto its layer's output; the gated residuals, the join of the values and
+    the sums of gradients were passes of their own.
+
+    Forward now: GELU 8, x read for each x A^T 7, norm_rotate 4, gated_norm 4, the last gated residual 3, the first
+    norm 2, room beside attention's output 2.
+
+    Backward now: gradients read for the adapters' 17, their part of dx 14, GELU 12, norm_rotate 8,
+    gated_norm 5, the first norm and the residual 4, the last gate 2, the join of attention's gradient 2.
     """
-    monkeypatch.setattr(projection, "room_for", lambda rank, _: rank)  # as of the default rank, a multiple of 64
+    monkeypatch.setattr(projection, "room_for", lambda rank, _: rank)  # as for the default rank, a multiple of 64
     forward, backward = block_traffic()
     assert sum(forward.passes.values()) <= 0.6 * 52, forward.passes
     assert sum(backward.passes.values()) <= 0.6 * 111, backward.passes

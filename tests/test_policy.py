@@ -34,7 +34,7 @@ PLAIN = "the cat sings"
 QUOTED = 'a sign that says "the END" and “bye”'
 LONG = "a red bird is flying over the sea, and the sea is blue, and the wind is rising in the evening"
 TARGETS = ModelConfig().lora_targets
-# float32 sums in another order (padded or not): a few ulp of values of size 1
+# float32 sums in another order (padded or not) differ by a few ulp of 1
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -66,7 +66,7 @@ def load(checkpoint: Path | str, guidance_scale: float = 1.0, **settings: object
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Model:
-    """LoRA, float32, as loaded; tests that train or change it load their own."""
+    """LoRA in float32, as loaded; tests that train or change a model load their own."""
     return load(checkpoint)
 
 
@@ -89,7 +89,7 @@ def velocity(policy: HunyuanVideo15Policy, x: Tensor, sigma: Tensor, text: TextB
 
 
 def perturb_adapter(policy: HunyuanVideo15Policy) -> None:
-    """Give the up-projections values: at zero they hide everything below them."""
+    """Give the up-projections values; zeros would hide everything below them."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, p in policy.transformer.named_parameters():
@@ -132,11 +132,11 @@ def test_bfloat16_stays_near_float32(checkpoint: Path, model: Model, embeddings:
 
 
 def changed(checkpoint: Path, folder: Path, part: str, **values: object) -> Path:
-    """The checkpoint with other values in the configuration of a part."""
+    """Copy the checkpoint with other values in the configuration of a part."""
     copy = shutil.copytree(checkpoint, folder / "copy", copy_function=os.link)
     (file,) = (copy / part).glob("*config.json")
     text = json.loads(file.read_text()) | values
-    file.unlink()  # a link
+    file.unlink()  # a link to the original
     file.write_text(json.dumps(text))
     return copy
 
@@ -151,7 +151,7 @@ def changed(checkpoint: Path, folder: Path, part: str, **values: object) -> Path
 def test_checkpoints_of_another_task_are_refused(
     checkpoint: Path, tmp_path: Path, values: dict[str, object], message: str
 ) -> None:
-    """By name, and in a dry run too."""
+    """The error names the task, in a dry run too."""
     other = changed(checkpoint, tmp_path, "transformer", **values)
     with pytest.raises(UserError, match=message):
         find_spec(str(other))
@@ -162,7 +162,7 @@ def test_checkpoints_of_another_task_are_refused(
 def test_a_checkpoint_of_the_hub_is_refused_likewise(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its task is known only when it is read."""
+    """The task is known only once the checkpoint is read."""
     other = changed(checkpoint, tmp_path, "transformer", task_type="i2v")
     monkeypatch.setattr("sage_fast.models.load.reachable", lambda path: str(other))
     with pytest.raises(UserError, match=r"model.path = 'owner/name': its transformer has task_type = 'i2v'"):
@@ -255,7 +255,7 @@ def test_embeddings_are_the_valid_tokens_of_the_pipeline(
     embedding = embeddings[prompt]
     torch.testing.assert_close(embedding.text, text[0][text_mask[0] == 1], **ROUNDING)
     torch.testing.assert_close(embedding.glyphs, glyphs[0][glyphs_mask[0] == 1], **ROUNDING)
-    # no token lost to the crop of the system message: the prompt, end of message, start of answer
+    # cropping the system message loses no token: the prompt, end of message, start of answer
     assert len(embedding.text) == len(pipeline.tokenizer(prompt or " ").input_ids) + 2
     # ByT5 reads `Text "the END". Text "bye". ` byte by byte, then the end of sequence
     assert len(embedding.glyphs) == (len('Text "the END". Text "bye". ') + 1 if prompt == QUOTED else 0)
@@ -287,14 +287,14 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
 
     found = encode_cached([PLAIN, QUOTED, PLAIN], factory, tmp_path, "m", TextEmbedding)
     check(found)
-    maps = Path("/proc/self/maps").read_text()  # ranks of one node share the memory of what they hold
+    maps = Path("/proc/self/maps").read_text()  # mapped into memory, so that the ranks of a node share it
     assert all(str(file) in maps for file in tmp_path.iterdir())
     assert calls == ["load", PLAIN, QUOTED]
     check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
     assert calls == ["load", PLAIN, QUOTED]
     files = sorted(tmp_path.iterdir())
     assert [file.suffix for file in files] == [".safetensors"] * 2
-    files[0].write_bytes(files[0].read_bytes()[:-7])  # a broken copy of the folder
+    files[0].write_bytes(files[0].read_bytes()[:-7])  # a truncated copy
     check(encode_cached([PLAIN, QUOTED], factory, tmp_path, "m", TextEmbedding))
     assert calls[3] == "load"
     assert len(calls) == 5
@@ -322,7 +322,7 @@ def test_interrupted_encoding_leaves_whole_files_alone(
 
 @torch.no_grad()
 def stock_velocity(pipeline: HunyuanVideo15Pipeline, x: Tensor, sigma: Tensor, prompts: list[str]) -> Tensor:
-    """The stock transformer as the stock pipeline calls it: 1000 + 256 + 729 tokens and their masks."""
+    """Call the stock transformer as the stock pipeline does: 1000 + 256 + 729 tokens and their masks."""
     text, text_mask, glyphs, glyphs_mask = pipeline.encode_prompt(prompts, device=CPU, batch_size=len(prompts))
     return pipeline.transformer(
         hidden_states=torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1),
@@ -346,7 +346,7 @@ def test_velocity_without_padding_equals_the_padded_stock_forward(
     with torch.no_grad():
         v = velocity(model.policy, x, sigma, text_of(embeddings, *prompts))
         other = velocity(model.policy, x, sigma, text_of(embeddings, *[""] * len(prompts)))
-    assert (v - other).abs().max() > 0.01  # the text has a say, so the next line can fail
+    assert (v - other).abs().max() > 0.01  # the text matters, so the next line can fail
     torch.testing.assert_close(v, stock_velocity(pipeline, x, sigma, prompts), **ROUNDING)
 
 
@@ -495,7 +495,7 @@ def test_every_trainable_parameter_gets_a_gradient(
     assert [name for name, g in found.items() if g is None or not g.any()] == []
     _, found = gradients(policy, text_of(embeddings, PLAIN))
     idle = {".".join(name.split(".")[:1]) for name, g in found.items() if g is None or not g.any()}
-    assert idle == ({"context_embedder_2"} if tuning == "full" else set())  # read where a prompt quotes text
+    assert idle == ({"context_embedder_2"} if tuning == "full" else set())  # used only if a prompt quotes text
 
 
 def test_frozen_dead_ends_are_dead_and_all_there_are(checkpoint: Path, embeddings: dict[str, TextEmbedding]) -> None:
@@ -551,7 +551,7 @@ def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
     x, sigma, text = noise(1, *SPACE), torch.tensor([0.6]), text_of(embeddings, QUOTED, dtype=trained.dtype)
     expected = velocity(trained, x, sigma, text)
 
-    # rank and alpha come with the file (scaling 12 / 4, not the 64 / 64 asked for here)
+    # rank and alpha come from the file (scaling 12 / 4, not the 64 / 64 given here)
     resumed = load(checkpoint, dtype=dtype, weights=str(tmp_path), lora_rank=64, lora_alpha=64).policy
     assert equal_states(resumed.snapshot(), trained.snapshot())
     assert resumed.transformer.peft_config["default"].lora_alpha == 12
@@ -565,7 +565,7 @@ def test_saved_lora_loads_into_stock_diffusers_and_trains_on(
 
 
 def test_lora_of_a_pipeline_loads_too(checkpoint: Path, model: Model, tmp_path: Path) -> None:
-    """A pipeline writes `transformer.` before each name; the file's own type is bfloat16 here."""
+    """A pipeline writes `transformer.` before each name; this file is bfloat16."""
     model.policy.save_weights(tmp_path)
     tensors = {f"transformer.{key}": t.bfloat16() for key, t in load_file(tmp_path / LORA_FILE).items()}
     file = tmp_path / "from_pipeline.safetensors"
@@ -584,7 +584,7 @@ def test_full_weights_come_back(checkpoint: Path, embeddings: dict[str, TextEmbe
         p.add_(1e-5 * noise(*p.shape))  # below the resolution of bfloat16
     trained.save_weights(tmp_path)
     layout = json.loads(config.read_text())
-    assert layout.pop("use_meanflow") is False  # as a diffusers that does not know the setting writes it
+    assert layout.pop("use_meanflow") is False  # as written by a diffusers without this setting
     config.write_text(json.dumps(layout))
     resumed = load(checkpoint, tuning="full", dtype="bfloat16", weights=str(tmp_path)).policy
     assert equal_states(resumed.snapshot(), trained.snapshot())

@@ -16,7 +16,7 @@ STEPS = (0, 1, 2, 3, 4)
 
 
 def test_the_draw() -> None:
-    """A pure function of seed and iteration, so that a resume repeats it; every step is drawn equally often."""
+    """The draw is a pure function of seed and iteration, so a resume repeats it; every step is drawn equally often."""
     config = settings(kl__position_fraction=0.4)
     draws = [position_steps(config, STEPS, iteration) for iteration in range(400)]
     assert all(len(set(draw)) == 2 and draw == sorted(draw) for draw in draws)
@@ -29,7 +29,7 @@ def test_the_draw() -> None:
 
 
 class Seen:
-    """What an iteration of a trainer that has left its anchor did: forwards, metrics, gradients, squared norms."""
+    """Record of an iteration whose policy has left its anchor: forwards, metrics, gradients, squared norms."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, drawn: Sequence[int] | None = None, **overrides: Any) -> None:
         trainer = tiny_trainer(settings(kl__lambda_min=1.0, kl__lambda_max=1.0, train__parity_gate=False, **overrides))
@@ -62,14 +62,14 @@ class Seen:
 
 
 def test_the_mean_over_all_draws_is_that_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the gradient, of the KL that is logged and steers lambda, and of the squared norm that `share` reads."""
+    """It holds for the gradient, for the logged KL that steers lambda, and for the squared norm that `share` reads."""
     whole = Seen(monkeypatch, kl__strategy="fixed")
     draws = [Seen(monkeypatch, drawn, kl__strategy="fixed") for drawn in itertools.combinations(STEPS, 2)]
     assert whole.row["kl/anchor"] > 0
     kl = [seen.row["kl/anchor"] for seen in draws]
     assert sum(kl) / len(draws) == pytest.approx(whole.row["kl/anchor"], rel=1e-4)
     assert sum(seen.kl_square for seen in draws) / len(draws) == pytest.approx(whole.kl_square, rel=1e-4)
-    assert len(set(kl)) == len(draws)  # each alone is another number
+    assert len(set(kl)) == len(draws)  # single draws differ
     for i, gradient in enumerate(whole.gradients):
         mean = torch.stack([seen.gradients[i] for seen in draws]).mean(0)
         torch.testing.assert_close(mean, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-9)
@@ -78,22 +78,22 @@ def test_the_mean_over_all_draws_is_that_of_all_steps(monkeypatch: pytest.Monkey
 def test_the_anchor_runs_for_the_drawn_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, some = Seen(monkeypatch), Seen(monkeypatch, kl__position_fraction=0.4)
     none = Seen(monkeypatch, kl__strategy="none")
-    assert (whole.forwards - none.forwards, some.forwards - none.forwards) == (5, 2)  # one run of all samples a step
+    assert (whole.forwards - none.forwards, some.forwards - none.forwards) == (5, 2)  # one forward per step
 
 
 @pytest.mark.parametrize("size", [1, 8])
 def test_micro_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Steps with and without the term in one forward, or apart."""
+    """Steps with and without the term may share a forward or not."""
     seen = [Seen(monkeypatch, kl__position_fraction=0.6, train__batch_size=n) for n in (size, 64)]
     for name in ("kl/anchor", "grad_norm", "kl/gradient_share"):
         assert seen[0].row[name] == pytest.approx(seen[1].row[name], rel=1e-4), name
-    # A mean of advantages x ratios that nearly cancel; the advantages are the same, a ratio is off by a few roundings.
+    # The loss is a mean of advantages x ratios that nearly cancel; only the ratios differ, by a few roundings.
     rounding = 4 * 2**-23 * seen[1].row["advantage/abs_mean"]
     assert seen[0].row["loss"] == pytest.approx(seen[1].row["loss"], rel=1e-4, abs=rounding)
 
 
 def test_nothing_is_drawn_while_the_anchor_is_the_rollout_policy() -> None:
-    """Its velocities are there at every step, and the KL has all of them."""
+    """The anchor's velocities are then known at every step, and the KL uses all of them."""
     rows = [tiny_trainer(settings(kl__position_fraction=f, train__optimizer_steps=2)).iteration(0) for f in (0.2, 1.0)]
     assert rows[0]["kl/anchor"] == rows[1]["kl/anchor"]
     assert rows[0]["grad_norm"] == rows[1]["grad_norm"]

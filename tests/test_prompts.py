@@ -1,4 +1,4 @@
-"""Prompt files: what is read of them, what each field does, and the embeddings that `sage-fast embed` leaves."""
+"""Prompt files: how they are read, what each field does, and the embeddings that `sage-fast embed` leaves."""
 
 import contextlib
 import io
@@ -51,7 +51,7 @@ def test_text_files(tmp_path: Path) -> None:
     assert texts() == ["a cat", "a dog"]
     file.write_bytes("one\u2028line\x85of\x0ctext\x0b, whole\ranother\r\n".encode())
     assert texts() == ["one\u2028line\x85of\x0ctext\x0b, whole\ranother"]
-    file = tmp_path / "prompts"  # whatever it is called
+    file = tmp_path / "prompts"  # without a suffix it is plain text
     file.write_text('{"prompt": "a cat"}\n')
     assert texts() == ['{"prompt": "a cat"}']
 
@@ -147,10 +147,10 @@ LONG = "a red circle"
 
 
 def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
-    """The table of a rollout and the conditioning with gradients, in a batch and alone, against one made by hand."""
+    """Compare the table of a rollout with conditioning made by hand, in a batch and alone."""
     config = settings(sampling__guidance_scale=4.0)
     policy = tiny_model(config).policy
-    for p in policy.transformer.parameters():  # a young LoRA model hardly hears its text
+    for p in policy.transformer.parameters():  # a new model hardly depends on its text
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
     known = embeddings([RED, BLUE, LONG])
@@ -196,7 +196,7 @@ def tiny_config(**overrides: Any) -> Any:
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: str) -> None:
-    """Else the replay of the first rollouts would differ. `full` computes the conditioning again, with gradients."""
+    """Otherwise the replay of the first rollouts would differ. `full` recomputes the conditioning, with gradients."""
     Path("train.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[:2]))  # the gate replays two
     config = tiny_config(model__tuning=tuning, train__prompts_per_iteration=2, train__group_size=2)
     setup = load_setup(config)
@@ -212,7 +212,7 @@ def test_rollout_and_training_share_the_negative_prompts(files: Path, tuning: st
 
 
 def test_seeds_of_prompts(files: Path) -> None:
-    """That of a record is the first video's, whatever the seed of the run and the place in the file."""
+    """The seed of a record is that of its first video, whatever the run's seed and the place in the file."""
     setup = load_setup(tiny_config(eval__seeds_per_prompt=2))
     texts, seeds = prompts_and_seeds(setup)
     assert texts == [RED, GREEN, RED, GREEN]
@@ -235,7 +235,7 @@ PROMPTS = [
     {"prompt": "a boat"},
     {"prompt": "a hat"},
 ]
-TEXTS = 1 + 5 + 2  # the empty one, those of training, held-out ones
+TEXTS = 1 + 5 + 2  # the empty text, training prompts, held-out prompts
 TINY = arguments(
     model__dtype="float32", model__lora_rank=2, data__prompts="prompts.jsonl", data__eval_prompts="heldout.txt",
     data__embedding_cache="cache", sampling__steps=2, sampling__num_frames=5, sampling__height=32, sampling__width=32,
@@ -252,7 +252,7 @@ PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 def call(*words: str) -> tuple[int, str]:
-    """Exit status of a command, and what it prints."""
+    """Exit status and output of a command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         status = main(list(words))
@@ -265,7 +265,7 @@ def embed(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of the real classes, prompts and a cache that was filled, cut off by an error on the way."""
+    """A checkpoint of the real classes, prompts, and a cache filled in two runs, the first cut off by an error."""
     folder = tmp_path_factory.mktemp("embed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -286,7 +286,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def counting(encoded: list[str] | None = None, fails_at: int | None = None) -> Callable[..., Any]:
-    """`load_encoder`, whose encoder notes what it encodes, or fails at the so many-th prompt."""
+    """`load_encoder`, whose encoder records its prompts and fails at the prompt numbered `fails_at`."""
     noted = [] if encoded is None else encoded
 
     def load(*given: Any) -> Any:
@@ -305,7 +305,7 @@ def counting(encoded: list[str] | None = None, fails_at: int | None = None) -> C
 
 @pytest.fixture
 def there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy, except that the checkpoint is the same one: its folder is part of the key."""
+    """A copy of `folder` with a link to the same checkpoint, because the cache key includes its path."""
     shutil.copytree(folder, tmp_path / "copy", ignore=lambda path, names: {"model", "runs"} & set(names))
     monkeypatch.chdir(tmp_path / "copy")
     (tmp_path / "copy" / "model").symlink_to(folder / "model")
@@ -331,7 +331,7 @@ def test_broken_and_missing_embeddings_are_encoded_again(there: Path) -> None:
 
 
 def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any number of them, whatever others have encoded before."""
+    """Any number of ranks can share them, whatever others have encoded before."""
     module = sage_fast.data.embeddings
     prompts = [f"prompt {i}" for i in range(7)]
     nothing = TextEmbedding(text=torch.zeros(1, 2), glyphs=torch.zeros(0, 2))
@@ -346,7 +346,7 @@ def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "world_size", lambda count=count: count)
         assert module.fill_cache([*prompts, prompts[0]], encoder, tmp_path, "m") == len(shares[-1])
     assert shares[:2] == [prompts[0::3], prompts[1::3]]
-    assert sorted(shares[2] + shares[3]) == prompts[2::3]  # what the third rank had not done
+    assert sorted(shares[2] + shares[3]) == prompts[2::3]  # the third rank's share was missing
 
 
 def test_a_cache_has_to_be_named(there: Path) -> None:
@@ -370,7 +370,7 @@ def test_the_cache_holds_what_the_encoders_give(there: Path) -> None:
 def test_a_changed_encoder_is_not_served_what_another_gave(there: Path) -> None:
     (there / "model").unlink()
     model = shutil.copytree(write_tiny_checkpoint(there / "model", seed=1), there / "same", symlinks=True)
-    assert f"of which {TEXTS} were encoded now" in embed()[1]  # another folder
+    assert f"of which {TEXTS} were encoded now" in embed()[1]  # another folder has another key
     assert encoder_version("model") == encoder_version("same")
     versions = {encoder_version("same")}
     with (model / "text_encoder" / "model.safetensors").open("r+b") as weights:
@@ -400,7 +400,7 @@ def without_encoders(model: Path) -> Iterator[None]:
 
 
 def test_the_commands_of_the_page(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/prompts.md: other prompts beside those of the run, then training without text encoders in the checkpoint."""
+    """Run docs/prompts.md: embed more prompts than the run's, then train without text encoders in the checkpoint."""
     own = overrides_of([*TINY, "--model.path", "model", "--output", "runs/page"])
     del own["data.embedding_cache"]
     (there / "config.yaml").write_text(dump(from_overrides(own)))
@@ -430,7 +430,7 @@ def test_a_prompt_that_is_not_embedded_asks_for_the_encoders(there: Path) -> Non
 def test_the_version_on_the_hub_is_that_of_what_was_downloaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub names contents by their hashes, and so do the links in its cache."""
+    """The hub identifies contents by their hashes, and so do the links in its cache."""
     cache, snapshot = tmp_path / "models--someone--tiny", tmp_path / "models--someone--tiny" / "snapshots" / ("0" * 40)
     (cache / "blobs").mkdir(parents=True)
     (cache / "refs").mkdir()

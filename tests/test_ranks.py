@@ -1,6 +1,6 @@
-"""Any number of ranks is one process: the same rollouts, rewards, advantages and lambda, and to rounding the updates.
+"""Any number of ranks gives the rollouts, rewards, advantages and lambda of one process, and its updates to rounding.
 
-One group of gloo processes for each number of ranks does all cases.
+One group of gloo processes per number of ranks runs all cases.
 """
 
 import json
@@ -45,7 +45,7 @@ Record = dict[str, Any]
 
 
 def odd(video: Tensor) -> bool:
-    """Of about half of the videos, whoever makes them: far coarser than rounding, finer than what tells them apart."""
+    """True for about half of the videos, the same on any rank: coarser than rounding, finer than their differences."""
     return int(400 * float(video.mean())) % 2 == 1
 
 
@@ -64,7 +64,7 @@ class SomeFail(BrightnessReward):
 
 
 class OneGroupIsEqual(BrightnessReward):
-    """All videos of the first prompt of an iteration are worth the same."""
+    """Gives all videos of the first prompt of an iteration the same reward."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         first = {draw_samples(settings(), train_prompts(), index)[0].prompt for index in range(2)}
@@ -113,7 +113,7 @@ IN_BATCHES = "batches, lengths, guidance"
 
 
 def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
-    """Two iterations; what every rank knows, and the mean over the ranks of the gradients of each update."""
+    """Train two iterations; return what every rank knows, and each update's gradients averaged over the ranks."""
     trainer: Trainer = tiny_trainer(config, reward())
     if lengths:
         trainer.embeddings = {
@@ -151,7 +151,7 @@ def train(config: Any, reward: type[Reward], lengths: bool) -> Record:
 
 
 def encode(folder: Path) -> Record:
-    """Embed prompts with one cache for all ranks, with one for each, and with none; which prompts this rank encoded."""
+    """Embed prompts with one cache for all ranks, one for each, and none; return the prompts that this rank encoded."""
     encoded: list[str] = []
 
     def factory() -> Callable[[str], TextEmbedding]:
@@ -181,7 +181,7 @@ def encode(folder: Path) -> Record:
 
 
 def parts() -> dict[str, float]:
-    """After a failure a rank has fewer parts, and in any order: all know all of them, in one."""
+    """After a failure ranks have fewer parts, in any order; the gathered scores have all parts in one order."""
     values = [{"seen": 1, "vq": 2, "mq": 3}, {"mq": 5, "vq": 4}, {"vq": 6, "seen": 1, "mq": 7}, {"vq": 8, "mq": 9}]
     mine = {name: torch.full((1,), float(value)) for name, value in values[rank()].items()}
     own = Scores(rewards=torch.tensor([float(rank())]), parts=mine, retried=1)
@@ -196,7 +196,7 @@ def parts() -> dict[str, float]:
 
 
 def stale_view(folder: Path) -> Record:
-    """What is saved and loaded by ranks of which the first alone sees new folders, as in NFS's caches of names."""
+    """Save and load while only the first rank sees new folders, as with NFS's caches of names."""
     is_dir, is_file = Path.is_dir, Path.is_file
     trainer = tiny_trainer(settings(train__ema_decay=0.9))
     state = (trainer.engine, trainer.state_dict(), trainer.anchor)
@@ -217,7 +217,7 @@ def stale_view(folder: Path) -> Record:
 
 
 def waiting() -> dict[str, Any]:
-    """The last rank is the slow one."""
+    """Times of this rank's phases; the last rank is the slow one."""
     watch = Stopwatch(torch.device("cpu"))
     with watch("train"):
         time.sleep(0.4 if rank() == world_size() - 1 else 0.1)
@@ -228,7 +228,7 @@ def waiting() -> dict[str, Any]:
 
 
 class SecondRankFails(BrightnessReward):
-    """In the second iteration, after an evaluation."""
+    """Fails on the second rank in the second iteration, after an evaluation."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -241,7 +241,7 @@ class SecondRankFails(BrightnessReward):
 
 
 def logged_run(folder: Path) -> None:
-    """`sage-fast train`, with tensorboard."""
+    """Run `sage-fast train` with TensorBoard."""
     given = arguments(
         reward__name=f"{__name__}:SecondRankFails", reward__on_failure="stop", train__prompts_per_iteration=1,
         train__group_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, train__iterations=2,
@@ -252,7 +252,7 @@ def logged_run(folder: Path) -> None:
 
 
 def all_cases(folder: Path, count: int) -> None:
-    """What each rank of `count` does."""
+    """Run all cases on each of `count` ranks."""
     initialize(timeout_minutes=2)
     assert world_size() == count
     result: Record = {
@@ -266,7 +266,7 @@ def all_cases(folder: Path, count: int) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Record]]:
-    """Number of ranks -> what each rank found."""
+    """Results of every rank, by number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     for count in COUNTS:
         assert run_ranks(all_cases, count, folder, count) == [0] * count, screens(folder, count)
@@ -284,14 +284,14 @@ def relative(value: Tensor, expected: Tensor) -> float:
 
 
 def close(value: float | None, tolerance: float) -> Any:
-    """None where nothing was trained; KLs below 1e-13 are those of two equal policies."""
+    """Approximate value. None means that nothing was trained; KLs below 1e-13 are those of two equal policies."""
     return None if value is None else pytest.approx(value, rel=tolerance, abs=1e-13)
 
 
 @several
 @cases
 def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: int, case: str) -> None:
-    """To the bit in the first iteration where a batch is one sample; every rank knows those of all."""
+    """Every rank knows those of all. The first iteration is exact to the bit if a batch is one sample."""
     (alone,) = (of[case] for of in results[1])
     exact, rounded = {"rtol": 0, "atol": 0}, {"rtol": 0, "atol": 2e-6}
     rounds = [rounded if case == IN_BATCHES else exact, rounded]
@@ -300,7 +300,7 @@ def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: in
         for rewards, expected, tolerance in pairs:
             torch.testing.assert_close(rewards, expected, **tolerance)
         for advantages, expected, tolerance in zip(of_rank["advantages"], alone["advantages"], rounds, strict=True):
-            # Rewards of a random model differ by some 1e-3, which is what advantages are in units of.
+            # Rewards of a random model differ by about 1e-3, which is the unit of advantages.
             torch.testing.assert_close(advantages, expected, rtol=0, atol=1e3 * tolerance["atol"])
 
 
@@ -311,7 +311,7 @@ def test_gradients_are_the_mean_over_all_kept_transitions(results: Any, count: i
     for of_rank in (of[case] for of in results[count]):
         assert len(of_rank["gradients"]) == len(alone["gradients"]) > 0
         for update, (ours, expected) in enumerate(zip(of_rank["gradients"], alone["gradients"])):
-            # The next rollouts follow what Adam makes of the rounding in small gradients.
+            # The next rollouts depend on what Adam makes of rounding in small gradients.
             tolerance = 3e-6 if update == 0 and case != IN_BATCHES else 1e-3
             assert relative(ours, expected) < tolerance, update
         assert relative(of_rank["moved"], alone["moved"]) < 1e-3
@@ -326,7 +326,7 @@ def test_metrics_and_lambda_are_those_of_one_process(results: Any, count: int, c
             assert {k for k in row if not k.startswith("time/")} == {k for k in expected if not k.startswith("time/")}
             for key in ("reward/dropped", "reward/zero_std_groups", "optimizer_step"):
                 assert row[key] == expected[key], (index, key)
-            # Advantages are exact in the first iteration where a batch is one sample.
+            # Advantages are exact in the first iteration if a batch is one sample.
             rounded = rounding_of_advantages(expected) if index or case == IN_BATCHES else 0
             for key in ("reward/mean", "reward/std", "advantage/abs_mean", "kl/lambda", "update/relative", "grad_norm"):
                 assert row.get(key) == close(expected.get(key), max(1e-4, rounded)), (index, key)
@@ -338,7 +338,7 @@ def test_metrics_and_lambda_are_those_of_one_process(results: Any, count: int, c
 
 @several
 def test_ranks_agree_to_the_bit(results: Any, count: int) -> None:
-    """Else their weights would drift apart."""
+    """Otherwise their weights would drift apart."""
     first, *others = results[count]
     for case in CASES:
         for other in others:
@@ -354,12 +354,12 @@ def test_the_cases_are_what_they_are_called(results: Any) -> None:
         assert any(0 < row["reward/dropped"] < 5 for row in alone[case]["rows"]), case
     assert [row["reward/zero_std_groups"] for row in alone["an equal group, noised again"]["rows"]] == [0.5, 0.5]
     first, second = (row["kl/lambda"] for row in alone["std of the batch, half of the steps"]["rows"])
-    assert 1.1 * first < second < 0.9 * 10 * first  # as far as the KL says, not as far as it may go at once
+    assert 1.1 * first < second < 0.9 * 10 * first  # as far as the KL says, below the limit of one step
 
 
 @several
 def test_each_prompt_is_encoded_by_one_rank(results: Any, count: int) -> None:
-    """Whether the ranks share a disk or not; what one rank holds already is not encoded again."""
+    """The ranks may share a disk or not; a prompt that one rank has already is not encoded again."""
     found = [of["encode"] for of in results[count]]
 
     def encoded(what: str) -> list[str]:
@@ -382,7 +382,7 @@ def test_each_prompt_is_encoded_by_one_rank(results: Any, count: int) -> None:
     "matched by name; those that a rank lacks are dropped",
 )
 def test_parts_of_a_reward_are_matched_by_name(results: Any, count: int) -> None:
-    """What not all ranks have is the mean of those that do."""
+    """The metric of a part that some ranks lack is the mean over the ranks that have it."""
     for of_rank in results[count]:
         means = {name: value for name, value in of_rank["parts"].items() if "part" in name}
         vq, mq = ((2 + 4, 3 + 5), (2 + 4 + 6, 3 + 5 + 7), (2 + 4 + 6 + 8, 3 + 5 + 7 + 9))[count - 2]
@@ -393,14 +393,14 @@ def test_parts_of_a_reward_are_matched_by_name(results: Any, count: int) -> None
 
 @several
 def test_the_first_rank_says_which_checkpoints_there_are(results: Any, count: int) -> None:
-    """In what is left as it is, in what a manifest lists and in what is loaded."""
+    """It decides which files are kept, which a manifest lists and which are loaded."""
     for of_rank in results[count]:
         assert of_rank["stale"] == {"iteration": 2, "anchor": True, "not in the manifest": ["manifest.json"]}
 
 
 @several
 def test_waiting_for_others_is_no_work(results: Any, count: int) -> None:
-    """Time inside a collective would make all ranks look alike."""
+    """Time inside a collective would make all ranks look equally slow."""
     (alone,) = (of["waiting"] for of in results[1])
     assert "time/wait" not in alone
     seconds = [of["waiting"] for of in results[count]]
@@ -423,7 +423,7 @@ def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> 
     assert "1/2  reward" in first
     assert "1/2  reward" not in second
     assert "scoring server went away" in logs[1]
-    assert "scoring server went away" in second  # torchrun shows what any rank writes to standard error
+    assert "scoring server went away" in second  # torchrun shows the standard error of every rank
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     ends = row["time/ranks"]
     assert ends.keys() >= {"rollout", "decode", "reward", "train", "optimizer", "work"}
@@ -436,13 +436,13 @@ def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> 
 
 
 def contiguous(tokens: list[int], ranks: int) -> int:
-    """Tokens of the busiest rank if the samples were split as they are sorted."""
+    """Tokens of the busiest rank if sorted samples were split into contiguous shares."""
     order = sorted(tokens)
     return max(sum(order[r * len(order) // ranks : (r + 1) * len(order) // ranks]) for r in range(ranks))
 
 
 def test_samples_are_dealt_out_evenly() -> None:
-    """Each is some rank's, counts differ by one at most, and so do tokens by little more than those of one batch."""
+    """Every sample has a rank; counts differ by at most one, and tokens by little more than those of one batch."""
     generator = random.Random(0)
     for _ in range(300):
         groups, size, batch = (generator.randint(1, most) for most in (12, 9, 4))
@@ -461,14 +461,14 @@ def test_samples_are_dealt_out_evenly() -> None:
 
 
 def test_prompts_of_many_lengths_are_balanced_by_tokens() -> None:
-    """Eight groups of eight on eight ranks: one group each would leave most waiting for the longest prompt."""
+    """Deal eight groups of eight to eight ranks: with one group each, most would wait for the longest prompt."""
     tokens = [1560 + 100 * group for group in range(8) for _ in range(8)]
     for batch in (1, 4):
         loads = [sum(tokens[i] for i in share) for share in deal(tokens, 8, batch)]
         assert max(loads) == min(loads) == sum(tokens) / 8
         assert max(loads) < 0.85 * contiguous(tokens, 8)
     in_fours = [equal_runs([tokens[i] for i in share], 4) for share in deal(tokens, 8, 4)]
-    assert all(len(runs) == 2 for runs in in_fours)  # full batches: no more of them than with a group for each rank
+    assert all(len(runs) == 2 for runs in in_fours)  # full batches, as few as with one group per rank
 
 
 def test_one_rank_has_all_samples_in_the_order_of_their_lengths() -> None:
@@ -490,6 +490,6 @@ def row_of(*work: float) -> dict[str, Any]:
 
 def test_a_straggler_is_named_when_the_others_wait_for_it() -> None:
     assert straggler_line(row_of(12, 15.5, 11)) == "rank 1 works 16.5 s, rank 2 12.0 s; train: 15.5 s on 1, 11.0 s on 2"
-    assert straggler_line(row_of(12, 13.5)) is None  # below a tenth of the iteration
+    assert straggler_line(row_of(12, 13.5)) is None  # less than a tenth of the iteration
     assert straggler_line({"time/total": 20.0}) is None
     json.dumps(row_of(1, 2))

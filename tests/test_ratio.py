@@ -1,4 +1,4 @@
-"""The ratio: what centring and normalising do to its mean, gradient and clip; the share of the KL's gradient."""
+"""The ratio: how centring and normalising change its mean, gradient and clip; the KL's share of the gradient."""
 
 import math
 from typing import Any
@@ -26,9 +26,9 @@ REDUCTIONS = ["mean", "sum", "unscaled"]
 def drawn(
     objective: ObjectiveConfig, step: int, moved: float, samples: int = 4000, table: TransitionTable = TABLE
 ) -> tuple[Loss, Tensor, Tensor]:
-    """Loss, velocity `[samples, NUMEL]` and KL of transitions that a rollout policy has drawn, float64.
+    """Loss, velocity `[samples, NUMEL]` and KL of transitions drawn by a rollout policy, in float64.
 
-    The policy in training is away from it by `moved` an element; every advantage is 1 and there is no other term.
+    The trained policy differs from it by `moved` per element; every advantage is 1 and there is no other term.
     """
     generator = torch.Generator().manual_seed(5)
     x, v_old, direction = (
@@ -51,7 +51,7 @@ def drawn(
 
 
 def exact_coefficients(table: TransitionTable, reduction: str) -> Tensor:
-    """`coefficients` before it is rounded to float32."""
+    """`coefficients` before rounding to float32."""
     scale = NUMEL if reduction == "sum" else 1
     w = torch.full_like(table.c, -1) if reduction == "unscaled" else -scale / (2 * table.c.square())
     m = scale * table.b.square() / (2 * table.c.square())
@@ -59,7 +59,7 @@ def exact_coefficients(table: TransitionTable, reduction: str) -> Tensor:
 
 
 def gradient_of_log_ratio(loss: Loss, v: Tensor) -> Tensor:
-    """`[samples, NUMEL]`: the policy term is -ratio here, whose gradient is -ratio that of the log-ratio."""
+    """Gradient of the log-ratio, `[samples, NUMEL]`: the policy term is -ratio here, so divide its gradient by that."""
     (gradient,) = torch.autograd.grad(loss.policy.sum(), v)
     return -gradient / loss.ratio[:, None]
 
@@ -72,11 +72,11 @@ def is_zero(mean_of: Tensor) -> bool:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("moved", [0.2, 1.0])
 def test_centred_log_ratio_and_its_gradient_have_mean_zero(reduction: str, moved: float) -> None:
-    """At any distance from the rollout policy: the log-ratio's mean is minus the KL, and centring takes it away.
+    """At any distance from the rollout policy the log-ratio's mean is minus the KL, and centring removes it.
 
-    The KL's gradient is part of that: the centred gradient is b noise / c, whatever the distance, so its variance does
-    not grow either. The plain one is biased towards the rollout policy by the KL's gradient, and so would the centred
-    one be with a detached KL, which leaves the gradient as it is.
+    Centring also removes the KL's gradient: the centred gradient is b noise / c at any distance, so its variance does
+    not grow either. The KL's gradient biases the plain one towards the rollout policy. A detached KL would keep that
+    bias, as it does not change the gradient.
     """
     plain, v, kl = drawn(ObjectiveConfig(log_prob=reduction, clip_range=1e9, equalizer=False), 3, moved)
     bias = float(TABLE.log_ratio_bias(reduction)[3])
@@ -96,7 +96,7 @@ def test_centred_log_ratio_and_its_gradient_have_mean_zero(reduction: str, moved
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("side", [0.9, 1.1])
 def test_the_kl_mask_goes_by_the_exact_kl(reduction: Any, side: float) -> None:
-    """That of the two normal distributions, by torch.distributions; what is not masked keeps the ratio's gradient."""
+    """The KL is that of two normal distributions in torch.distributions; unmasked samples keep the ratio's gradient."""
     step, moved = 3, 0.2
     means = float(TABLE.b[step]) * torch.tensor([0.0, moved], dtype=torch.float64)
     new, old = (torch.distributions.Normal(mean, TABLE.c[step]) for mean in means)
@@ -129,7 +129,7 @@ def test_every_ratio_has_the_same_gradient_at_the_rollout_policy(reduction: str,
 
 @pytest.mark.parametrize("equalizer", [True, False])
 def test_the_clip_acts_alike_at_every_step_on_a_normalised_ratio(equalizer: bool) -> None:
-    """For the same change of the velocity the log-ratio spreads alike, and so the same share is clipped."""
+    """The same change of the velocity spreads the log-ratio equally at each step, so the same share is clipped."""
     moved = 0.01
     steps = TABLE.stochastic_steps
     scale = TABLE.gradient_scale()
@@ -165,7 +165,7 @@ def test_the_log_prob_surrogate_uses_no_ratio() -> None:
 def test_gradient_norms_are_those_of_autograd(
     strategy: str, velocity_term: str, reduction: str, ratio: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the velocity, sample by sample, away from rollout and anchor; the terms of the KL add in quadrature."""
+    """Compare the norms on the velocity by sample, away from rollout and anchor; the KL's terms add in quadrature."""
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
         kl__beta_pos=0.7, objective__log_prob=reduction, objective__ratio=ratio, objective__clip_range=10.0,
@@ -208,7 +208,7 @@ def test_gradient_norms_are_those_of_autograd(
 
 
 def controlled(config: KLConfig, plant: Any, updates: int) -> tuple[KLController, float]:
-    """A controller after `updates` of a plant (lambda -> what is observed), and the last observation."""
+    """Update a controller by a plant (lambda -> observation); return it and the last observation."""
     controller, seen = KLController(config), 0.0
     for _ in range(updates):
         seen = plant(controller.value)
@@ -217,7 +217,7 @@ def controlled(config: KLConfig, plant: Any, updates: int) -> tuple[KLController
 
 
 def penalised(weight: float) -> float:
-    """A KL of 1e-2 that a weight of 0.01 halves."""
+    """KL as a plant: 1e-2 without a weight, half of it at a weight of 0.01."""
     return 1e-2 / (1 + weight / 0.01)
 
 
@@ -235,7 +235,7 @@ def test_paper_runs_to_its_floor() -> None:
 
 @pytest.mark.parametrize("strength", [1e-3, 3.0, 200.0])
 def test_share_goes_to_its_target_and_stays(strength: float) -> None:
-    """Whatever the KL's gradient is at lambda 1; it scatters, and sags as lambda grows."""
+    """`strength` is the KL's gradient at lambda 1; the share scatters, and sags as lambda grows."""
     generator = torch.Generator().manual_seed(0)
 
     def plant(weight: float) -> float:
@@ -280,13 +280,13 @@ def test_share_is_held_in_training() -> None:
 
 
 def test_the_share_is_that_of_a_pull() -> None:
-    """The gradient of logp_old - logp is sampling noise: alone, it is no share, and cannot be held."""
+    """The gradient of logp_old - logp alone is sampling noise: it has no share to control."""
     config = settings(kl__strategy="dual", kl__beta_pos=0.0, kl__lambda_min=1.0, kl__lambda_max=1.0)
     assert tiny_trainer(config).iteration(0)["kl/gradient_share"] == 0
 
 
 def test_the_kl_of_the_paper_does_nothing(tmp_path: Any) -> None:
-    """At its lambda, 1e-7 to 1e-5, the KL has less than 1e-4 of the gradient: without it, the same rewards."""
+    """At its lambda, 1e-7 to 1e-5, the KL has less than 1e-4 of the gradient; without it the rewards are the same."""
     rewards = {}
     for strategy in ("dual", "none"):
         trainer = demo_trainer(tmp_path, kl__strategy=strategy, kl__warmup_steps=1, kl__feedback="paper",

@@ -1,4 +1,4 @@
-"""What a resumed run goes on with: its own settings, what is given, and evaluations that were interrupted."""
+"""What a resumed run continues with: its own settings, those given, and evaluations that were interrupted."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def files(run: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one iteration, begun with options that its file does not have."""
+    """A run of one iteration, started with options that its file does not have."""
     run = tmp_path_factory.mktemp("begun") / "run"
     options = ["--train.iterations", "1", "--train.learning_rate", "3e-4"]
     assert main(["train", str(DEMO), "--output", str(run), "--quiet", *SMALL, *options]) == 0
@@ -48,7 +48,7 @@ def run(begun: Path, tmp_path: Path) -> Path:
 
 
 def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> None:
-    """Each difference between the file and the run is told; none is used."""
+    """Each difference between the file and the run is printed; none is applied."""
     config, lines = resumed_settings(str(DEMO), {"output": str(begun), "train.iterations": "5"})
     assert config == load(begun / "config.yaml", {"train.iterations": "5"})
     expected = f"train.learning_rate stays 0.0003 as in the run, not 0.001 as in {DEMO}; "
@@ -59,7 +59,7 @@ def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> No
 
 
 def test_a_run_folder_is_all_that_a_resume_needs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here it has been moved since; its own file holds where it was."""
+    """The run has been moved, and its own file still has the old path."""
     assert value_of(load(run / "config.yaml"), "output") != str(run)
     for source in (run, run / "config.yaml"):
         assert resumed_settings(str(source), {}) == (load(run / "config.yaml", {"output": str(run)}), [])
@@ -130,7 +130,7 @@ def test_what_a_run_keeps_is_refused_before_anything_is_touched(
 
 
 def test_where_a_reward_runs_and_what_its_parts_weigh_may_change(tmp_path: Path) -> None:
-    """A server that was started again has another address; it gives the same scores."""
+    """A restarted server has another address, but gives the same scores."""
     entry = {"name": "http://one:8000", "weights": {"vq": 1.0}, "args": {"dtype": "uint8"}}
     begun = [entry, {"name": "testbed", "weights": {}, "prefix": "x_"}]
     changes: list[tuple[int, dict[str, Any], bool]] = [
@@ -176,7 +176,7 @@ def test_what_only_the_checkpoint_can_refuse_touches_nothing_either(setting: str
 def test_other_evaluation_prompts_in_the_same_file_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They would be found only after all training, where the two evaluations are compared."""
+    """Otherwise they would show only after all training, when the two evaluations are compared."""
     prompts, run = tmp_path / "heldout.csv", tmp_path / "run"
     prompts.write_text("prompt,negative_prompt\na red circle moves left quickly,\na blue square moves up slowly,red\n")
     options = [
@@ -199,7 +199,7 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
 
 @pytest.mark.fault("a resume with another learning rate or weight decay", "applied from the next update on", 2)
 def test_learning_rate_and_weight_decay_reach_the_optimizer(tmp_path: Path) -> None:
-    """By what they do to the weights: Adam's step is proportional to the rate, the decay to the weights themselves."""
+    """The weights show it: Adam's step is proportional to the rate, the decay to the weights."""
 
     first = tiny_trainer(settings(train__weight_decay=0.0))
     first.iteration(0)
@@ -218,7 +218,7 @@ def test_learning_rate_and_weight_decay_reach_the_optimizer(tmp_path: Path) -> N
 
 
 def test_settings_of_a_resume_from_python(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All of them count as given: each difference is told and applied, or refused."""
+    """All settings count as given: each difference is logged and applied, or refused."""
     caplog.set_level("INFO")
     config = load(run / "config.yaml", {"output": str(run), "train.iterations": "2", "train.max_grad_norm": "0.5"})
     caplog.set_level(logging.INFO)
@@ -231,7 +231,7 @@ def test_settings_of_a_resume_from_python(run: Path, caplog: pytest.LogCaptureFi
 
 @pytest.mark.fault("a resume without metrics.jsonl", "refused, nothing changed", 2)
 def test_a_run_without_its_metrics_is_not_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It would end as if its first iterations had never been."""
+    """It would end as if its first iterations had never happened."""
     for damage in (lambda file: file.write_text(""), Path.unlink):
         damage(run / "metrics.jsonl")
         before = files(run)
@@ -246,7 +246,7 @@ def test_a_run_without_its_metrics_is_not_resumed(run: Path, capsys: pytest.Capt
 
 @pytest.mark.fault("damaged weights in a run folder that is sampled or evaluated", "skipped for the sound ones before")
 def test_damaged_weights_are_not_evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor asked of: what only a resume reads may be damaged."""
+    """Files that only a resume reads may be damaged."""
     first, second = (run / "checkpoints" / f"iteration-{number:06d}" for number in (1, 2))
     shutil.rmtree(run / "weights")
     shutil.copytree(first, second)
@@ -323,7 +323,7 @@ EVALUATED = [*SMALL, "--train.iterations", "2", "--eval.interval", "1"]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run with an evaluation before, within and after training."""
+    """An undisturbed run with an evaluation before, during and after training."""
     run = tmp_path_factory.mktemp("whole") / "run"
     assert main(["train", str(DEMO), "--output", str(run), "--quiet", *EVALUATED]) == 0
     return run
@@ -337,7 +337,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_interrupted_evaluation_is_done_again(
     name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in it leaves a checkpoint of the iteration that it is of, which is not repeated."""
+    """Ctrl-C leaves a checkpoint of the evaluated iteration, which is not repeated."""
     run = tmp_path / "run"
     number = ["before", "iteration-000001", "after"].index(name)
     calls = []

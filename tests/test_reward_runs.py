@@ -1,4 +1,4 @@
-"""Whole runs whose rewards are beside the rollout, on two ranks, and fail: the numbers are those of a sound run."""
+"""Whole runs on two ranks whose rewards run beside the rollout and fail: the numbers are those of a sound run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server() -> Iterator[ForkServer]:
 
 
 def on_two_ranks(server: ForkServer, run: Path, *options: str) -> str:
-    """What two gloo ranks say, as torchrun would start them."""
+    """Train on two gloo ranks, started as torchrun would; return their log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -56,7 +56,7 @@ def on_two_ranks(server: ForkServer, run: Path, *options: str) -> str:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """Of each iteration, without times and the counts of failures."""
+    """Metrics of each iteration, without times and the counts of failures."""
     apart = ("time/", "throughput/", "memory/", "reward/retried")
     return [
         {key: value for key, value in row.items() if not key.startswith(apart)}
@@ -65,13 +65,13 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_with_rewards_beside_them_that_fail(server: ForkServer, tmp_path: Path) -> None:
-    """Calls of a rank: the check, two evaluations of two videos, and two samples in each iteration."""
+    """A rank calls its reward for the check, for two evaluations of two videos, and for two samples per iteration."""
     sound, faulty = tmp_path / "sound", tmp_path / "faulty"
     on_two_ranks(server, sound)
     poison = heldout_prompts()[1]
     args = f"{{folder: {tmp_path / 'faults'}, plan: [6 kill, 8 nan, 10 raise], how: raise, poison: {poison}}}"
     log = on_two_ranks(server, faulty, "--reward.workers", "1", "--reward.args", args)
-    # Killed, not finite and raised once each: scored again, so that training has the very same numbers.
+    # One call is killed, one is not finite, one raises: each is scored again, so training has exactly the same numbers.
     assert numbers(faulty) == numbers(sound)
     retried = [row["reward/retried"] for row in read_metrics(faulty / "metrics.jsonl")]
     assert sum(retried) >= 3
@@ -159,7 +159,7 @@ PACKAGE = {
 
 
 def test_a_server_in_one_command_with_rewards_of_a_package_and_of_the_current_folder(tmp_path: Path) -> None:
-    """sage-fast serve-reward, as a console script, for which the current folder is not on the path."""
+    """Run sage-fast serve-reward as a console script, without the current folder on the path."""
     for name, text in PACKAGE.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "source" / name).write_text(text)

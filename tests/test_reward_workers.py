@@ -1,4 +1,4 @@
-"""Rewards in processes of their own and behind HTTP: whatever fails, every video keeps its own score or has none."""
+"""Rewards in their own processes and behind HTTP: whatever fails, every video keeps its own score or has none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config(**settings: Any) -> RewardConfig:
 
 
 def in_chunks(reward: CompositeReward, size: int = 2) -> list[Scores]:
-    """All chunks are given before the first one is waited for, as beside a rollout."""
+    """Submit all chunks before waiting for the first, as beside a rollout."""
     pending = [reward.submit(VIDEOS[i : i + size], PROMPTS[i : i + size]) for i in range(0, len(VIDEOS), size)]
     return [scores.result() for scores in pending]
 
@@ -87,7 +87,7 @@ def through(*carriers: Fake) -> tuple[CompositeReward, Source]:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Any]:
-    """Processes with a `Fingerprint`, made as the test asks and ended after it."""
+    """Makes processes with a `Fingerprint`, and ends them after the tests."""
     made: list[CompositeReward] = []
 
     def make(**settings: Any) -> CompositeReward:
@@ -399,7 +399,7 @@ def test_a_server_that_hangs_is_left_alone_before_the_other_ranks_give_up() -> N
 
 
 def test_a_server_scores_on_its_own_device() -> None:
-    """As in a run, where the videos are on it already; they came over the network."""
+    """Videos come over the network and are moved there; in a run they are there already."""
     seen: list[str] = []
 
     def where(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
@@ -453,7 +453,7 @@ def test_requests_that_are_none() -> None:
 
 
 class Peer:
-    """A server that answers every request with these pieces of bytes, a moment apart, and counts the requests."""
+    """A server that answers every request with given pieces of bytes, a moment apart, and counts the requests."""
 
     def __init__(self, *answers: Sequence[bytes], every: float = 0.0) -> None:
         self.answers, self.every, self.count = answers, every, 0
@@ -488,7 +488,7 @@ def whole(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX: ", HEAD % 10**6])
 def test_a_server_that_drips_is_given_up_in_time(start: bytes) -> None:
-    """Within the status line, a header or the body, each byte well within the time-out of a read."""
+    """It drips within the status line, a header or the body; each byte comes well within the time-out of a read."""
     peer = Peer([start, *[b"x"] * 100], every=0.1)
     begun = time.monotonic()
     with pytest.raises(TransportFailure, match="no whole answer in time"):
@@ -509,7 +509,7 @@ def test_a_server_that_always_says_continue_is_given_up_in_time() -> None:
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n" + SOUND[:20],
 ])  # fmt: skip
 def test_an_answer_that_is_cut_off_is_asked_for_again(cut: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No verdict of the reward: nothing is dropped, nor counted as a failure of it."""
+    """A cut answer is no verdict of the reward: no video is dropped and no failure counted."""
     monkeypatch.setattr("sage_fast.rewards.failure_policy.FIRST_WAIT", 0.05)
     peer = Peer([cut], [b"HTTP/1.0 200 OK\r\n\r\n" + SOUND])
     scores = CompositeReward.of(config(name=peer.url, timeout_seconds=20))(VIDEOS[:1], ["a"])
@@ -603,7 +603,7 @@ def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
 
 
 def test_no_process_outlives_its_owner(tmp_path: Path) -> None:
-    """Its parent is killed while it is in a call that hangs."""
+    """The parent is killed while its process hangs in a call."""
     code = (
         "import sys; from tests.test_reward_workers import *\n"
         f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 hang']}}\n"

@@ -1,4 +1,4 @@
-"""docs/scaling.md says what benchmarks/scaling.py computes, and that what the plan and PyTorch count."""
+"""docs/scaling.md says what benchmarks/scaling.py computes, which is what the plan and PyTorch count."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ def test_the_tables_of_the_page_are_those_of_the_formulas() -> None:
 
 
 def test_the_formulas_are_the_plans() -> None:
-    """Of the published model at 480p: tokens, FLOPs of every part, and activations, whole and shared."""
+    """Compare the published model at 480p: tokens, FLOPs of every part, weights and activations."""
     defaults = inspect.signature(HunyuanVideo15Transformer3DModel.__init__).parameters
     assert {name: defaults[name].default for name in ARCHITECTURE} == ARCHITECTURE
     config = settings(
@@ -42,7 +42,7 @@ def test_the_formulas_are_the_plans() -> None:
 
 
 def test_what_is_sent_is_what_the_model_counts() -> None:
-    """By hand: 2 GPUs, 10 tokens of 4 channels, 2 bytes each: 4 tensors of 5 tokens, half of each leaves."""
+    """Two GPUs exchange 4 tensors of 5 tokens with 4 channels of 2 bytes; half of each leaves a GPU."""
     assert exchange_bytes(10, 2, width=4, bytes_per_value=2) == 4 * 5 * 4 * 2 / 2
     assert exchange_bytes(11, 2, width=4, bytes_per_value=2) == 4 * 6 * 4 * 2 / 2
     assert exchange_bytes(10, 1) == 0
@@ -58,7 +58,7 @@ def test_a_layout_that_sends_nothing_and_divides_evenly_is_efficient() -> None:
 
 
 def test_numbers_in_the_text() -> None:
-    """The numbers in the prose around the tables."""
+    """Check the numbers in the prose around the tables."""
     work, long = Work(), Work(frames=121, height=720, width=1280)
     flops = scaling.H200_BF16_FLOPS
     share = -(-work.joint // 8)

@@ -1,4 +1,4 @@
-"""Means, intervals and paired differences: by hand, against scipy, by how often they hold the truth, and as text."""
+"""Means, intervals and paired differences: by hand, against scipy, by how often they cover the truth, and as text."""
 
 import math
 
@@ -21,7 +21,7 @@ from sage_fast.report.shown import shown_pairs
 
 
 def scores(reward, iteration=0, prompts=6):
-    """An evaluation whose rewards alternate between the two of `reward`."""
+    """An evaluation whose rewards alternate between the two in `reward`."""
     names = ["a <b>red</b> circle", "a blue square", *(f"prompt {i}" for i in range(2, prompts))][:prompts]
     rewards = [reward[i % 2] for i in range(prompts)]
     half = [value / 2 for value in rewards]
@@ -30,7 +30,7 @@ def scores(reward, iteration=0, prompts=6):
 
 
 def repeated(evaluation, times):
-    """As many seeds of the same prompts."""
+    """The same prompts with `times` as many seeds."""
     lists = {key: evaluation[key] * times for key in ("prompts", "seeds", "reward")}
     return evaluation | lists | {"parts": {part: values * times for part, values in evaluation["parts"].items()}}
 
@@ -40,7 +40,7 @@ def evaluation(prompts, reward):
 
 
 def test_composites_are_compared_under_the_same_weights():
-    """A resume may change reward.weights: the change of the composite is that of the videos, not of the weights."""
+    """A resume may change reward.weights; the composite must then change by the videos alone, not by the weights."""
     before = scores((1, 2)) | {"weights": {"vq": 1, "mq": 1}}
     after = scores((1.2, 2.2)) | {"weights": {"vq": 3, "mq": 0}}
     after["reward"] = [3 * value for value in after["parts"]["vq"]]
@@ -79,7 +79,7 @@ def test_identical_evaluations_have_no_ratio():
 
 
 def test_fewer_than_five_prompts_have_no_standard_error():
-    """However many seeds they have."""
+    """More seeds do not replace prompts."""
     before, after = (repeated(scores(reward, prompts=4), 3) for reward in ((1.0, 2.0), (1.5, 2.7)))
     table = paired_table(before, after)
     assert all(line.standard_error is None for line in table)
@@ -191,11 +191,11 @@ def test_with_many_prompts_the_bootstrap_is_that_of_scipy() -> None:
     theirs = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=10_000, rng=2).confidence_interval
     assert ours is not None
     error = values.std() / math.sqrt(len(values))
-    assert np.abs(np.subtract(ours, theirs)).max() < 0.08 * error  # of 10,000 resamples
+    assert np.abs(np.subtract(ours, theirs)).max() < 0.08 * error  # with 10,000 resamples
 
 
 def clustered(generator: np.random.Generator, prompts: int) -> tuple[list[str], list[float]]:
-    """Four videos of each prompt, of mean 0; most of the variance is the prompts', and skewed."""
+    """Four videos per prompt with mean 0; most of the variance is between prompts, and it is skewed."""
     difficulty = generator.gamma(4.0, size=(prompts, 1)) / 2 - 2
     values = difficulty + 0.5 * generator.normal(size=(prompts, 4))
     return [str(i) for i in range(prompts) for _ in range(4)], values.flatten().tolist()
@@ -205,7 +205,7 @@ def clustered(generator: np.random.Generator, prompts: int) -> tuple[list[str], 
 def test_the_interval_over_prompts_holds_the_truth_as_often_as_it_says(
     prompts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That over videos, as if they were independent, and scipy's over few prompts hold it more seldom."""
+    """Intervals that take videos as independent, and plain percentiles over few prompts, cover it less often."""
     monkeypatch.setattr(module, "RESAMPLES", 1000)
     generator = np.random.default_rng(0)
     held, of_videos, percentile = [], [], []
@@ -247,7 +247,7 @@ def test_one_vote_on_each_prompt_has_the_interval_of_wilson(wins: int, votes: in
 
 
 def test_votes_of_several_voters_are_clustered_by_prompt() -> None:
-    """Beta-binomial: 20 prompts of 10 votes. Wilson's own interval takes them for 200 independent votes."""
+    """Votes are beta-binomial, 10 for each of 20 prompts; Wilson's interval takes them for 200 independent votes."""
     generator = np.random.default_rng(0)
     held, independent = [], []
     names = [str(i) for i in range(20) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Scouting: which candidates become samples, and that they are the samples of a run without it."""
+"""Scouting: which candidates become samples, and that they equal the samples of a run without it."""
 
 import math
 import random
@@ -21,7 +21,7 @@ from tests.tiny import BrightnessReward, settings, tiny_trainer
 SCOUTING: dict[str, Any] = {
     "sampling__scout_candidates": 6,
     "sampling__scout_steps": 2,
-    "sampling__batch_size": 1,  # other batches round otherwise
+    "sampling__batch_size": 1,  # other batches round differently
     "train__group_size": 4,
     "train__prompts_per_iteration": 2,
 }
@@ -30,7 +30,7 @@ NFT = {"objective__surrogate": "nft", "train__optimizer_steps": 2, "kl__velocity
 
 
 class Rollouts:
-    """What the rollouts of an iteration stored, and the rewards of its samples."""
+    """Samples of the rollouts of an iteration, and what was stored for them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.samples: list[Sequence[Sample]] = []
@@ -74,7 +74,7 @@ def test_a_chosen_sample_is_to_the_bit_that_of_a_run_without_scouting(
 
 
 def test_scouting_by_the_steps_of_the_sample_itself_foresees_it() -> None:
-    """With the ODE in as many steps the rewards are those that were scouted."""
+    """With the ODE in as many steps, the samples have the rewards that were scouted."""
     trainer = tiny_trainer(settings(**SCOUTING | NFT | {"sampling__sampler": "ode", "sampling__scout_steps": 5}))
     scores = watched_scores(trainer)
     row = trainer.iteration(0)
@@ -102,7 +102,7 @@ def watched_scores(trainer: Trainer) -> list[Tensor]:
 
 
 def chosen_one_by_one(rewards: Sequence[float], count: int) -> list[int]:
-    """By an explicit loop: in turn the best and the worst of those that are left, then what failed."""
+    """Choose in an explicit loop: in turn the best and the worst of the rest, then failed ones."""
     left, chosen = [i for i, reward in enumerate(rewards) if math.isfinite(reward)], []
     failed = [i for i, reward in enumerate(rewards) if not math.isfinite(reward)]
     for turn in range(count):
@@ -132,7 +132,7 @@ def test_the_choice_is_that_of_an_explicit_loop() -> None:
 
 
 class FailsAtRandom(BrightnessReward):
-    """Not finite for about half of the videos."""
+    """Returns NaN for about half of the videos."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         parts = super().__call__(videos, prompts)
@@ -164,7 +164,7 @@ def test_scouting_without_a_single_reward_ends_the_run() -> None:
 
 
 def test_agreement_by_hand() -> None:
-    """Pairs of one of the two best and one of the two worst: 3 of 4 in the first group, 1 of 2 with a failed reward."""
+    """Pair each of the two best with each of the two worst: 3 of 4 pairs agree, and 1 of 2 where a reward failed."""
     metrics = Metrics()
     scouted = torch.tensor([[3.0, 1.0, 0.0, 2.0], [0.0, 1.0, 2.0, 3.0]])
     rewards = torch.tensor([[1.0, 2.0, 0.0, 4.0], [5.0, math.nan, 4.0, 6.0]])
@@ -218,7 +218,7 @@ def test_what_cannot_be_scouted_is_refused(overrides: dict[str, Any], message: s
 
 
 def test_scouting_is_priced() -> None:
-    """12 candidates: 2 forwards and a decode each, beside 8 samples of 5 steps."""
+    """12 candidates cost 2 forwards and a decode each, besides 8 samples of 5 steps."""
     without, priced = (plan(settings(**SCOUTING | {"sampling__scout_candidates": n})) for n in (0, 6))
     assert priced.forwards == {"scout": 24, **without.forwards}
     assert priced.flops["scout"] == 24 * priced.flops["forward"]

@@ -1,4 +1,4 @@
-"""Secrets in the arguments of rewards stand in no file of a run, and a resume goes on with them."""
+"""Secrets in reward arguments appear in no file of a run; a resume takes them from the configuration or an option."""
 
 from __future__ import annotations
 

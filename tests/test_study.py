@@ -1,4 +1,4 @@
-"""The results page: its statistics, its protocol, and the command, with a claim at its smallest."""
+"""The results page: its statistics, its protocol, and the command, with a claim at its smallest size."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ PROMPTS = [f"prompt {i}" for i in range(24)]
 
 
 def made_up(values: np.ndarray) -> list[TrainedRun]:
-    """Runs whose composite is `values` `[seeds, prompts]` in each of the last evaluations, and 0 before them."""
+    """Runs whose composite averages `values` `[seeds, prompts]` over the last evaluations, and is 0 before them."""
 
     def evaluation(iteration: int, scores: np.ndarray) -> dict:
         parts = {"vq": scores.tolist(), "mq": [0.0] * len(scores), "ta": [0.0] * len(scores)}
@@ -57,9 +57,9 @@ def test_the_score_of_a_run_is_the_mean_of_the_evaluations_of_its_last_third() -
 
 
 def test_a_difference_by_hand() -> None:
-    """Two seeds, two prompts: cells 1, 3 and 2, 6, mean 3."""
+    """Two seeds and two prompts: the cells are 1, 3 and 2, 6, their mean is 3."""
     of = difference(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
-    by_seed, by_prompt, by_cell = 2.0 / 2, 4.5 / 2, (4 + 0 + 1 + 9) / 3 / 4  # of means 2, 4 and 1.5, 4.5
+    by_seed, by_prompt, by_cell = 2.0 / 2, 4.5 / 2, (4 + 0 + 1 + 9) / 3 / 4  # the means are 2, 4 and 1.5, 4.5
     assert of.value == 3.0
     error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
     assert of.high - of.value == pytest.approx(12.706 * error, rel=1e-3)  # Student's t with one degree of freedom
@@ -67,7 +67,7 @@ def test_a_difference_by_hand() -> None:
 
 
 def test_intervals_cover_as_often_as_they_say() -> None:
-    """Seeds and prompts that shift their cells: 95 % intervals hold the true difference in 91 to 99 % of trials."""
+    """Seeds and prompts shift their cells; 95 % intervals cover the true difference in 91 to 99 % of trials."""
     draw = np.random.default_rng(0)
     held = 0
     for _ in range(400):
@@ -96,10 +96,10 @@ def compared(pooled: Difference, *single: Difference, margin: float = 0.05) -> C
     ("of", "better", "equal"),
     [
         (compared(found(0.2, 0.05, 0.001)), "held", "not held"),
-        # Pooled it stands, though no comparison does on its own.
+        # The pooled difference is significant, though no single comparison is.
         (compared(found(0.2, 0.1, 0.01), found(0.2, 0.3, 0.2), found(0.2, 0.3, 0.2)), "held", "not decidable"),
         (compared(found(0.1, 0.2, 0.3)), "not decidable", "not decidable"),
-        # A gain that matters is excluded: pooled, or against one of several, also where it stands.
+        # A gain of the margin is excluded: pooled, or in one of several, even if the difference is significant.
         (compared(found(0.0, 0.04, 0.9)), "not held", "held"),
         (compared(found(0.02, 0.01, 0.005)), "not held", "held"),
         (compared(found(0.2, 0.1, 0.01), found(0.4, 0.1, 0.01), found(0.0, 0.01, 0.9)), "not held", "not held"),
@@ -111,7 +111,7 @@ def test_verdicts(of: Compared, better: str, equal: str) -> None:
 
 
 def test_an_uncorrected_interval_refutes_nothing() -> None:
-    """Alone it excludes a gain of the margin; as one of six it does not."""
+    """Alone it excludes a gain of the margin; corrected as one of six, it does not."""
     one = found(0.0, 0.04, 0.9)
     assert judge_better(compared(one)) == "not held"
     six = compared(found(0.03, 0.1, 0.4), *[one] * 6)
@@ -121,14 +121,14 @@ def test_an_uncorrected_interval_refutes_nothing() -> None:
 
 
 def test_the_margin_is_a_tenth_of_what_is_gained() -> None:
-    """The largest mean gain over the base model, whose composite is 0 here."""
+    """The gain is the largest mean over the base model, whose composite is 0 here."""
     runs = {"a": made_up(np.full((5, 24), 0.2)), "b": made_up(np.full((5, 24), 0.5))}
     of = comparisons.compare([Versus("a", "b")], runs)
     assert of.margin == pytest.approx(0.05)
 
 
 def test_a_pooled_difference_is_that_of_the_means() -> None:
-    """Two comparisons, each +1 in one seed and -1 in the next: apart both are uncertain, together they are 0."""
+    """Each of two comparisons alternates between +1 and -1 over the seeds and is uncertain; their mean is 0."""
     zero, up = np.zeros((4, 24)), np.tile([[1.0], [-1.0], [1.0], [-1.0]], (1, 24))
     runs = {"zero": made_up(zero), "up": made_up(up), "down": made_up(-up)}
     of = comparisons.compare([Versus("up", "zero"), Versus("down", "zero")], runs)
@@ -137,7 +137,7 @@ def test_a_pooled_difference_is_that_of_the_means() -> None:
 
 
 def test_no_run_is_chosen_by_its_own_score() -> None:
-    """Seed 0 is the only good run of `a`: the others choose `a` only where seed 0 is among them."""
+    """Seed 0 is the only good run of `a`, so every seed except seed 0 itself chooses `a`."""
     good = np.zeros((5, 24))
     good[0] = 1
     runs = {"a": made_up(good), "b": made_up(np.full((5, 24), 0.1))}
@@ -176,7 +176,7 @@ def test_every_variant_can_be_trained_and_serves_a_claim() -> None:
 
 
 def test_cost_is_that_of_the_large_model() -> None:
-    """Two of 8 steps trained are a quarter of the backward; the rollout stays."""
+    """Training two of 8 steps costs a quarter of the backward; the rollout stays."""
     names = ("steps-8", "fraction-1/4", "dual", "sage-equalized")
     whole, quarter, dual, without = (sum(exaflops(config_of(name, 0)).values()) for name in names)
     assert 0.3 < quarter / whole < 0.45
@@ -185,7 +185,7 @@ def test_cost_is_that_of_the_large_model() -> None:
 
 @pytest.mark.parametrize("claim", comparisons.CLAIMS, ids=lambda claim: claim.name)
 def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
-    """All variants alike: nothing is better, no difference is held, and figure and data are whole."""
+    """If all variants are alike, nothing is better and no claimed difference is held; figure and data are complete."""
     draw = np.random.default_rng(1)
     shared = 1 + 0.2 * draw.normal(size=(5, 24))
     runs = {v: made_up(shared + 0.01 * draw.normal(size=shared.shape)) for v in claim.variants}
@@ -244,10 +244,10 @@ def test_a_claim_from_the_runs_to_the_page(
         assert "python -m studies.paper ema --quick" in shown
         assert "An average of the weights scores higher" in shown
     assert page.count("<svg") == 1
-    assert "`" not in page.split("<main")[-1].split("<svg")[0]  # Markdown's, of which HTML knows nothing
+    assert "`" not in page.split("<main")[-1].split("<svg")[0]  # Markdown syntax, which HTML would show as it is
     assert not re.search(r'(src|href)="https?:', page)
 
-    # Nothing is made again for the same settings, though they were written before one with a default was added.
+    # The same settings train no run twice, even if its file predates a setting with a default.
     file = tmp_path / "runs-quick" / "dual-seed0.json"
     tree = json.loads(file.read_text())
     tree["settings"] = tree["settings"].replace("  position_fraction: 1.0\n", "")
@@ -310,7 +310,7 @@ KEPT = "runs that are whole are kept, and the same command goes on"
     ("how", "status", "says"),
     [
         ("Ctrl-C", 130, ""),
-        ("SIGTERM", 0, ""),  # as a run that a scheduler stops
+        ("SIGTERM", 0, ""),  # as for a run that a scheduler stops
         (
             "killed",
             1,
@@ -321,8 +321,10 @@ KEPT = "runs that are whole are kept, and the same command goes on"
     ],
 )
 def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
-    """Ctrl-C, which the whole group gets, SIGTERM to the command, and a run that is killed or fails: it ends at once,
-    says so in a line, and leaves no process."""
+    """Ctrl-C to the whole group, SIGTERM to the command, and a run that is killed or fails end the command at once.
+
+    It leaves no process and, except for a signal, says what happened in one line.
+    """
     (script := tmp_path / "script.py").write_text(ENDED)
     runs = tmp_path / "runs-quick"
     command = [sys.executable, str(script), how, "ema", "--quick", "--workers", "1", "--output", str(tmp_path)]
@@ -342,7 +344,7 @@ def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
     assert how != "fails" or lines[0].startswith("Traceback")
     assert len(list(runs.glob("*.begun"))) == 1
     deadline = time.monotonic() + 20
-    while _alive(process.pid) and time.monotonic() < deadline:  # the tracker of semaphores comes last
+    while _alive(process.pid) and time.monotonic() < deadline:  # the semaphore tracker ends last
         time.sleep(0.05)
     assert not _alive(process.pid)
 

@@ -28,7 +28,7 @@ def test_step_noise() -> None:
     clamped = samplers.step_noise(20, 5.0, "b")["flow"]
     assert float(clamped[0]) == pytest.approx(0.5 * ((1 - n) / 3e-3) ** 0.5)
     assert picture(finding.draw, CLAIMS["step-noise"].size, "svg", "x").startswith(b"<?xml")
-    # sage above flow at most steps, which the rule has to see
+    # the rule has to see that sage is above flow at most steps
     noise = {(regime, *at): samplers.step_noise(*at, regime) for regime in samplers.REGIMES for at in samplers.GRID}
     one = noise["c", 20, 5.0]
     noise["c", 20, 5.0] = {**one, "sage": one["flow"], "flow": one["sage"]}
@@ -68,8 +68,10 @@ def test_rules_of_gradients_and_adapters() -> None:
 
 
 def test_gradients_are_those_of_the_trainer(tmp_path: Path) -> None:
-    """On the weights, at a single step, what an update of the trainer has. On the velocity N_t / sqrt(D), at every
-    step; 1/sqrt(Sigma) is not it."""
+    """On the weights, the gradient of a single step is that of the trainer's update.
+
+    On the velocity it is N_t / sqrt(D) at every step, not 1/sqrt(Sigma).
+    """
     overrides = {key.replace(".", "__"): value for key, value in gradients.SETTINGS.items()}
     trainer = demo_trainer(tmp_path, **overrides, sampling__steps=1, sampling__eta=0.5, train__prompts_per_iteration=1)
     one = gradients.measure_gradients(eta=0.5, groups=1, steps=1)
@@ -82,7 +84,7 @@ def test_gradients_are_those_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_print() -> None:
-    """docs/math.md: the score without its (1-s) factor moves the mode weights; the corrected one does not."""
+    """As docs/math.md says, the score without its (1-s) factor moves the mode weights; the corrected one does not."""
     finding = CLAIMS["print"].find(QUICK)
     assert finding.verdict == "not held"
     drift = printed.mode_drift(4000)
@@ -92,7 +94,7 @@ def test_print() -> None:
     assert printed.judge_print({"ours": 0.0, "printed": 0.0}, loops) == "held"
     assert printed.judge_print({"ours": 0.0, "printed": 0.5}, loops) == "not held"
     assert printed.judge_print({"ours": 0.5, "printed": 0.5}, loops) == "not decidable"
-    for start in printed.STARTS:  # of which no course is there already
+    for start in printed.STARTS:  # no loop starts at its target
         assert not printed.arrives(printed.closed_loop("ppo", start)[:1])
     values = [value for value, _ in printed.closed_loop("paper", 0.01)]  # the KL is ten times its target
     assert values[1] == pytest.approx(0.009)
@@ -124,7 +126,7 @@ def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert file.read_text().startswith("<?xml")
     assert main(["sde", "--eta", "1.4"]) == 0
     assert "\ncps\n" not in capsys.readouterr().out
-    # Nothing is noisy, which no logarithm shows; rounding of the schedule at shift 0.1; no column runs into the next.
+    # Without noise there is nothing to show on a log axis, shift 0.1 rounds the schedule, and columns stay apart.
     assert main(["sde", "--eta", "0", "--shift", "0.1", "--figure", str(file.with_suffix(".png"))]) == 0
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()

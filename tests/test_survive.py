@@ -1,7 +1,7 @@
 """Runs that are killed, stopped, torn and starved at random moments end as if nothing had happened.
 
-`make soak` (SAGE_FAST_SOAK=1) does it 50 times with kill -9 and 25 times each with SIGINT and SIGTERM; `make test` once
-with kill -9 and SIGTERM. Ctrl-C stops a run in tests/test_new_user.py and tests/test_resume.py too.
+`make soak` (SAGE_FAST_SOAK=1) stops runs 50 times with kill -9 and 25 times each with SIGINT and SIGTERM; `make test`
+once with kill -9 and SIGTERM. Ctrl-C stops a run in tests/test_new_user.py and tests/test_resume.py too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ SMALL = arguments(
 
 @dataclass
 class Place:
-    """Where runs happen: a server, a folder under the two names that it has there and here, and one for their output,
-    which a full disk does not reach."""
+    """A server and the folder of its runs, under its names there and here; a full disk does not reach `logs`."""
 
     server: ForkServer
     there: Path
@@ -53,7 +52,7 @@ class Place:
     private: bool
 
     def start(self, run: str, *options: str, fault: Fault | None = None, **environment: str) -> int:
-        """Begin a run, or go on with it if there is one."""
+        """Begin a run, or resume it if there is one."""
         resume = ["--resume"] * (self.here / run / "config.yaml").is_file()
         command = ["train", str(DEMO), "--output", str(self.there / run), *SMALL, *resume, *options]
         return self.server.start(command, self.logs / f"{run}.log", fault, **environment)
@@ -66,7 +65,7 @@ class Place:
         return (self.logs / f"{run}.log").read_text()
 
     def wait_for(self, run: str, text: str, times: int = 1) -> None:
-        """Until the log of a run holds a text."""
+        """Wait until the log of a run holds a text."""
         deadline = time.monotonic() + 120
         log = self.logs / f"{run}.log"
         while not log.is_file() or log.read_text().count(text) < times:
@@ -74,7 +73,7 @@ class Place:
             time.sleep(0.01)
 
     def wait_until_locked(self, run: str, process: int) -> None:
-        """From here on a signal is the run's own."""
+        """Wait until the run handles signals itself."""
         lock, deadline = self.here / run / "run.lock", time.monotonic() + 120
         while not lock.is_file() or f"process {process} " not in lock.read_text():
             assert time.monotonic() < deadline
@@ -83,7 +82,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """On a file system in memory of the server's own if it may have one, as a disk that can be filled."""
+    """A file system in memory that only the server sees, if it may mount one, as a disk that can be filled."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c",
                  f'mount -t tmpfs -o size=256m tmpfs {folder} && exec "$@"', "sh"]  # fmt: skip
@@ -96,7 +95,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What has to be the same however often a run was stopped: all but times, which are those of the machine."""
+    """What must be the same however often a run was stopped: all but times and memory, which are the machine's."""
     rows = [
         {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "memory/"))}
         for row in read_metrics(run / "metrics.jsonl")
@@ -152,7 +151,7 @@ def test_sigterm_at_random_moments(place: Place, reference: Reference) -> None:
 
 
 def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, reference: Reference) -> None:
-    """Resumed until they end, runs end as the one that nothing disturbed."""
+    """Stop runs at random moments and resume them until they end; the outcome is that of an undisturbed run."""
     rng, stopped, round_of_runs = random.Random(int(number_of_signal)), 0, 0
     while stopped < count:
         name = f"{number_of_signal.name}-{round_of_runs}"
@@ -168,7 +167,7 @@ def stop_at_random(number_of_signal: signal.Signals, count: int, place: Place, r
             status = place.server.wait(process)
             ended = (run / "report.html").is_file()
             stopped += not ended
-            if ended:  # the signal may have come after the run gave them back
+            if ended:  # the signal may have come after the run restored its handlers
                 assert status in (0, 128 + number_of_signal, -number_of_signal), place.log(name)
             elif number_of_signal == signal.SIGKILL:
                 assert status == -signal.SIGKILL, place.log(name)
@@ -188,7 +187,7 @@ WRITES = [
     (Fault("before.png", "rename"), True),
     (Fault("before.json"), False),
     (Fault("trainable.safetensors", "save"), False),
-    (Fault("metrics.jsonl", nth=2), False),  # 1: of the last start
+    (Fault("metrics.jsonl", nth=2), False),  # write 1 copies the rows of the previous start
     (Fault("metrics.jsonl", nth=1), True),
     (Fault("state.json"), True),
     (Fault("optimizer.pt", "save"), True),
@@ -208,7 +207,7 @@ INSIDE_WRITES = [fault for fault, alike in WRITES if SOAK or not alike]
 
 @pytest.mark.fault("kill -9 inside a write", "no partial file under a final name; likewise", len(INSIDE_WRITES))
 def test_kills_inside_each_write(place: Place, reference: Reference) -> None:
-    """Each leaves half of what is written, on the same run one after the other."""
+    """Each kill leaves half of a file; all hit the same run, one after the other."""
     run = place.here / "writes"
     for fault in INSIDE_WRITES:
         assert place.server.wait(place.start("writes", fault=fault)) == -signal.SIGKILL, (fault, place.log("writes"))
@@ -218,7 +217,7 @@ def test_kills_inside_each_write(place: Place, reference: Reference) -> None:
 
 @pytest.mark.fault("the disk is full", "the last checkpoint stays, one line says why; resumed with room, likewise")
 def test_a_full_disk(place: Place, reference: Reference) -> None:
-    """The last checkpoint survives, one line says what happened, and a resume on the full disk tears nothing."""
+    """The last checkpoint survives, one line says what happened, and a resume on the full disk damages nothing."""
     run, filler = place.here / "full", place.here / "filler"
     slow = ["--reward.name", "tests.test_survive:SlowReward"]
     if place.private:
@@ -232,7 +231,7 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
     assert not list(run.rglob("*.partial"))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
     if place.private:
-        fill(filler)  # what the run removed once it could not write
+        fill(filler)  # again, because the run freed space when it could not write
         assert place.server.wait(place.start("full", *slow, "--quiet")) == 1
         assert {path: path.read_bytes() for path in before} == before
         assert set(before) == {path for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
@@ -246,14 +245,14 @@ def test_a_full_disk(place: Place, reference: Reference) -> None:
 
 
 def fill(file: Path) -> None:
-    """Let it grow until the disk is full."""
+    """Grow the file until the disk is full."""
     with contextlib.suppress(OSError), file.open("ab", buffering=0) as filler:
         while filler.write(bytes(1 << 16)):
             pass
 
 
 class SlowReward(TestbedReward):
-    """A quarter of a second for a batch of videos."""
+    """Takes a quarter of a second per batch of videos."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         time.sleep(0.25)
@@ -275,7 +274,7 @@ class HangingReward(TestbedReward):
 
 @pytest.mark.fault("a second signal, from a reward that hangs", "ends at once; the last checkpoint counts")
 def test_a_second_signal_ends_at_once(place: Place) -> None:
-    """Without a checkpoint, and from a reward that hangs; the checkpoint before counts."""
+    """The reward hangs and no new checkpoint is written; a resume uses the one before."""
     process = place.start("twice", "--reward.name", "tests.test_survive:HangingReward")
     place.wait_for("twice", "hangs")
     os.kill(process, signal.SIGTERM)
@@ -303,7 +302,7 @@ def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
 
 
 def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
-    """After the step of the rollout in which half of the time is over; what was whole before it is saved."""
+    """The rollout ends at the first step after half of that time; earlier iterations are saved."""
     long = ["--sampling.steps", "1000", "--train.timestep_fraction", "0.01", "--train.grace_seconds", "6"]
     process = place.start("slow", *long)
     place.wait_for("slow", "rollout: ")
@@ -318,7 +317,7 @@ def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: P
     "a second process on the folder of a live run, with and without --resume", "refused; neither is hurt", 2
 )
 def test_a_second_process_is_refused_while_the_first_one_lives(place: Place) -> None:
-    """By the kernel's lock, which goes with the first one, however it ends."""
+    """The kernel's lock refuses it, and goes away with the first one, however that ends."""
     run = place.here / "twofold"
     first = place.start("twofold", "--reward.name", "tests.test_survive:HangingReward")
     place.wait_for("twofold", "hangs")
@@ -338,7 +337,7 @@ def test_a_second_process_is_refused_while_the_first_one_lives(place: Place) -> 
 
 
 class FailsOnOneRank(TestbedReward):
-    """On the second rank, in the third batch after the check."""
+    """Fails on the second rank, in the third batch after the check."""
 
     batches = 0
 
@@ -350,7 +349,7 @@ class FailsOnOneRank(TestbedReward):
 
 
 def start_two(place: Place, run: str, *options: str, fault: Fault | None = None, first: bool = False) -> list[int]:
-    """Two gloo ranks, as torchrun would start them; the fault is the second one's, or the first one's."""
+    """Start two gloo ranks as torchrun would; the fault is in the second rank, or in the first one if `first`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -364,7 +363,7 @@ def start_two(place: Place, run: str, *options: str, fault: Fault | None = None,
 
 @pytest.mark.fault("SIGTERM to one of two ranks", "both stop at the same iteration; one rank alone resumes from it")
 def test_two_ranks_stop_together(place: Place) -> None:
-    """Only one of them is told; both leave the same iteration, which one rank alone can go on from."""
+    """Only one of them gets the signal; both leave the same iteration, and one rank alone can resume from it."""
     run = place.here / "together"
     ranks = start_two(place, "together", "--train.iterations", "1000")
     place.wait_for("together", "2/1000")
@@ -378,7 +377,7 @@ def test_two_ranks_stop_together(place: Place) -> None:
 
 
 def test_two_ranks_that_cannot_write_what_they_stop_with_say_so(place: Place) -> None:
-    """0 would tell a scheduler that nothing is lost."""
+    """A status of 0 would tell a scheduler that nothing is lost."""
     fault = Fault("state.json", do="full")
     ranks = start_two(
         place, "unsaved", "--train.iterations", "1000", "--train.checkpoint_interval", "999", fault=fault, first=True
@@ -406,7 +405,7 @@ def test_a_failure_on_one_rank_leaves_a_checkpoint_of_both(place: Place) -> None
 
 @pytest.mark.fault("a loss that is NaN on one of two ranks", "both end, with the checkpoint of the last iteration")
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both_before_the_update(place: Place) -> None:
-    """In the second of two updates: what the first one did is undone."""
+    """It happens in the second of two updates; the first one is undone."""
     ranks = start_two(place, "nan", fault=Fault("loss", "loss", nth=4))
     assert [place.server.wait(process) for process in ranks] == [1, 1]
     log = place.log("nan")

@@ -1,4 +1,4 @@
-"""A run and its files: what trackers are told, what `--resume` goes on with, what colleagues can read."""
+"""A run and its files: what trackers receive, what `--resume` continues, what colleagues can read."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ from tests.tiny import settings
 
 
 def write(run: Path, names: list[str], start: int = 0) -> list[Path]:
-    """Two iterations between two evaluations of two videos, as a run writes them; returns the videos."""
+    """Write two iterations between two evaluations of two videos, as a run does; return the videos."""
     run.mkdir(exist_ok=True)
     config = settings(output=str(run), tracking__trackers=names, tracking__project="shapes")
     writer = MetricsWriter(config, run, "0a1b2c3d", start)
@@ -92,7 +92,7 @@ def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:
 def test_a_row_that_finds_no_room_is_written_before_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or there is no checkpoint: the record of a run that is resumed has no gap."""
+    """Otherwise there is no checkpoint, so the record of a resumed run has no gap."""
 
     def full(file: object, line: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -115,7 +115,7 @@ def test_wandb_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monke
     seen: set[Path] = set()
     for start in (0, 2):
         videos = write(tmp_path / "demo", ["wandb"], start)
-        wandb.teardown()  # its service writes the log to the end, as it does when a process exits
+        wandb.teardown()  # its service then writes the log to the end, as when a process exits
         (folder,) = set((tmp_path / "demo" / "wandb").glob("offline-run-*-0a1b2c3d")) - seen
         seen.add(folder)
         log = (folder / "run-0a1b2c3d.wandb").read_bytes()
@@ -127,7 +127,7 @@ def test_wandb_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monke
 
 
 def records(file: Path) -> Iterator[Any]:
-    """Those of a wandb log, which has a header of 7 bytes before the first one and before each."""
+    """Records of a wandb log; a header of 7 bytes precedes the first one and each of them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place = file.read_bytes(), 7
@@ -138,12 +138,12 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drops what has a `step` that is not beyond the last one, as those of a run that went back to a checkpoint."""
+    """wandb drops rows whose `step` is not beyond the last one, as after a return to a checkpoint."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = settings(tracking__trackers=["wandb"])
-    for start, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):  # the first one is not closed, and is still the run
+    for start, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):  # not closed the first time, as in a crash
         writer = MetricsWriter(config, tmp_path, "0a1b2c3d", start)
         for iteration, reward in enumerate(rewards, start):
             writer.write({"iteration": iteration, "reward/mean": reward})
@@ -158,7 +158,7 @@ def test_wandb_takes_the_rows_after_a_crash(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_trackio_gets_them_too_and_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read when it is first imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at the first import
     pytest.importorskip("trackio")
     for start in (0, 2):
         write(tmp_path / "demo", ["trackio"], start)
@@ -185,7 +185,7 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 class Dying(TensorBoardTracker):
-    """Its service goes away after the first row."""
+    """A tracker whose service goes away after the first row."""
 
     def __init__(self, project: str, folder: Path) -> None:
         super().__init__("dying", folder)
@@ -209,7 +209,7 @@ dying: list[Dying] = []
 def test_a_tracker_that_fails_is_noted_once_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it raises ends no run, and costs neither the record nor the other trackers anything."""
+    """Errors of a tracker do not end the run, and the record and the other trackers lose nothing."""
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Dying)
     config = settings(tracking__trackers=["mlflow", "tensorboard"])
     caplog.set_level(logging.INFO)
@@ -235,7 +235,7 @@ def test_a_tracker_that_cannot_be_closed_hides_no_error(
     monkeypatch.setattr(TensorBoardTracker, "finish", fail)
     caplog.set_level(logging.INFO)
     writer = MetricsWriter(settings(tracking__trackers=["tensorboard"]), tmp_path, "0a1b2c3d")
-    os.close(writer._file.fileno())  # nor does the record, whose rows are on the disk with the last checkpoint
+    os.close(writer._file.fileno())  # nor can the record, whose rows are on the disk already
     writer.close()
     text = " ".join(" ".join(caplog.messages).split())
     assert "tracker 'tensorboard' failed (OSError: [Errno 116] Stale file handle)" in text
@@ -266,7 +266,7 @@ def test_trackers_are_checked_before_anything_is_loaded(tmp_path: Path, monkeypa
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One iteration, then a second one after `--resume`, under the usual umask."""
+    """A run of one iteration, then a second one after `--resume`, under the usual umask."""
     run = tmp_path_factory.mktemp("run") / "demo"
     umask = os.umask(0o022)
     try:
@@ -307,7 +307,7 @@ def test_held_out_scores_reach_the_tracker(resumed: Path) -> None:
     assert {step: found[step] for step in means} == pytest.approx(means)
     looked_on = steps(events(resumed), "heldout/judge/naturalness")
     assert {step: looked_on[step] for step in judged} == pytest.approx(judged)
-    assert list(found) == [0, 1, 2]  # 1: the end of the first part
+    assert list(found) == [0, 1, 2]  # 1 is the end of the first part
     assert list(steps(events(resumed), "reward/mean")) == [1, 2]
 
 

@@ -74,7 +74,7 @@ def test_checkpointing_of_activations_changes_nothing(mode: str) -> None:
 
 
 def test_micro_batches_and_rollout_batches_do_not_matter() -> None:
-    """Gradient accumulation: the same update in micro-batches of 1, 4 and 64, the same rollouts in batches of 2."""
+    """Micro-batches of 1, 4 and 64 accumulate to the same update; batches of 2 give the same rollouts."""
     rows = [
         tiny_trainer(settings(train__batch_size=size, sampling__batch_size=chunk)).iteration(0)
         for size, chunk in ((64, 8), (4, 8), (1, 2))
@@ -86,7 +86,7 @@ def test_micro_batches_and_rollout_batches_do_not_matter() -> None:
 
 
 def test_equalizer_levels_the_gradient_over_steps() -> None:
-    """Figure 4: without it the gradient that reaches the network spreads widely over steps; with it, hardly."""
+    """Figure 4: the gradient that reaches the network varies widely over steps without it, and hardly with it."""
     overrides = {"sampling__steps": 10, "sampling__sampler": "flow", "train__group_size": 4}
 
     def spread(equalizer: bool) -> float:
@@ -114,7 +114,7 @@ def test_anchor_moves_and_is_not_computed_needlessly(monkeypatch: pytest.MonkeyP
         row = trainer.iteration(index)
         counts.append(forwards)
         assert (row["kl/anchor"] > 1e-12) == (index % 2 == 1)
-    # 5 steps for the rollout; 5 more only where the anchor is not the rollout policy (every second iteration here).
+    # 5 steps for the rollout, and 5 more if the anchor is not the rollout policy (every second iteration here).
     assert counts == [5, 10, 5, 10]
 
 
@@ -178,7 +178,7 @@ def test_equal_groups_are_dropped_and_counted() -> None:
 
 
 class NanReward(BrightnessReward):
-    """Not finite for the first sample of a batch."""
+    """Returns NaN for the first sample of a batch."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         parts = super().__call__(videos, prompts)
@@ -232,7 +232,7 @@ def test_failed_rewards_can_be_dropped_and_are_counted() -> None:
 
 
 class LeavesOne(BrightnessReward):
-    """Of the first group, whose three samples come first in the one batch."""
+    """Leaves one sample of the first group, whose three samples come first in the only batch."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         parts = super().__call__(videos, prompts)
@@ -241,7 +241,7 @@ class LeavesOne(BrightnessReward):
 
 
 def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where groups of equal rewards are."""
+    """It is not trained even if groups of equal rewards are."""
     kept: list[bool] = []
 
     def noting(config: Any, index: int, samples: Any, steps: Any, trained: list[bool]) -> Any:
@@ -291,7 +291,7 @@ def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(monkeypatch: py
 
 @pytest.mark.parametrize("overrides", [{}, {"objective__ratio": "centred"}])
 def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]) -> None:
-    """The KL to the rollout policy in closed form is 0 there, to rounding, and its gradient too."""
+    """In the first update the closed-form KL to the rollout policy and its gradient are 0, to rounding."""
     config = settings(kl__velocity_term="closed_form", **overrides)
     assert not stores_rollout_velocities(config)
     config.train.optimizer_steps = 2
@@ -363,7 +363,7 @@ def test_resume_continues_as_if_never_stopped(averaged: bool, tmp_path: Path) ->
     second = tiny_trainer(config)
     assert resume(second, tmp_path) == 2
     row = numbers(second.iteration(2))
-    for key in ("log_prob/parity", "log_prob/rounding"):  # measured once in every process
+    for key in ("log_prob/parity", "log_prob/rounding"):  # measured once per process
         row.pop(key, None)
     assert row == rows[2]
     for name, tensor in whole.policy.snapshot().items():
@@ -377,7 +377,7 @@ def test_resume_continues_as_if_never_stopped(averaged: bool, tmp_path: Path) ->
     ("setting", "before", "after"), [("kl__strategy", "none", "dual"), ("train__ema_decay", 0.0, 0.9)]
 )
 def test_resume_asks_for_what_the_checkpoint_lacks(setting: str, before: Any, after: Any, tmp_path: Path) -> None:
-    """An anchor or an average that was not trained with cannot be gone on with; nor is it silently absent."""
+    """A run cannot continue an anchor or an average that it did not have; it refuses instead of starting a new one."""
     first = tiny_trainer(settings(**{setting: before}))
     save_checkpoint(tmp_path, 0, first.engine, first.state_dict(), first.anchor)
     second = tiny_trainer(settings(**{setting: after}))
@@ -401,7 +401,7 @@ shutdown()
 
 
 def on_two_ranks(code: str, folder: Path) -> Any:
-    """Run `code` on two ranks; what it writes as JSON into the file `sys.argv[1]`."""
+    """Run `code` on two ranks; return the JSON that it writes into the file `sys.argv[1]`."""
     script, result = folder / "ranks.py", folder / "rows.json"
     script.write_text(code)
     with socket.socket() as free:
@@ -422,8 +422,10 @@ def on_two_ranks(code: str, folder: Path) -> Any:
 
 @pytest.mark.gpu(2)
 def test_two_gpus_train_as_one(tmp_path: Path) -> None:
-    """By NCCL; tests/test_ranks.py does so by gloo. Seeds follow the group, not the rank: two ranks make the rollouts
-    and the update of a single process."""
+    """Two ranks under NCCL make the rollouts and the update of one process; tests/test_ranks.py does this with gloo.
+
+    Seeds follow the group, not the rank.
+    """
     rows = on_two_ranks(TWO_RANKS, tmp_path)
     config = settings(train__optimizer_steps=2, train__group_size=4, objective__advantage_std="batch")
     trainer: Trainer = tiny_trainer(config)
@@ -440,7 +442,7 @@ def test_two_gpus_train_as_one(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same seeds, rewards and updates; other kernels, so to rounding. tests/test_pretend_cuda.py has more cases."""
+    """Seeds are the same; rewards and updates agree to the rounding of other kernels."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     config = settings(
         model__tuning="full", train__optimizer_steps=2, train__ema_decay=0.9, sampling__guidance_scale=guidance
@@ -464,13 +466,13 @@ def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkey
     monkeypatch.setattr("sage_fast.parallel.plain.free_bytes", lambda device: 3 * weights)
     assert trainer.engine.remember()
     trainer.iteration(0)
-    assert not trainer.engine.remember()  # three times as much by now
+    assert not trainer.engine.remember()  # with the optimizer's state it takes three times as much
     monkeypatch.setattr("sage_fast.parallel.plain.free_bytes", lambda device: 7 * weights)
     assert trainer.engine.remember()
 
 
 def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 x NaN is NaN: a dropped sample whose latents are not finite would end the run."""
+    """0 x NaN is NaN, so a dropped sample with latents that are not finite would end the run."""
     trainer = tiny_trainer(settings(train__parity_gate=False))
     states = trainer.policy.states
     monkeypatch.setattr(states, "lockstep", lambda items, last: [*((item, True) for item in items), (last, False)])
@@ -487,7 +489,7 @@ def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(m
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm in closed form, step by step, against the gradients that autograd delivers to the scored velocities."""
+    """Compare the closed-form norm of each step with the gradients that autograd delivers to the scored velocities."""
     trainer = tiny_trainer(settings(train__batch_size=batch_size, train__parity_gate=False))
     norms: dict[int, list[float]] = defaultdict(list)
 
@@ -503,14 +505,14 @@ def test_recorded_gradient_norm_is_that_at_the_velocity(batch_size: int, monkeyp
     recorded = trainer.iteration(0)["velocity_grad_norm"]
     samples, transitions = 2 * 3, 2 * 3 * 5
     assert len(recorded) == 5
-    # The loss is a mean over all transitions; the record is of a transition's own loss, averaged over the samples.
+    # The loss is a mean over all transitions; the record has the transition's own loss, averaged over the samples.
     for t, value in enumerate(recorded):
         assert len(norms[t]) == samples
         assert value == pytest.approx(sum(norms[t]) / samples * transitions, rel=1e-4), f"step {t}"
 
 
 def test_videos_come_back_in_the_order_of_the_prompts() -> None:
-    """Sampled by length, returned as asked for; each is what it is alone."""
+    """Videos are sampled by length and returned in the order of the call; each is what it is alone."""
     config = settings(sampling__batch_size=2)
     trainer = tiny_trainer(config)
     prompts = ["a red circle moves left quickly", "", "a blue square moves up slowly", ""]
@@ -536,7 +538,7 @@ def setup_of_one_video() -> Setup:
 
 
 def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More ranks than videos: the first one writes the files, so it is not one of those without work."""
+    """The first rank writes the files, so it gets a video even if there are more ranks than videos."""
     setup = setup_of_one_video()
     monkeypatch.setattr("sage_fast.run.evaluation.data_size", lambda: 2)
     counts = []
@@ -548,7 +550,7 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
 
 
 def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the scores of the other ranks would stand beside the wrong prompts. A rank without videos has no parts."""
+    """Otherwise the other ranks' scores would stand beside the wrong prompts. A rank without videos has no parts."""
     setup = setup_of_one_video()
     theirs = Scores(rewards=torch.ones(1), parts={"vq": torch.full((1,), 0.5)})
 
@@ -564,7 +566,7 @@ def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.Monke
 
 
 def test_weights_are_put_back_if_borrowing_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while they are copied; a checkpoint follows."""
+    """Ctrl-C comes during the copy; the checkpoint that follows must have the original weights."""
     policy = tiny_trainer(settings()).policy
     before, copy_in = policy.snapshot(), policy.load
     interrupts = [KeyboardInterrupt]

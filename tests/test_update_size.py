@@ -1,4 +1,4 @@
-"""The relative size of updates against direct computation, and the warning that bfloat16 would swallow them."""
+"""The relative size of updates against direct computation, and the warning if bfloat16 would swallow them."""
 
 import logging
 from typing import Any
@@ -15,13 +15,13 @@ from tests.tiny import perturb, settings, tiny_trainer
 
 
 def adapters(trainer: Trainer) -> dict[str, LoraLayer]:
-    """Those that are trained: the last block's text stream has dead ends."""
+    """The trained adapters: not those in dead ends of the last block's text stream."""
     layers = {n: m for n, m in trainer.policy.transformer.named_modules() if isinstance(m, LoraLayer)}
     return {name: layer for name, layer in layers.items() if layer.lora_B["default"].weight.requires_grad}
 
 
 def products(trainer: Trainer) -> dict[str, Tensor]:
-    """s B A of every layer, float64."""
+    """Product s B A of every layer, in float64."""
     return {
         name: layer.scaling["default"]
         * (layer.lora_B["default"].weight.detach().double() @ layer.lora_A["default"].weight.detach().double())
@@ -36,7 +36,7 @@ def norm(tensors: list[Tensor]) -> float:
 @pytest.mark.parametrize("scale", [0.0, 0.05])
 @pytest.mark.parametrize("rate", [1e-3, 1e-7])
 def test_of_an_adapter_is_that_of_its_product(rate: float, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From zero, and of an adapter of some size, where an update of 1e-7 is lost in the rounding of s B A itself."""
+    """The adapter starts at zero or has some size, where rounding of s B A itself would hide an update of 1e-7."""
     monkeypatch.setattr("sage_fast.parallel.update_size.LAYERS", 1000)
     trainer = tiny_trainer(settings(train__learning_rate=rate, model__lora_alpha=12, train__parity_gate=False))
     if scale:
@@ -63,12 +63,12 @@ def test_of_full_weights_is_that_of_the_weights(optimizer: str) -> None:
     before = [p.detach().clone() for p in matrices]
     relative = trainer.iteration(0)["update/relative"]
     direct = norm([p.detach() - old for p, old in zip(matrices, before)]) / norm(before)
-    assert relative == pytest.approx(direct, rel=0.1)  # of a sample
+    assert relative == pytest.approx(direct, rel=0.1)  # estimated from a sample
     assert relative > 0
 
 
 class OneMatrix(nn.Module):
-    """80,000 weights of size 1, of which 4,096 are looked at."""
+    """80,000 weights of size 1; the measurement looks at 4,096 of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class OneMatrix(nn.Module):
 
 
 def test_of_full_weights_is_measured_on_the_same_elements() -> None:
-    """Exactly 1e-3 if every weight changes by that much of itself, and nothing if none does."""
+    """The size is 1e-3 if every weight changes by that share of itself, and 0 if none changes."""
     model = OneMatrix()
     updates = watch_updates(model)
     updates.remember()
@@ -124,7 +124,7 @@ def told(
     steps: int = 1,
     **overrides: Any,
 ) -> list[str]:
-    """What is said of `steps` updates with random gradients, of an adapter moved by `start` or of all weights."""
+    """Messages after `steps` updates with random gradients, of an adapter moved by `start` or of all weights."""
     trainer = tiny_trainer(settings(train__weight_decay=0.0, **overrides), dtype=dtype)
     if trainer.config.model.tuning == "full":
         trainer.policy.transformer.float()  # as they are loaded
@@ -154,7 +154,7 @@ def test_updates_below_the_resolution_of_bfloat16_are_warned_of_once(
 
 
 def test_an_adapter_that_starts_at_zero_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """At lr 1e-5 A moves by less than bfloat16 resolves, but the update comes through B, all of which is new."""
+    """At lr 1e-5 A moves by less than bfloat16 resolves, but the update comes through B, which is all new."""
     assert told(caplog, train__learning_rate=1e-5, steps=3) == []
 
 
@@ -166,7 +166,7 @@ def test_the_warm_up_of_the_learning_rate_is_not_warned_of(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_nothing_is_warned_of_later_in_the_run(tuning: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Three iterations of one update each; what comes after them belongs to the schedule."""
+    """Only the first three iterations warn (one update each here); later sizes depend on the schedule."""
     trainer = tiny_trainer(settings(model__tuning=tuning), dtype=torch.bfloat16)
     caplog.set_level(logging.INFO)
     trainer.engine.steps = 3
@@ -175,7 +175,7 @@ def test_nothing_is_warned_of_later_in_the_run(tuning: str, caplog: pytest.LogCa
 
 
 def test_resolution_is_half_a_unit_in_the_last_place() -> None:
-    """The smallest relative change that can move a weight that bfloat16 holds exactly: at the top of a binade."""
+    """It is the smallest relative change that can move an exact bfloat16 weight, at the top of a binade."""
     weight = torch.tensor(2.0)
     below, above = (float((weight * (1 - share * BFLOAT16_RESOLUTION)).bfloat16()) for share in (0.9, 1.1))
     assert below == 2.0

@@ -1,4 +1,4 @@
-"""MP4 files are read back; pictures are checked where a frame must be."""
+"""MP4 files are read back; pictures are checked at places where a frame must be."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_bad_videos_are_refused(tmp_path, video, message):
 
 @pytest.mark.fault("the disk fills up within a video", "an error that names it; no torn video is left")
 def test_a_video_that_cannot_be_written_whole_is_not_left(tmp_path):
-    """ffmpeg may write no more than 50 kB into a file, as on a disk that is full then."""
+    """ffmpeg may write no more than 50 kB to a file, as if the disk were full."""
     video, soft_and_hard = torch.rand(17, 3, 128, 128), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, soft_and_hard[1]))
     try:
@@ -106,7 +106,7 @@ def test_contact_sheet_shows_the_first_and_the_last_frame():
     assert [grey(sheet, left + 32 + i * step, bottom) for i in range(3)] == [255, 128, 0]
     assert sheet.width == left + 3 * 64 + 2 * 3 + 20
     caption = np.asarray(sheet.convert("L"))[20:84, 20:220]
-    assert caption.min() < 150  # there is ink
+    assert caption.min() < 150  # some text is drawn
 
 
 def test_contact_sheet_of_videos_with_fewer_frames_than_cells():
@@ -144,7 +144,7 @@ def test_mp4_is_read_back(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".webp", ".png"])
 def test_animated_pictures_hold_every_pixel(tmp_path, suffix):
-    """Lossless, enlarged as an MP4 is, at the same speed, again and again."""
+    """They are lossless, as large and as fast as an MP4, and loop."""
     video, path = torch.rand(5, 3, 16, 32), tmp_path / f"03-a{suffix}"
     write_video(path, video, fps=8)
     expected = (video * 255).round().repeat_interleave(8, 2).repeat_interleave(8, 3)
@@ -159,7 +159,7 @@ def test_animated_pictures_hold_every_pixel(tmp_path, suffix):
 
 
 def test_a_run_needs_no_imageio_ffmpeg(tmp_path):
-    """Nor nvtx or argcomplete: a run, its comparison and its report, with one line about the videos."""
+    """A run, its comparison and its report work without it, nvtx and argcomplete; one line mentions the videos."""
     without = "import sys; sys.modules.update(imageio_ffmpeg=None, nvtx=None, argcomplete=None); "
     command = ["train", "configs/demo.yaml", "--output", str(tmp_path / "run"), "--train.iterations", "1", *FEW_STEPS]
     command += ["--eval.num_prompts", "1", "--eval.seeds_per_prompt", "1"]
@@ -179,7 +179,7 @@ def test_a_run_needs_no_imageio_ffmpeg(tmp_path):
 
 
 def test_saved_videos_go_on_numbering_inside_their_folder(tmp_path):
-    """Also past numbers that are missing and past 99; the contact sheets stay too."""
+    """Numbers continue past gaps and past 99; earlier contact sheets stay."""
     folder = tmp_path / "out"
     first = save_videos([ramp(), ramp()], ["A red circle!", "a blue square"], folder, 8)
     assert [path.name for path in first] == ["00-a-red-circle.mp4", "01-a-blue-square.mp4"]
@@ -208,7 +208,7 @@ def compared(run, count=6):
 
 
 def test_comparison_of_a_run_shows_base_first_and_last(tmp_path):
-    """The prompts that all of them have, each column by its grey."""
+    """Show the prompts that all evaluations share; the grey identifies the column."""
     flat = torch.ones(5, 3, 32, 32)
     write_evaluation(tmp_path, "before", 0, [0.2 * flat] * 3)
     write_evaluation(tmp_path, "iteration-000004", 4, [0.6 * flat] * 2)
@@ -246,7 +246,7 @@ def test_comparison_shows_gains_and_losses_with_their_scores_and_keeps_those(tmp
     keep_shown(tmp_path, read_evaluations(tmp_path)[0], 2)
     for name in ("before", "after"):
         assert list(numbered(tmp_path / "videos" / name)) == [1, 2]
-    assert compared(tmp_path) == path  # of what is left
+    assert compared(tmp_path) == path  # from what is left
 
 
 def test_comparison_of_a_run_without_videos_in_common(tmp_path):

@@ -1,4 +1,4 @@
-"""The published checkpoints of the reward models in small: real classes, file formats and key names, random weights."""
+"""Small versions of the published reward checkpoints: real classes, file formats and key names, random weights."""
 
 import copy
 import json
@@ -59,7 +59,7 @@ def _byte_pairs(text: str, size: int, **options: Any) -> tuple[dict[str, int], l
 
 
 def write_qwen2_vl(folder: Path) -> Path:
-    """What is needed of Qwen2-VL-2B-Instruct: a tokenizer, and config.json in the flat form that the hub has."""
+    """Write what is needed of Qwen2-VL-2B-Instruct: a tokenizer, and config.json in the flat form of the hub."""
     vocab, merges = _byte_pairs(TEMPLATE, 600)
     vocab |= {token: len(vocab) + i for i, token in enumerate(QWEN2_VL_SPECIAL)}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, extra_special_tokens=list(QWEN2_VL_SPECIAL[1:]))
@@ -104,9 +104,9 @@ def write_qwen2_vl(folder: Path) -> Path:
 
 
 def published_shapes(config: Qwen2VLConfig, rank: int = RANK) -> dict[str, torch.Size]:
-    """By the key names of KwaiVGI/VideoReward: transformers 4.45 in peft, LoRA in the language model only.
+    """Shapes by the key names of KwaiVGI/VideoReward: transformers 4.45 in peft, LoRA in the language model only.
 
-    `config` without the rows of the three special tokens, as for the base model.
+    `config` is that of the base model, without the rows of the three special tokens.
     """
     config = copy.deepcopy(config)
     config.text_config.vocab_size += 3
@@ -127,7 +127,7 @@ def published_shapes(config: Qwen2VLConfig, rank: int = RANK) -> dict[str, torch
 
 
 def published_weights(base: Path, seed: int = 0) -> dict[str, Tensor]:
-    """bfloat16, random."""
+    """Random bfloat16 weights under the published names."""
     config = Qwen2VLConfig.from_pretrained(base)
     config.text_config.vocab_size = len(Qwen2Tokenizer.from_pretrained(base))
     draw = torch.Generator().manual_seed(seed)
@@ -140,7 +140,7 @@ def published_weights(base: Path, seed: int = 0) -> dict[str, Tensor]:
 
 
 def model_config() -> dict[str, dict[str, Any]]:
-    """model_config.json: the dataclasses that its training saved, and the statistics for normalising."""
+    """Content of model_config.json: the dataclasses that training saved, and the statistics for normalising."""
     return {
         "data_config": {
             "meta_data": "/path/meta.csv", "data_dir": "/path", "meta_data_test": None, "max_frame_pixels": 200704,
@@ -163,7 +163,7 @@ def model_config() -> dict[str, dict[str, Any]]:
 
 
 def write_video_reward(folder: Path, weights: dict[str, Tensor]) -> Path:
-    """The folder KwaiVGI/VideoReward."""
+    """Write the folder KwaiVGI/VideoReward."""
     (folder / "checkpoint-11352").mkdir(parents=True)
     torch.save(weights, folder / "checkpoint-11352" / "model.pth")
     (folder / "model_config.json").write_text(json.dumps(model_config()))
@@ -171,7 +171,7 @@ def write_video_reward(folder: Path, weights: dict[str, Tensor]) -> Path:
 
 
 def write_clip(folder: Path, seed: int = 0, side: int = 32) -> Path:
-    """A CLIP model, its tokenizer and image processor."""
+    """Write a CLIP model with its tokenizer and image processor."""
     vocab, merges = _byte_pairs("a red ball rolls over the blue table and falls", 560, end_of_word_suffix="</w>")
     vocab |= {letter + "</w>": len(vocab) + i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocab = {token: i for i, token in enumerate([*vocab, "<|startoftext|>", "<|endoftext|>"])}

@@ -1,4 +1,4 @@
-"""What tests/test_engine_deepspeed.py runs in processes of their own."""
+"""Runs of tests/test_engine_deepspeed.py, in processes of their own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class NamedReward(BrightnessReward):
-    """Not finite for some prompts, so that ranks have other numbers of samples to train."""
+    """Returns NaN for some prompts, so that ranks have different numbers of samples to train."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         parts = super().__call__(videos, prompts)
@@ -59,7 +59,7 @@ class NamedReward(BrightnessReward):
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of all tensors that are alive, at their most; those that are there before, found by the collector."""
+    """Largest number of bytes in live tensors; the garbage collector finds those that exist at the start."""
 
     def __enter__(self) -> Any:
         self.live = {tensor.untyped_storage()._cdata: self._entry(tensor) for tensor in self._tensors()}
@@ -86,7 +86,7 @@ class Peak(TorchDispatchMode):
             if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.live:
                 self.live[key] = self._entry(tensor)
                 self.total += self.live[key][1]
-        if self.total > self.peak:  # unless some are gone
+        if self.total > self.peak:  # unless some have been freed
             self.live = {key: kept for key, kept in self.live.items() if not kept[0].expired()}
             self.total = sum(size for _, size in self.live.values())
             self.peak = max(self.peak, self.total)
@@ -94,8 +94,9 @@ class Peak(TorchDispatchMode):
 
 
 def memory(engine: str, tuning: str) -> dict[str, Any]:
-    """Bytes that the plan says of this rank, and those that are alive at the peak of a backward; of a wider model than
-    the other runs', so that its weights count.
+    """Bytes of this rank: planned, and alive at the peak of a backward.
+
+    The model is wider than in the other runs, so that its weights count.
     """
     config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine)
     before = Peak.now()
@@ -121,7 +122,7 @@ def memory(engine: str, tuning: str) -> dict[str, Any]:
 
 
 def run(folder: Path, tuning: str, engine: str, start: str | None, iterations: range, **overrides: Any) -> list[Any]:
-    """Go on from the checkpoint `start`, train `iterations`, and leave a checkpoint; the rows."""
+    """Resume from the checkpoint `start`, train `iterations`, and leave a checkpoint; return the rows."""
     config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine, **overrides)
     trainer = tiny_trainer(config, NamedReward())
     if start is not None:
@@ -139,7 +140,7 @@ def resume(trainer: Trainer, run: Path) -> None:
 
 
 def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
-    """Of all weights; of those of the blocks alone; and one that is no number."""
+    """Yield a loss of all weights, one of the blocks' weights alone, and one that is NaN."""
     text = collate(
         [embeddings(["a red circle moves left quickly"])["a red circle moves left quickly"]], CPU, torch.float32
     )
@@ -152,7 +153,7 @@ def losses(policy: HunyuanVideo15Policy) -> Iterator[Tensor]:
 
 
 def checks(folder: Path) -> None:
-    """Weights without a gradient, and an update that is not finite, beside the plain engine; a LoRA file of ZeRO-3."""
+    """Compare with the plain engine: weights without a gradient, a non-finite update, a LoRA file of ZeRO-3."""
     from sage_fast.parallel.zero import ZeroEngine  # imports DeepSpeed, which the tests' own process does without
 
     found, zero = {}, set()
@@ -160,13 +161,13 @@ def checks(folder: Path) -> None:
         config = settings(model__tuning="full", train__engine=name, train__weight_decay=0.5, train__eps=1e-8)
         trainer = tiny_trainer(config)
         policy, engine = trainer.policy, trainer.engine
-        if isinstance(engine, ZeroEngine):  # with the timeout of `timeout_minutes`
+        if isinstance(engine, ZeroEngine):  # the group with the timeout of `timeout_minutes`
             assert engine.deepspeed.data_parallel_group is dist.group.WORLD
         for number, loss in enumerate(losses(policy)):
             before = policy.snapshot()
             engine.backward(loss, world_size())
             if number < 2:
-                if name == "plain":  # of dead ends, which a real model has frozen
+                if name == "plain":  # in dead ends, which a real model freezes
                     zero |= {n for n, p in policy.parameters().items() if p.grad is not None and not p.grad.any()}
                 engine.step()
                 continue
@@ -183,7 +184,7 @@ def checks(folder: Path) -> None:
         tiny_trainer(settings(train__engine=name)).engine.save_weights(folder / name)
     plain, sharded = (load_file(folder / name / LORA_FILE) for name in ("plain", "zero3"))
     assert plain.keys() == sharded.keys()
-    for name, factor in plain.items():  # of dead ends too, which are frozen
+    for name, factor in plain.items():  # also in dead ends, which are frozen
         assert torch.equal(factor, sharded[name]), (name, factor.shape, sharded[name].shape)
 
 
@@ -192,9 +193,9 @@ MUON = {"full zero1": {"train__offload": "optimizer"}, "full zero2": {}, "full z
 
 
 def muon_engine(name: str) -> Engine:
-    """An engine with Muon; eps leaves AdamW's updates by gradients that are rounding alone small."""
+    """An engine with Muon; `eps` keeps AdamW's updates small for gradients that are only rounding."""
     tuning, engine = name.split()
-    decay = 0.5 * (tuning == "full")  # ZeRO leaves A alone while its gradient is 0
+    decay = 0.5 * (tuning == "full")  # ZeRO does not decay A while its gradient is 0
     given = {"train__learning_rate": 1e-2, "train__weight_decay": decay, "train__eps": 1e-8, **MUON.get(name, {})}
     config = settings(model__tuning=tuning, train__engine=engine, train__optimizer="muon", **given)
     policy = tiny_model(config).policy
@@ -203,7 +204,7 @@ def muon_engine(name: str) -> Engine:
 
 
 def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Tensor]:
-    """The whole weights after one update by the mean of two losses, of which this process has those of `ranks`."""
+    """Update by the mean of two losses, with this process computing those of `ranks`; return the whole weights."""
     policy, words = engine.policy, "a red circle moves left quickly"
     text = collate([embeddings([words])[words]], CPU, torch.float32)
     for place in ranks:
@@ -214,7 +215,7 @@ def muon_step(engine: Engine, number: int, ranks: Sequence[int]) -> dict[str, Te
 
 
 def muon(folder: Path) -> None:
-    """Three updates, with a checkpoint after the second; then one on from the checkpoint of the plain process."""
+    """Make three updates with a checkpoint after the second, then one from the checkpoint of the plain process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     initialize()
     for name in MUON:
@@ -231,7 +232,7 @@ def muon(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """On one rank or two."""
+    """Run all cases for one rank, or those for two."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     initialize()
     rows = {}

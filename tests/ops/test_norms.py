@@ -60,10 +60,10 @@ MODULATE_SHAPES = {
 
 
 def crossed(names: str, shapes: dict[str, Any], types: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Every shape with every type, in C++ and in Triton.
+    """Parametrize with every shape and every type, in C++ and in Triton.
 
-    Triton's interpreter is slow: it takes every type at the odd shape and the last type at every shape, `make soak` the
-    rest.
+    Triton's interpreter is slow: `make test` gives it every type at the odd shape and the last type at every shape,
+    `make soak` the rest.
     """
     rows = []
     for implementation_name, shape, of_values in itertools.product(("C++", "triton"), shapes, types):
@@ -116,7 +116,7 @@ def test_norm_modulate_reads_any_layout(kernels: tuple[Kernels, torch.device]) -
 
 @pytest.mark.parametrize("room", [1, 24])
 def test_norm_modulate_leaves_room(kernels: tuple[Kernels, torch.device], room: int) -> None:
-    """Same bits beside any room, and a gradient that stands in the room is not read."""
+    """The output has the same bits with any room, and the backward does not read the gradient there."""
     functions, device = kernels
     x, grad = (torch.randn(2, 5, 64, device=device).bfloat16() for _ in range(2))
     scale, shift = modulation(2, 64, BF16, "chunks", device)
@@ -133,7 +133,7 @@ def test_norm_modulate_leaves_room(kernels: tuple[Kernels, torch.device], room: 
 
 
 def test_norm_modulate_leaves_spare_rows(kernels: tuple[Kernels, torch.device]) -> None:
-    """Zeros, and a gradient that stands in them is not read."""
+    """Spare rows are zero, and the backward does not read their gradient."""
     functions, device = kernels
     x, grad = (torch.randn(2, 5, 64, device=device).bfloat16() for _ in range(2))
     scale, shift = modulation(2, 64, BF16, "chunks", device)
@@ -162,7 +162,7 @@ def test_the_reference_is_layer_norm_and_its_gradients() -> None:
 
 
 def test_the_residual_stream_and_its_norm() -> None:
-    """The two gradients added are that of both."""
+    """The gradient is the sum of the gradients through both outputs."""
     x, scale, shift = torch.randn(2, 5, 8), torch.randn(2, 8), torch.randn(2, 8)
     inputs = [t.double().requires_grad_() for t in (x, scale, shift)]
     same, out = residual_norm(*inputs, room=2, spare=1)
@@ -241,7 +241,7 @@ ROTATE_SHAPES = {  # B, N, L, H, D
 
 
 def rotate_inputs(shape: tuple[int, ...], dtype: torch.dtype, weights: torch.dtype, device: torch.device) -> list[Any]:
-    """Of the operator: joint, four weights, rotary, eps."""
+    """Arguments of the operator: joint, four weights, rotary, eps."""
     batch, tokens, texts, heads, width = shape
     angle = 10 * torch.randn(tokens, width // 2)
     joint = torch.randn(batch, tokens + texts, 3, heads, width).to(dtype)
@@ -260,7 +260,7 @@ def test_norm_rotate(
 
 
 def test_norm_rotate_reads_any_layout(kernels: tuple[Kernels, torch.device]) -> None:
-    """A part of a wider tensor, and gradients as attention leaves them: heads before tokens."""
+    """Inputs are slices of wider tensors; gradients have heads before tokens, as attention leaves them."""
     functions, device = kernels
     joint, *rest = rotate_inputs((2, 5, 3, 2, 32), FP32, FP32, device)
     rest = [*(weight[::2] for weight in rest[:4]), rest[4][:, ::2], rest[5]]
@@ -270,7 +270,7 @@ def test_norm_rotate_reads_any_layout(kernels: tuple[Kernels, torch.device]) -> 
 
 
 def test_the_reference_is_that_of_diffusers() -> None:
-    """Values, and the gradients of the whole function: queries, keys and values of both streams from two tensors."""
+    """Compare queries, keys and values of both streams, and all gradients; video and text are separate tensors."""
     joint, *weights, rotary, eps = rotate_inputs((2, 5, 3, 4, 16), FP32, FP32, torch.device("cpu"))
     joint, text = joint.double(), torch.randn(2, 3, 3, 4, 16).double().requires_grad_()
     given, own = (joint.clone().requires_grad_() for _ in range(2))
@@ -294,7 +294,7 @@ def test_the_reference_is_that_of_diffusers() -> None:
 
 
 def test_several_rows_a_program(monkeypatch: pytest.MonkeyPatch, guarded_empty: None) -> None:
-    """Long videos: programs loop, the last one over rows that are not there."""
+    """For long videos programs loop over rows, and the last one also over rows past the end."""
     functions, device = _kernels("triton")
     monkeypatch.setattr("sage_fast.kernels.common.MAX_PROGRAMS", 1)
     x, grad = (torch.randn(2, 11, 20, device=device) for _ in range(2))
@@ -311,7 +311,7 @@ def test_several_rows_a_program(monkeypatch: pytest.MonkeyPatch, guarded_empty: 
 def test_the_same_bits_twice_and_on_any_number_of_threads(kernels: tuple[Kernels, torch.device]) -> None:
     functions, device = kernels
     in_cpp = isinstance(functions("norm_modulate"), torch._ops.OpOverloadPacket)
-    rows, tokens, counts = (301, 90, (1, 2, 3, 1)) if in_cpp else (5, 3, (1, 1))  # Triton knows no threads
+    rows, tokens, counts = (301, 90, (1, 2, 3, 1)) if in_cpp else (5, 3, (1, 1))  # Triton has no threads to vary
     x, grad = (torch.randn(2, rows, 64, device=device) for _ in range(2))
     scale, shift = modulation(2, 64, FP32, "chunks", device)
     heads = rotate_inputs((2, tokens, 3, 4, 16), FP32, FP32, device)
@@ -335,7 +335,7 @@ def test_the_same_bits_twice_and_on_any_number_of_threads(kernels: tuple[Kernels
 
 
 def test_with_and_without_autograd_and_frozen_parts() -> None:
-    """One kernel for rollout and training; what is frozen costs no sums."""
+    """Rollout and training give the same bits; the backward skips the sums for frozen parts."""
     x, y = torch.randn(2, 9, 64), torch.randn(2, 9, 64)
     scale, shift = torch.randn(2, 64), torch.randn(2, 64)
     joint, *rest = rotate_inputs((2, 9, 3, 4, 16), FP32, FP32, torch.device("cpu"))

@@ -152,7 +152,7 @@ def test_absent_velocities_score_zero(anchor, old):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_and_reduction(sampler, reduction):
     case = make((5, 131), (FP32, BF16, BF16, BF16), sampler, reduction)
-    if reduction == "sum":  # log-probs of the size of the sample
+    if reduction == "sum":  # summed log-probs grow with the sample
         case.coefs[:, 3:] /= 131
     check_step(case, with_guidance=True)
     check_score(case, case.other, case.old)
@@ -252,7 +252,7 @@ def test_noise_is_the_reference_noise(numel, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_stores_round_to_nearest_even(dtype):
-    """As compiled kernels do; the interpreter by itself truncates fp32 to bf16."""
+    """Compiled kernels round like this; without our code the interpreter would truncate fp32 to bf16."""
     v = torch.randn(2, 64, device=DEVICE)
     v[0, :2] = 1 + torch.tensor([1, 3], device=DEVICE) * 2.0**-8  # ties of bf16: to 1 and to 1 + 2^-6
     row = torch.eye(6, device=DEVICE)[1:2]  # x_next = v
@@ -316,7 +316,7 @@ def test_a_sample_does_not_depend_on_its_batch():
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("numel", [59, 2048])
 def test_scoring_a_step_repeats_its_log_prob(numel, dtypes):
-    """On-policy the ratio is 1: the score of the stored transition is the log-prob of the step, to the last bits."""
+    """On-policy the ratio is 1: the score of a stored transition is the log-prob of its step, to the last bits."""
     case = make((3, numel), dtypes)
     x_next, logp = transition_step(*case.step_args(False))
     again, _, _ = transition_score(case.x, x_next, case.v, None, None, case.coefs, case.step)

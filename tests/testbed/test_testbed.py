@@ -1,4 +1,4 @@
-"""The moving-shapes world: honest rewards, an honest base, and weights that can be made again."""
+"""The moving-shapes world: honest rewards, an honest base, and reproducible weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_vq_sees_blur_noise_and_a_second_shape() -> None:
 
 
 def test_a_video_that_is_not_a_number_has_no_score() -> None:
-    """The diverged policy's fault, or the decoder's: one NaN pixel is enough, and no other video suffers."""
+    """A diverged policy or the decoder may cause it: one NaN pixel is enough, and no other video suffers."""
     sound = truth()
     spoiled, lost = sound.clone(), torch.full_like(sound, torch.nan)
     spoiled[0, 0, 3, 4] = torch.nan
@@ -139,7 +139,7 @@ def test_pretraining_is_deterministic(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_the_autoencoder_is_not_the_ceiling() -> None:
-    """Rendered clips score 2.87; what it makes of them at least 2.7, so that a policy's faults are its own."""
+    """Rendered clips score 2.87 and decoded ones at least 2.7, so that a policy's faults are its own."""
     vae = load_vae()
     prompts = heldout_prompts()
     videos = torch.stack([truth(parse(prompt), seed) for seed, prompt in enumerate(prompts)])
@@ -151,7 +151,7 @@ def test_the_autoencoder_is_not_the_ceiling() -> None:
 
 
 def test_the_base_follows_prompts_but_not_perfectly() -> None:
-    """Clearly better than chance (the prompts of other videos) and clearly worse than the rendered truth."""
+    """It does clearly better than chance (the prompts of other videos) and clearly worse than the rendered truth."""
     config = load(Path(__file__).parents[2] / "configs" / "demo.yaml")
     model = load_model(config.model, config.sampling, torch.device("cpu"), 0)
     prompts = heldout_prompts() * 2
