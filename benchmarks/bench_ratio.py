@@ -1,7 +1,7 @@
 """Measure how much each `objective.ratio` is clipped, in bfloat16 and float32: `python -m benchmarks.bench_ratio FILE`.
 
-Runs the testbed of configs/demo.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5. Each
-iteration makes two updates on the same rollouts; only the second can be clipped.
+Runs the testbed of configs/recipes/paper.yaml with the published clip range, eta and learning rate: 1e-4, 0.5, 1e-5.
+Each iteration makes two updates on the same rollouts; only the second can be clipped.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def gate(config: Config) -> dict[str, Any]:
 def measure(dtype: str, ratio: str, seed: int) -> dict[str, Any]:
     """Return the means over the iterations, and each iteration's clip fraction."""
     overrides = SETTINGS | {"model.dtype": dtype, "objective.ratio": ratio, "seed": str(seed)}
-    config = load(Path(__file__).parent.parent / "configs" / "demo.yaml", overrides)
+    config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", overrides)
     found = gate(config)
     run = trainer(dataclasses.replace(config, train=dataclasses.replace(config.train, parity_gate=False)))
     rows: list[dict[str, Any]] = [run.iteration(index) for index in range(ITERATIONS)]

@@ -322,7 +322,7 @@ SMALL = {
 def small_config(given: dict[str, int]) -> Config:
     base = {"train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 1}
     settings = {key: str(value) for key, value in (base | given).items()}
-    return load(REPOSITORY / "configs" / "demo.yaml", settings)
+    return load(REPOSITORY / "configs" / "recipes" / "paper.yaml", settings)
 
 
 def measure(file: Path) -> None:

@@ -160,7 +160,7 @@ command_of() {
             # rollout and training. With more updates per iteration it would warn.
             [[ $1 == demo-bf16 ]] && size+=(--model.dtype bfloat16 --train.optimizer_steps 1 --sampling.batch_size 1
                 --train.batch_size 1)
-            printf '%s\n' "${sage[@]}" train configs/demo.yaml --output "$GPU_VENV/$1" "${size[@]}"
+            printf '%s\n' "${sage[@]}" train configs/recipes/paper.yaml --output "$GPU_VENV/$1" "${size[@]}"
             ;;
         operators)
             size=(--size "720p batch 4" --size large --size "480p batch 4" --size "480p batch 1")
@@ -190,7 +190,7 @@ command_of() {
             # The log-prob gate is checked by `demo`; here it could stop the run that is timed.
             size=(configs/hunyuanvideo15-480p.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3
                 --train.group_size 2 --train.parity_gate false)
-            $tiny && size=(configs/demo.yaml --sampling.steps 3 --train.group_size 2 --train.optimizer_steps 1)
+            $tiny && size=(configs/recipes/paper.yaml --sampling.steps 3 --train.group_size 2 --train.optimizer_steps 1)
             # Made-up prompts and a reward on pixels: neither is measured.
             printf '%s\n' "${sage[@]}" profile "${size[@]}" --train.prompts_per_iteration 1 --data.prompts testbed:train \
                 --data.eval_prompts testbed:heldout --reward.name sage_fast.configs.my_rewards:MyReward --reward.args "{}" \

@@ -29,7 +29,7 @@ from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import settings, tiny_trainer
 
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 TWO_UPDATES = {"train__optimizer_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -82,7 +82,7 @@ LOADED: dict[str, dict[str, Any]] = {
     "demo-bfloat16": {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1},
     "demo-bfloat16-full": {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False},
 }
-"""Case -> settings over configs/demo.yaml: the testbed's weights, its reward and judge, and an evaluation."""
+"""Case -> settings over configs/recipes/paper.yaml: the testbed's weights, its reward and judge, and an evaluation."""
 FEW = {
     "sampling.steps": 3, "train.prompts_per_iteration": 2, "train.group_size": 3, "train.optimizer_steps": 1,
     "eval.steps": 2, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
@@ -96,7 +96,7 @@ RANKS: dict[str, dict[str, Any]] = {
         "train.optimizer_steps": 2,
     },
 }  # fmt: skip
-"""Case -> settings over configs/demo.yaml, on two ranks."""
+"""Case -> settings over configs/recipes/paper.yaml, on two ranks."""
 
 
 def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:
@@ -118,7 +118,7 @@ def tiny(overrides: dict[str, Any]) -> str:
 
 def loaded(overrides: dict[str, Any]) -> str:
     """As the command loads it: one iteration and an evaluation."""
-    setup = load_setup(load(DEMO, {key: str(value) for key, value in (FEW | overrides).items()}))
+    setup = load_setup(load(PAPER, {key: str(value) for key, value in (FEW | overrides).items()}))
     setup.encode()
     trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     return digest([trainer.iteration(0), evaluate(setup, iteration=1).to_json()], trainer)

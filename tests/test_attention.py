@@ -279,7 +279,16 @@ def test_sdpa_is_not_cudnn_by_another_name(dtype: torch.dtype, monkeypatch: pyte
 
 def test_the_choice_is_asked_for_by_name_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    command = ["train", "configs/demo.yaml", "--output", str(run), "--train.iterations", "1", "--eval.num_prompts", "1"]
+    command = [
+        "train",
+        "configs/recipes/paper.yaml",
+        "--output",
+        str(run),
+        "--train.iterations",
+        "1",
+        "--eval.num_prompts",
+        "1",
+    ]
     command += ["--train.prompts_per_iteration", "1", "--train.group_size", "2", "--eval.seeds_per_prompt", "1"]
     assert cli.main([*command, "--model.attention", "flsh"]) == 2
     assert "did you mean 'flash'?" in capsys.readouterr().err

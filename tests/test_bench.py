@@ -384,7 +384,7 @@ def test_decoders_have_their_layouts_and_wrong_videos_are_not_timed() -> None:
         (["rollout", "--part", "froward"], "did you mean 'forward'"),
         (["rollout", "--path", "compield"], "did you mean 'compiled'"),
         (["rollout", "--part", "decode", "--path", "eager"], "its paths are contiguous, channels last, stock"),
-        (["iteration", "--config", "configs/demo.yaml", "--path", "compiled"], "expected one of stock, eager"),
+        (["iteration", "--config", "configs/recipes/paper.yaml", "--path", "compiled"], "expected one of stock, eager"),
     ],
 )
 def test_messages(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,8 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import read_metrics, saving, writing
 
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+CONFIGS = Path(__file__).parent.parent / "configs"
+PAPER = CONFIGS / "recipes" / "paper.yaml"
 SMALL = [
     *("--train.iterations", "2", "--train.prompts_per_iteration", "2", "--train.group_size", "3"),
     *("--sampling.steps", "4", "--train.timestep_fraction", "1.0", "--eval.steps", "2", "--eval.num_prompts", "2"),
@@ -33,7 +34,7 @@ SMALL = [
 
 
 def train(run: Path, *arguments: str) -> int:
-    return main(["train", str(DEMO), "--output", str(run), "--quiet", *SMALL, *arguments])
+    return main(["train", str(PAPER), "--output", str(run), "--quiet", *SMALL, *arguments])
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
@@ -63,7 +64,7 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from sage_fast.cli imp
 )
 def test_a_wrong_name_of_a_reward_is_said_before_pytorch_is_imported(arguments: list[str], message: str) -> None:
     code = WITHOUT_TORCH + "sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, "train", str(DEMO), *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, "train", str(PAPER), *arguments], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
 
@@ -123,7 +124,7 @@ def test_a_reader_that_goes_away_is_no_error(arguments: str, status: int) -> Non
 
 
 def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
-    for command in (["train", str(DEMO), "--output", str(tmp_path / "run")], ["eval", str(DEMO)]):
+    for command in (["train", str(PAPER), "--output", str(tmp_path / "run")], ["eval", str(PAPER)]):
         code = WITHOUT_TORCH + f"main({command!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout == f"sage-fast {command[0]}: loading PyTorch and diffusers\n"
@@ -135,10 +136,10 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["train", str(DEMO), "--data.prompts", "missing.txt"], 2, "prompt file 'missing.txt': no such file"),
-        (["train", str(DEMO), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
-        (["train", str(DEMO), "--output", str(DEMO.parent)], 2, "already holds other files"),
-        (["train", str(DEMO), "--resume", "--output", str(DEMO.parent)], 2, "no run to resume there"),
+        (["train", str(PAPER), "--data.prompts", "missing.txt"], 2, "prompt file 'missing.txt': no such file"),
+        (["train", str(PAPER), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
+        (["train", str(PAPER), "--output", str(PAPER.parent)], 2, "already holds other files"),
+        (["train", str(PAPER), "--resume", "--output", str(PAPER.parent)], 2, "no run to resume there"),
         (["init", "mine", "--config", "demmo"], 2, "did you mean 'demo'?"),
         (["evaluate", "runs/demo"], 2, "sage-fast evaluate: no such command; expected one of init, train, "),
         (["evaluate", "runs/demo"], 2, "did you mean 'eval'?"),
@@ -163,7 +164,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_says_how_long_it_still_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", str(DEMO), "--output", str(tmp_path / "run"), *SMALL, "--train.iterations", "3"]
+    words = ["train", str(PAPER), "--output", str(tmp_path / "run"), *SMALL, "--train.iterations", "3"]
     assert main(words) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "  kl " in line]
     assert [bool(re.match(r" *\d+[smhd] left  kl ", line)) for line in lines] == [True, True, False]
@@ -189,14 +190,14 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     evaluations = [json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")]
     assert evaluations[0]["seeds"] == evaluations[1]["seeds"]
     assert evaluations[0]["reward"] != evaluations[1]["reward"]
-    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]  # the judge in configs/demo.yaml
+    judged = [scores["parts"]["judge/alignment"] for scores in evaluations]  # the judge in configs/recipes/paper.yaml
     assert judged[0] != judged[1]
     assert (run / "comparison.png").is_file()
 
 
 def test_settings_before_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     """The usage line says that the configuration comes first, as does the error for a value in its place."""
-    assert main(["train", "--sampling.eta", "0.7", str(DEMO)]) == 2
+    assert main(["train", "--sampling.eta", "0.7", str(PAPER)]) == 2
     assert "config 0.7: no such file; it comes first" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "--help"])
@@ -254,7 +255,7 @@ def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: p
     run = tmp_path / "resumed"
     assert train(run, "--train.iterations", "1", "--train.checkpoint_interval", "1") == 0
     capsys.readouterr()
-    assert main(["train", str(DEMO), "--output", str(run), *SMALL, "--resume"]) == 0
+    assert main(["train", str(PAPER), "--output", str(run), *SMALL, "--resume"]) == 0
     assert "resumed after 1 iterations" in capsys.readouterr().out
     whole, resumed = (
         [
@@ -304,7 +305,7 @@ def test_only_one_of_two_runs_gets_the_folder(tmp_path: Path) -> None:
 
 
 def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = DEMO.parent / "hunyuanvideo15-480p.yaml"
+    config = CONFIGS / "hunyuanvideo15-480p.yaml"
     arguments = ["--output", str(tmp_path / "none")]
     assert main(["train", str(config), "--dry-run", *arguments]) == 0
     plan = capsys.readouterr().out
@@ -314,7 +315,7 @@ def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", str(DEMO.parent / "hunyuanvideo15-480p.yaml")]
+    command = ["train", str(CONFIGS / "hunyuanvideo15-480p.yaml")]
     assert main([*command, "--dry-run", "--gpus", "4"]) == 0
     assert "4 GPUs" in capsys.readouterr().out
     assert main([*command, "--dry-run", "--gpus", "33"]) == 2
@@ -325,7 +326,7 @@ def test_dry_run_for_a_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> Non
     assert "torchrun --nproc-per-node 8 -m sage_fast train" in capsys.readouterr().err
 
 
-REAL = str(DEMO.parent / "hunyuanvideo15-480p.yaml")
+REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
 
 
 @pytest.mark.parametrize(
@@ -355,7 +356,7 @@ def test_dry_run_finds_what_the_run_would_stop_at(
 
 
 def test_dry_run_warns_of_guidance_in_evaluations_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(DEMO), "--dry-run", "--kl.strategy", "none", "--eval.guidance_scale", "6"]) == 0
+    assert main(["train", str(PAPER), "--dry-run", "--kl.strategy", "none", "--eval.guidance_scale", "6"]) == 0
     assert "warning: sampling.guidance_scale = 1 in training and eval" in " ".join(capsys.readouterr().out.split())
 
 
@@ -421,16 +422,16 @@ def test_a_word_that_the_testbed_does_not_know_is_found_before_a_run_folder_is_m
 
 
 def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", str(DEMO)]) == 2
+    assert main(["sample", str(PAPER)]) == 2
     assert capsys.readouterr() == ("", "sage-fast sample: give at least one --prompt, or --prompts FILE\n")
-    for command in (["eval", str(DEMO)], ["bench"]):
+    for command in (["eval", str(PAPER)], ["bench"]):
         assert main([*command, "--json", str(tmp_path)]) == 2
         assert f"--json '{tmp_path}': a folder; expected a file" in capsys.readouterr().err
 
 
 def test_a_file_is_no_folder_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert main(["sample", str(DEMO), "--prompt", "a red circle", "--folder", str(tmp_path / "file")]) == 2
+    assert main(["sample", str(PAPER), "--prompt", "a red circle", "--folder", str(tmp_path / "file")]) == 2
     assert "file': a file; expected a folder" in capsys.readouterr().err
 
 

@@ -95,7 +95,9 @@ def grace_of(words: list[str]) -> float:
     """Value of `train.grace_seconds` in the command of a rank, which must be a valid one."""
     assert words[:2] == ["-m", "sage_fast"]
     options, rest = cli._parser().parse_known_args(words[2:])
-    return load(REPOSITORY / "configs" / "demo.yaml", cli._overrides(options.command, rest)).train.grace_seconds
+    return load(
+        REPOSITORY / "configs" / "recipes" / "paper.yaml", cli._overrides(options.command, rest)
+    ).train.grace_seconds
 
 
 def requeued(folder: Path) -> list[str]:
@@ -167,7 +169,7 @@ def test_two_ranks_that_share_samples_train_stop_and_go_on(submit: Submit, tmp_p
         train__optimizer_steps=1, train__checkpoint_interval=1, eval__steps=1, eval__num_prompts=1,
         eval__seeds_per_prompt=1, eval__interval=0,
     )  # fmt: skip
-    run, config = tmp_path / "run", str(REPOSITORY / "configs" / "demo.yaml")
+    run, config = tmp_path / "run", str(REPOSITORY / "configs" / "recipes" / "paper.yaml")
     environment = {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     process = submit(config, str(run), *given, "--train.iterations", "500", **environment)
     whole = "checkpoints/iteration-??????"

@@ -70,7 +70,7 @@ def test_a_reward_that_hangs_on_one_rank_ends_the_ranks_and_torchrun_goes_on(
 ) -> None:
     """Two ranks evaluate one video. The run stops in time and names the reward; restarted, it resumes."""
     run, reward = tmp_path / "run", f"{__name__}:HangsOnce"
-    train = ["-m", "sage_fast", "train", "configs/demo.yaml", "--output", str(run), *FEW_STEPS]
+    train = ["-m", "sage_fast", "train", "configs/recipes/paper.yaml", "--output", str(run), *FEW_STEPS]
     options = arguments(
         train__iterations=3, train__prompts_per_iteration=2, train__group_size=2, train__checkpoint_interval=1,
         eval__num_prompts=1, eval__seeds_per_prompt=1, eval__num_videos=1, reward__name=reward,

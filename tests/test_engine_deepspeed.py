@@ -124,7 +124,7 @@ def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str,
 def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
     """Train with ZeRO-2, then ZeRO-3 on two ranks (`make soak`: on one in between); rows match one plain process."""
     stages = [(1, "zero2", 2), (2, "zero3", 1), (3, "zero3", 2)] if SOAK else [(1, "zero2", 2), (2, "zero3", 2)]
-    base = ["train", str(REPOSITORY / "configs" / "demo.yaml"), "--quiet", *FEW_STEPS]
+    base = ["train", str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), "--quiet", *FEW_STEPS]
     base += arguments(train__prompts_per_iteration=2, train__group_size=2, train__schedule="constant",
                       eval__num_prompts=2, eval__seeds_per_prompt=1, tracking__trackers="[]")  # fmt: skip
     assert cli.main([*base, "--output", str(tmp_path / "plain"), "--train.iterations", str(len(stages))]) == 0
@@ -302,7 +302,7 @@ def test_a_reward_that_fails_on_one_rank_of_zero3_ends_no_rollout_of_the_others(
     overrides = {"sampling.batch_size": "1", "sampling.steps": "2", "eval.steps": "2", "eval.num_prompts": "3",
                  "train.prompts_per_iteration": "1", "train.group_size": "3", "train.optimizer_steps": "1",
                  "eval.seeds_per_prompt": "1", "reward.on_failure": "stop"}  # fmt: skip
-    setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", overrides))
+    setup = load_setup(load(REPOSITORY / "configs" / "recipes" / "paper.yaml", overrides))
     setup.encode(tmp_path)
     setup.reward = CompositeReward(Down(), setup.config.reward)
     trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -135,7 +135,7 @@ def test_settings_in_a_file(content: bytes) -> None:
 
 
 WORDS = st.one_of(NAMES.map(lambda name: f"--{name}"), st.tuples(NAMES, TEXT).map("--{0[0]}={0[1]}".format), TEXT)
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 
 
 @pytest.mark.fault("odd settings, options, commands and prompt files", "a result, or one line that says what is wrong")
@@ -143,7 +143,7 @@ DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
 @given(st.lists(WORDS, min_size=1, max_size=5))
 def test_settings_on_the_command_line(arguments: list[str]) -> None:
     with ours():
-        load(DEMO, overrides_of(arguments))
+        load(PAPER, overrides_of(arguments))
 
 
 COMMANDS = st.sampled_from(

@@ -196,7 +196,7 @@ def test_the_machines_own_python_is_left_alone(rehearsed: Path, machine: Path) -
 @pytest.mark.soak
 def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: Path, machine: Path) -> None:
     """One part has a broken configuration, one outlasts its call, and for one no time is left."""
-    config = machine / "checkout" / "configs" / "demo.yaml"
+    config = machine / "checkout" / "configs" / "recipes" / "paper.yaml"
     text = config.read_text()
     config.write_text("sampling: {stepps: 3}\n")
     try:

@@ -32,7 +32,7 @@ from tests.test_cluster import RECORDER, SCANCEL, SCONTROL, SRUN
 REPOSITORY = Path(__file__).parent.parent
 PAPER = REPOSITORY / "configs" / "grids" / "paper.yaml"
 TINY: dict[str, Any] = {
-    "base": str(REPOSITORY / "configs" / "demo.yaml"),
+    "base": str(REPOSITORY / "configs" / "recipes" / "paper.yaml"),
     "sampling": {"steps": 2},
     "train": {"iterations": 500, "prompts_per_iteration": 2, "group_size": 2, "optimizer_steps": 1,
               "checkpoint_interval": 1, "parity_gate": False},

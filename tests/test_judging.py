@@ -42,7 +42,7 @@ from tests.test_report import row, write_rows
 from tests.test_scores import evaluation, scores
 from tests.tiny import settings
 
-DEMO = str(Path(__file__).parent.parent / "configs" / "demo.yaml")
+PAPER = str(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml")
 SMALL = [
     *("--eval.steps", "2", "--eval.num_prompts", "5", "--eval.seeds_per_prompt", "1", "--eval.num_videos", "3"),
 ]
@@ -103,7 +103,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = folder / "run"
     train = ["--train.iterations", "1", "--train.prompts_per_iteration", "2", "--train.group_size", "2"]
     train += ["--sampling.steps", "4", "--train.batch_size", "16", "--train.learning_rate", "0.02", "--quiet"]
-    assert main(["train", DEMO, "--output", str(run), *train, *SMALL]) == 0
+    assert main(["train", PAPER, "--output", str(run), *train, *SMALL]) == 0
     prompts = json.loads((run / "eval" / "before.json").read_text())["prompts"]
     theirs = folder_of_videos(folder / "theirs", [prompts[1], "a prompt that is not asked for", *prompts[2:]])
     checkpoint = run / "checkpoints" / "iteration-000001"
@@ -184,9 +184,9 @@ def test_what_eval_leaves_can_be_evaluated_and_compared_again(evaluated: tuple[P
         (["nowhere"], "nowhere: no such file"),
         (["EMPTY"], "nor a folder of videos: videos.csv"),
         (["base"], "'base' is the model of a run or of settings"),
-        ([DEMO, DEMO], "two sources are called"),
+        ([PAPER, PAPER], "two sources are called"),
         (["RUN/checkpoints/iteration-000009"], "no such checkpoint"),
-        (["RUN", DEMO, "--model.weights", "x"], "--model.weights goes with one source"),
+        (["RUN", PAPER, "--model.weights", "x"], "--model.weights goes with one source"),
         (["THEIRS"], "--reward.name NAME"),
         (["RUN", "THEIRS"], "none of its prompts"),
         (["RUN", "--scorer", "no:such"], "--scorer = 'no:such'"),

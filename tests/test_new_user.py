@@ -31,8 +31,9 @@ SMALL = FEW_STEPS + arguments(
 )  # fmt: skip
 README = CONFIGS.parent / "README.md"
 QUICKSTART = CONFIGS.parent / "docs" / "quickstart.md"
-CHECK_LORA = """
+CHECK = """
 import torch
+from sage_fast.models.testbed.model import BASE
 def velocity(transformer):
     x = torch.randn(1, 65, 5, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -41,9 +42,8 @@ def velocity(transformer):
             encoder_hidden_states_2=torch.zeros(1, 0, 8), encoder_attention_mask_2=torch.zeros(1, 0, dtype=torch.int64),
             image_embeds=torch.zeros(1, 0, 8), return_dict=False,
         )[0]
-base, trained = velocity(TestbedTransformer.from_pretrained(BASE / "transformer")), velocity(transformer)
-transformer.disable_lora()
-print(float((trained - base).abs().max()), float((velocity(transformer) - base).abs().max()))
+base = velocity(TestbedTransformer.from_pretrained(BASE / "transformer"))
+print(float((velocity(transformer) - base).abs().max()))
 """
 
 
@@ -103,11 +103,11 @@ def user(wheel: Path, tmp_path: Path) -> User:
     return user
 
 
-def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
+def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     """Follow docs/quickstart.md block by block with few steps and iterations, then README's first hour."""
     where = user.run("python", "-c", "import sage_fast, sage_fast.ops; print(sage_fast.__file__)")
     assert where.startswith(str(user.bin.parent)), "another sage_fast than the wheel's was imported"
-    init_, reward, trial, train, look, load_lora, real, plan, _ = blocks(QUICKSTART)
+    init_, reward, trial, train, look, weights, real, plan, _ = blocks(QUICKSTART)
     (section,) = re.findall(r"^```yaml\n(.*?)^```$", QUICKSTART.read_text(), re.M | re.S)
 
     printed = user.paste(init_)
@@ -148,14 +148,13 @@ def test_from_the_wheel_to_a_lora_in_diffusers(user: User) -> None:
         videos = read_folder(source, user.folder / "evaluation" / "videos" / source)
         frames = torch.stack([read_video(file) for file in videos.files if file])
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
-            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.01)  # video compression changes it
+            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.03)  # video compression changes it
     (run / "report.html").unlink()
     user.run("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000
 
-    changed, unchanged = map(float, user.run("python", "-c", load_lora.text + CHECK_LORA).split())
-    assert changed > 0, "the adapter does not change the velocity"
-    assert unchanged == 0, "the velocity without the adapter is not the base model's"
+    changed = float(user.run("python", "-c", weights.text + CHECK))
+    assert changed > 0, "the trained weights give the velocity of the base model"
 
     user.paste(real)
     user.set_reward(section)

@@ -88,6 +88,6 @@ def test_unknown_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     for command in (["train", "--dry-run"], ["train"], ["sample", "--prompt", "a"]):
         name, *options = command
         given = ["--model.path", "random:hunyuanvideo15-720p", "--output", str(tmp_path / "none")]
-        assert main([name, "configs/demo.yaml", *options, *given]) == 2
+        assert main([name, "configs/recipes/paper.yaml", *options, *given]) == 2
         assert "did you mean 'random:hunyuanvideo15-480p'" in capsys.readouterr().err
         assert not (tmp_path / "none").exists()

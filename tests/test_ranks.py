@@ -247,7 +247,7 @@ def logged_run(folder: Path) -> None:
         train__group_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, train__iterations=2,
         timeout_minutes=1,
     )  # fmt: skip
-    config = Path(__file__).parent.parent / "configs" / "demo.yaml"
+    config = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
     sys.exit(main(["train", str(config), "--output", str(folder / "run"), *FEW_STEPS, *given]))
 
 

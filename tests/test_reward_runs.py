@@ -27,7 +27,7 @@ from tests.reward_faults import fingerprints
 from tests.tiny import arguments, settings
 
 REPOSITORY = Path(__file__).parent.parent
-DEMO = REPOSITORY / "configs" / "demo.yaml"
+PAPER = REPOSITORY / "configs" / "recipes" / "paper.yaml"
 SMALL = arguments(
     train__iterations=2, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=1,
     train__batch_size=16, train__parity_gate="false", sampling__steps=2, sampling__batch_size=1, eval__steps=1,
@@ -48,7 +48,7 @@ def on_two_ranks(server: ForkServer, run: Path, *options: str) -> str:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = ["train", str(DEMO), "--output", str(run), *SMALL, *options]
+    command = ["train", str(PAPER), "--output", str(run), *SMALL, *options]
     log = run.with_suffix(".log")
     ranks = [server.start(command, log, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     assert [server.wait(rank) for rank in ranks] == [0, 0], log.read_text()
@@ -98,7 +98,7 @@ def test_two_ranks_with_rewards_beside_them_that_fail(server: ForkServer, tmp_pa
 def test_more_than_the_share_stops_the_run_with_a_checkpoint(server: ForkServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = f"{{folder: {tmp_path / 'faults'}, plan: [{', '.join(f'{i} sys.exit' for i in range(8, 40))}]}}"
-    command = ["train", str(DEMO), "--output", str(run), *SMALL, "--reward.args", args]
+    command = ["train", str(PAPER), "--output", str(run), *SMALL, "--reward.args", args]
     assert server.wait(server.start(command, run.with_suffix(".log"))) == 1
     log = run.with_suffix(".log").read_text()
     assert (

@@ -152,7 +152,9 @@ def evaluations_that_fail(folder: Path) -> list[str]:
     chunks of videos: the second one has been sampled by then."""
     given = {"model.sequence_parallel": 2, "sampling.batch_size": 1, "eval.num_prompts": 6, "timeout_minutes": 0.3,
              "eval.steps": 1, "eval.seeds_per_prompt": 1, "eval.judge": "null"}  # fmt: skip
-    setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", {key: str(value) for key, value in given.items()}))
+    setup = load_setup(
+        load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+    )
     setup.encode(folder)
     submit = setup.reward.submit
 
@@ -181,7 +183,9 @@ def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torc
         "train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 2, "train.batch_size": 5,
         "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
     }  # fmt: skip
-    setup = load_setup(load(REPOSITORY / "configs" / "demo.yaml", {key: str(value) for key, value in given.items()}))
+    setup = load_setup(
+        load(REPOSITORY / "configs" / "recipes" / "paper.yaml", {key: str(value) for key, value in given.items()})
+    )
     setup.encode(folder)
     trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     rows = [trainer.iteration(index) for index in range(2)]
@@ -272,7 +276,7 @@ def test_an_evaluation_that_fails_on_one_rank_ends_all(four_ranks: Path) -> None
 def test_what_does_not_fit_is_said_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    demo = ["train", str(REPOSITORY / "configs" / "demo.yaml"), "--model.sequence_parallel"]
+    demo = ["train", str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), "--model.sequence_parallel"]
     monkeypatch.setattr("sage_fast.models.load._load", None)
     for arguments, message in (
         (["2"], "model.sequence_parallel = 2: expected a divisor of the number of ranks, which is 1; the nearest is 1,"

@@ -32,7 +32,7 @@ from tests.fork_server import Fault, ForkServer
 from tests.tiny import arguments
 
 SOAK = "SAGE_FAST_SOAK" in os.environ
-DEMO = Path(__file__).parent.parent / "configs" / "demo.yaml"
+PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 SMALL = arguments(
     train__iterations=6, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=2,
     train__batch_size=16, train__ema_decay=0.9, train__checkpoint_interval=2, train__parity_gate="false",
@@ -54,7 +54,7 @@ class Place:
     def start(self, run: str, *options: str, fault: Fault | None = None, **environment: str) -> int:
         """Begin a run, or resume it if there is one."""
         resume = ["--resume"] * (self.here / run / "config.yaml").is_file()
-        command = ["train", str(DEMO), "--output", str(self.there / run), *SMALL, *resume, *options]
+        command = ["train", str(PAPER), "--output", str(self.there / run), *SMALL, *resume, *options]
         return self.server.start(command, self.logs / f"{run}.log", fault, **environment)
 
     def finish(self, run: str, *options: str) -> None:
@@ -322,7 +322,7 @@ def test_a_second_process_is_refused_while_the_first_one_lives(place: Place) -> 
     first = place.start("twofold", "--reward.name", "tests.test_survive:HangingReward")
     place.wait_for("twofold", "hangs")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    command = ["train", str(DEMO), "--output", str(place.there / "twofold"), *SMALL]
+    command = ["train", str(PAPER), "--output", str(place.there / "twofold"), *SMALL]
     refused = [place.server.wait(place.server.start([*command, *resume], place.logs / "second.log"))
                for resume in ([], ["--resume"])]  # fmt: skip
     assert refused == [2, 2]

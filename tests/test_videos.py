@@ -161,7 +161,15 @@ def test_animated_pictures_hold_every_pixel(tmp_path, suffix):
 def test_a_run_needs_no_imageio_ffmpeg(tmp_path):
     """A run, its comparison and its report work without it, nvtx and argcomplete; one line mentions the videos."""
     without = "import sys; sys.modules.update(imageio_ffmpeg=None, nvtx=None, argcomplete=None); "
-    command = ["train", "configs/demo.yaml", "--output", str(tmp_path / "run"), "--train.iterations", "1", *FEW_STEPS]
+    command = [
+        "train",
+        "configs/recipes/paper.yaml",
+        "--output",
+        str(tmp_path / "run"),
+        "--train.iterations",
+        "1",
+        *FEW_STEPS,
+    ]
     command += ["--eval.num_prompts", "1", "--eval.seeds_per_prompt", "1"]
     repository = Path(__file__).parent.parent
     done = subprocess.run(

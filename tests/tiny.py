@@ -58,7 +58,7 @@ def arguments(**overrides: Any) -> list[str]:
 
 
 FEW_STEPS = arguments(sampling__steps=3, train__optimizer_steps=2, eval__steps=2)
-"""For a run of the command from `configs/demo.yaml` that takes seconds."""
+"""For a run of the command from `configs/recipes/paper.yaml` that takes seconds."""
 
 
 class BrightnessReward:
@@ -121,9 +121,9 @@ def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
 
 
 def demo_trainer(folder: Path, **overrides: Any) -> Trainer:
-    """The trainer of `configs/demo.yaml`, whose prompts are embedded into `folder`; keys as for `settings`."""
+    """The trainer of `configs/recipes/paper.yaml`, whose prompts are embedded into `folder`; keys as for `settings`."""
     given = {key.replace("__", "."): str(value) for key, value in overrides.items()}
-    config = load(Path(__file__).parent.parent / "configs" / "demo.yaml", given)
+    config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", given)
     setup = load_setup(config)
     setup.encode(folder)
     return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -15,7 +15,7 @@ from studies.paper.training import config_of, protocol
 from studies.runs import difference, exaflops, mean_interval
 
 DEFAULT = "dual"
-"""The variant with the settings of configs/demo.yaml."""
+"""The variant with the settings of configs/recipes/paper.yaml."""
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:

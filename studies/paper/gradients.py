@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, object] = {
     "train.optimizer_steps": 1,
     "train.parity_gate": False,
 }
-"""Overrides of configs/demo.yaml: the paper's schedule, and one update over every step of every sample."""
+"""Overrides of configs/recipes/paper.yaml: the paper's schedule, and one update over every step of every sample."""
 ORDER, SMALL = 10.0, 3.0
 """Limits on largest norm / smallest norm: the paper's "more than one order of magnitude" and "a small constant
 factor"."""
@@ -189,7 +189,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
         "sampling.steps": steps,
         "train.prompts_per_iteration": groups,
     }
-    config = shipped("demo", overlay)
+    config = shipped("recipes/paper", overlay)
     setup = load_setup(config)
     setup.encode()
     trainer = Measuring(config, setup.model, setup.reward, setup.prompts, setup.embeddings)

@@ -241,7 +241,7 @@ def _on_testbed(
     from sage_fast.run.setup import load_setup
     from scripts.pretrain_testbed import encode_prompts
 
-    setup = load_setup(shipped("demo"), rewards=False)
+    setup = load_setup(shipped("recipes/paper"), rewards=False)
     setup.encode()
     prompts, repeats = (setup.eval_prompts[:8], 1) if quick else (setup.eval_prompts, 2)
     videos = {

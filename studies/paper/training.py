@@ -26,7 +26,7 @@ def _protocol() -> dict[str, Any]:
 
 
 def protocol() -> dict[str, dict[str, Any]]:
-    """Return variant -> its overrides of configs/demo.yaml."""
+    """Return variant -> its overrides of configs/recipes/paper.yaml."""
     tree = _protocol()
     return {name: tree["base"] | settings for name, settings in tree["variants"].items()}
 
@@ -38,7 +38,7 @@ def protocol_text() -> list[str]:
 
 def config_of(variant: str, seed: int, quick: bool = False) -> Config:
     """Return the settings of a run."""
-    return shipped("demo", protocol()[variant], QUICK if quick else {}, {"seed": seed})
+    return shipped("recipes/paper", protocol()[variant], QUICK if quick else {}, {"seed": seed})
 
 
 def settings_of(run: str, quick: bool) -> Config:
