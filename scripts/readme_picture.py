@@ -8,13 +8,13 @@ The prompts are the one with the largest gain and the two medians of the six who
 
 import sys
 from pathlib import Path
-
-from matplotlib.figure import Figure
+from typing import Any
 
 from sage_fast.report.charts import BLUE, picture
 from sage_fast.report.page import points_of, read_run
+from sage_fast.report.playback import read_video
 from sage_fast.report.shown import shown_pairs
-from sage_fast.report.videos import numbered, read_video
+from sage_fast.report.videos import numbered
 
 FRAMES = 3
 """Frames of a video: the first, the last, and those between at equal distances."""
@@ -27,7 +27,7 @@ def main(run: Path, output: Path) -> None:
     largest, _, *medians, _, _ = shown_pairs(before, after, sides["after"], 6)
     points = points_of(data, "reward")
 
-    def draw(figure: Figure) -> None:
+    def draw(figure: Any) -> None:
         figure.set_layout_engine("constrained", w_pad=0.015, h_pad=0.03, wspace=0.01, hspace=0.01)
         *blocks, chart = figure.subfigures(1, 4, width_ratios=[1, 1, 1, 1.15], wspace=0.05)
         for number, block in zip((largest, *medians), blocks):
