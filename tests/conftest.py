@@ -16,7 +16,7 @@ from filelock import FileLock
 from sage_fast.util import console
 from tests import faults
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a worker for each core, so a thread for each worker
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, so each has one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch

@@ -39,7 +39,7 @@ from sage_fast.tools.profile import (
 from sage_fast.util import profiling
 from sage_fast.util.metrics import Stopwatch
 from sage_fast.util.profiling import annotate, ranges
-from tests.test_cli import DEMO, SMALL
+from tests.test_cli import PAPER, SMALL
 from tests.tiny import settings, tiny_trainer
 
 
@@ -173,7 +173,7 @@ def test_switches_nest_without_doubling(domain: RecordingDomain) -> None:
 def test_the_environment_switches_ranges_on(
     domain: RecordingDomain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sample = ["sample", str(DEMO), "--prompt", "a red circle moves left quickly", "--folder", str(tmp_path), "--quiet"]
+    sample = ["sample", str(PAPER), "--prompt", "a red circle moves left quickly", "--folder", str(tmp_path), "--quiet"]
     monkeypatch.setenv("SAGE_FAST_NVTX", "1")
     assert main([*sample, "--eval.steps", "2"]) == 0
     assert [path[-1] for path in domain.pushed] == [
@@ -202,7 +202,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setitem(sys.modules, "nvtx", None)  # torch.profiler needs no NVTX
-        assert main(["profile", str(DEMO), "--folder", str(folder), *SMALL, "--sampling.eta=0.4", AUTO]) == 0
+        assert main(["profile", str(PAPER), "--folder", str(folder), *SMALL, "--sampling.eta=0.4", AUTO]) == 0
     return folder, printed.getvalue(), json.loads((folder / "profile.json").read_text())
 
 
@@ -228,7 +228,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
         assert row["mfu"] == pytest.approx(row["flops"] / row["seconds"] / result["ceiling_flops_per_second"])
         assert 0 < row["mfu"] < 1
     overrides = {name.removeprefix("--"): value for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)}
-    config = load(DEMO, overrides | {"model.gradient_checkpointing": "none"})
+    config = load(PAPER, overrides | {"model.gradient_checkpointing": "none"})
     expected = plan(config, find_spec("testbed"))
     assert phases["train"]["flops"] == pytest.approx(expected.flops["training"])
     assert result["planned_bytes"] == sum(expected.memory.values())
@@ -266,7 +266,7 @@ def test_printed_commands_run_the_same_window(profiled: tuple[Path, str, dict[st
     assert ncu[ncu.index("--nvtx-include") + 1] == "sage_fast@step 2/"
     for command in (nsys, ncu):
         window = command[command.index("sage-fast") + 1 :]
-        assert window[:2] == ["profile", str(DEMO)]
+        assert window[:2] == ["profile", str(PAPER)]
         assert window[window.index("--sampling.eta") + 1] == "0.4"
         assert window[window.index("--train.group_size") + 1] == "3"
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -286,7 +286,7 @@ def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
 ) -> None:
     monkeypatch.setattr(torch.profiler, "profile", None)
     folder = tmp_path / "none"
-    assert main(["profile", str(DEMO), "--folder", str(folder), "--window-only", "--warmup", "0", *SMALL]) == 0
+    assert main(["profile", str(PAPER), "--folder", str(folder), "--window-only", "--warmup", "0", *SMALL]) == 0
     assert domain.pushed[:2] == [("iteration 0",), ("iteration 0", "rollout")]
     assert [path.name for path in folder.iterdir()] == ["embeddings"]
 
@@ -302,7 +302,7 @@ def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
 )
 def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "profile"
-    assert main(["profile", str(DEMO), "--folder", str(folder), *arguments]) == 2
+    assert main(["profile", str(PAPER), "--folder", str(folder), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not folder.exists()
 
@@ -312,7 +312,7 @@ def test_a_profile_is_not_overwritten(
 ) -> None:
     folder = profiled[0]
     before = (folder / "profile.json").read_bytes()
-    assert main(["profile", str(DEMO), "--folder", str(folder), *SMALL]) == 2
+    assert main(["profile", str(PAPER), "--folder", str(folder), *SMALL]) == 2
     assert "already holds a profile; choose another folder with --folder" in capsys.readouterr().err
     assert (folder / "profile.json").read_bytes() == before
 
@@ -404,7 +404,7 @@ def test_ceiling_is_a_rate_that_a_product_reaches() -> None:
 
 def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration_profile, "world_size", lambda: 2)
-    assert main(["profile", str(DEMO), "--folder", str(tmp_path / "none")]) == 2
+    assert main(["profile", str(PAPER), "--folder", str(tmp_path / "none")]) == 2
     assert not (tmp_path / "none").exists()
 
 

@@ -21,7 +21,7 @@ from sage_fast.run.sources import newest_weights
 from sage_fast.run.train import train as train_run
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
-from tests.test_cli import DEMO, SMALL
+from tests.test_cli import PAPER, SMALL
 from tests.test_trainer import resume
 from tests.tiny import settings, tiny_trainer
 
@@ -35,7 +35,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one iteration, started with options that its file does not have."""
     run = tmp_path_factory.mktemp("begun") / "run"
     options = ["--train.iterations", "1", "--train.learning_rate", "3e-4"]
-    assert main(["train", str(DEMO), "--output", str(run), "--quiet", *SMALL, *options]) == 0
+    assert main(["train", str(PAPER), "--output", str(run), "--quiet", *SMALL, *options]) == 0
     return run
 
 
@@ -49,11 +49,11 @@ def run(begun: Path, tmp_path: Path) -> Path:
 
 def test_the_run_keeps_its_settings_and_the_file_changes_none(begun: Path) -> None:
     """Each difference between the file and the run is printed; none is applied."""
-    config, lines = resumed_settings(str(DEMO), {"output": str(begun), "train.iterations": "5"})
+    config, lines = resumed_settings(str(PAPER), {"output": str(begun), "train.iterations": "5"})
     assert config == load(begun / "config.yaml", {"train.iterations": "5"})
-    expected = f"train.learning_rate stays 0.0003 as in the run, not 0.001 as in {DEMO}; "
+    expected = f"train.learning_rate stays 0.0003 as in the run, not 0.001 as in {PAPER}; "
     assert expected + "--train.learning_rate would change it" in lines
-    said, own = load(DEMO), load(begun / "config.yaml")
+    said, own = load(PAPER), load(begun / "config.yaml")
     differing = {name for name in settings_of(Config) if value_of(said, name) != value_of(own, name)}
     assert {line.split()[0] for line in lines} == differing - {"output", "train.iterations"}
 
@@ -80,7 +80,7 @@ def begun_with(text: str, folder: Path) -> Path:
 
 
 def test_a_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([str(tmp_path)], [str(DEMO), "--output", str(tmp_path / "none")]):
+    for command in ([str(tmp_path)], [str(PAPER), "--output", str(tmp_path / "none")]):
         assert main(["train", *command, "--resume"]) == 2
         assert "no run to resume there; leave --resume out to start one" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -188,7 +188,7 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
         "1",
         "--quiet",
     ]
-    assert main(["train", str(DEMO), "--output", str(run), *SMALL, *options]) == 0
+    assert main(["train", str(PAPER), "--output", str(run), *SMALL, *options]) == 0
     before = files(run)
     for other in ("a blue circle moves up slowly,red", "a blue square moves up slowly,green"):
         prompts.write_text(f"prompt,negative_prompt\na red circle moves left quickly,\n{other}\n")
@@ -277,8 +277,8 @@ def test_damaged_final_weights_are_not_used(run: Path, capsys: pytest.CaptureFix
     assert lines[0] == f"note: weights/ is damaged and is skipped: {fault}"
     assert lines[1] == f"weights of iteration 1: {run / 'checkpoints' / 'iteration-000001'}"
     named = ["--model.weights", str(run / "weights")]
-    for command in (["sample", str(DEMO), "--prompt", "a"], ["sample", str(run), "--prompt", "a"], ["eval", str(run)],
-                    ["train", str(DEMO), "--output", str(run.parent / "other")]):  # fmt: skip
+    for command in (["sample", str(PAPER), "--prompt", "a"], ["sample", str(run), "--prompt", "a"], ["eval", str(run)],
+                    ["train", str(PAPER), "--output", str(run.parent / "other")]):  # fmt: skip
         assert main([*command, *named]) == 2
         assert f"model.weights = {str(run / 'weights')!r}: damaged: {fault}" in capsys.readouterr().err
 
@@ -311,7 +311,7 @@ def test_a_lost_evaluation_before_training_is_made_from_the_start_weights(damage
 def test_the_start_weights_are_those_of_model_weights_and_not_their_average(begun: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--model.weights", str(begun / "weights"), "--train.ema_decay", "0.5", "--train.iterations", "2"]
-    assert main(["train", str(DEMO), "--output", str(run), "--quiet", *SMALL, *options]) == 0
+    assert main(["train", str(PAPER), "--output", str(run), "--quiet", *SMALL, *options]) == 0
     before = (run / "eval" / "before.json").read_text()
     shutil.rmtree(run / "eval")
     assert main(["train", str(run), "--resume", "--quiet"]) == 0
@@ -325,7 +325,7 @@ EVALUATED = [*SMALL, "--train.iterations", "2", "--eval.interval", "1"]
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run with an evaluation before, during and after training."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    assert main(["train", str(DEMO), "--output", str(run), "--quiet", *EVALUATED]) == 0
+    assert main(["train", str(PAPER), "--output", str(run), "--quiet", *EVALUATED]) == 0
     return run
 
 
@@ -352,7 +352,7 @@ def test_an_interrupted_evaluation_is_done_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("sage_fast.run.train.evaluate", interrupted)
-        assert main(["train", str(DEMO), "--output", str(run), "--quiet", *EVALUATED]) == 130
+        assert main(["train", str(PAPER), "--output", str(run), "--quiet", *EVALUATED]) == 130
     assert not (run / "eval" / f"{name}.json").exists()
     assert main(["train", str(run), "--resume", "--quiet"]) == 0
     for expected in (whole / "eval").iterdir():

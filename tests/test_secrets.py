@@ -12,7 +12,7 @@ from sage_fast.cli import main
 from sage_fast.config.redact import hide, hide_in_command, is_secret
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.util.files import read_metrics
-from tests.test_cli import DEMO, SMALL
+from tests.test_cli import PAPER, SMALL
 
 SECRET = "sk-7 'q\"z"
 
@@ -31,7 +31,7 @@ def test_secrets_are_in_no_file_of_a_run_and_a_resume_finds_them(
     reward: dict[str, Any] = {"name": "tests.test_secrets:NeedsToken", "weights": {"vq": 1}}
     reward["args"] = {"token": SECRET, "service": {"api_key": SECRET, "fps": 2}}
     file, run = tmp_path / "config.yaml", tmp_path / "run"
-    tree = {"base": str(DEMO), "output": str(run), "reward": {"several": [reward]} if several else reward}
+    tree = {"base": str(PAPER), "output": str(run), "reward": {"several": [reward]} if several else reward}
     file.write_text(yaml.safe_dump(tree))
     options = [*SMALL, "--tracking.trackers", "[tensorboard]", "--train.iterations"]
     command = ["train", str(file), *options, "1"]
