@@ -55,7 +55,7 @@ def _find(material: Material) -> Finding:
     text = (
         f"On the front of gain for cost are {listed} (before iteration {last} the learning rate had not fallen to 0, "
         f"as at the end of a run; the front is the best of {len(points)} means, which flatters it). Of {len(cheaper)} "
-        f"variants that cost no more than the demo's settings {len(better)} end higher after the "
+        f"variants that cost no more than the settings of recipes/paper.yaml {len(better)} end higher after the "
         f"correction{': ' * bool(better)}{', '.join(better)}; the highest mean among "
         f"them is {best}, {ahead[best]} (p {ahead[best].corrected:.2g})."
     )
@@ -87,7 +87,7 @@ CLAIMS = (
         title="Reward for compute",
         kind="beyond",
         source="",
-        says="No variant that costs as much or less than the demo's settings ends higher.",
+        says="No variant that costs as much or less than the settings of recipes/paper.yaml ends higher.",
         find=_find,
         variants=tuple(protocol()),
         size=(10.0, 5.0),
