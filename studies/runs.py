@@ -237,14 +237,18 @@ def train_one(config: Config, file: Path) -> float:
 
 
 def _is_of(file: Path, config: Config) -> bool:
-    """Whether the file holds a run with these settings; settings newer than the run count as their defaults."""
+    """Whether the file holds a run with these settings, whatever its output folder was.
+
+    Settings newer than the run count as their defaults.
+    """
     if not file.is_file():
         return False
     try:
         tree = read_json(file)
         if not tree.keys() >= {"settings", "environment", "evaluations", "rows"}:
             raise UserError(f"{file}: holds no run")
-        if build(leaves(parse_yaml(str(tree["settings"])))) != config:
+        found = build(leaves(parse_yaml(str(tree["settings"]))))
+        if dataclasses.replace(found, output=config.output) != config:
             raise UserError(f"{file}: a run with other settings")
     except ValueError as error:
         log.info(f"{error}; it is made again")

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from studies.paper.claims import CLAIMS
 from studies.paper.comparisons import Compared, Versus, judge_better, judge_equal
 from studies.paper.compute import front
 from studies.paper.training import config_of, protocol
+from studies.race import runs as race
 from studies.runs import TrainedRun, difference, exaflops
 
 REPOSITORY = Path(__file__).parent.parent
@@ -355,3 +357,16 @@ def _alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize("study", ["reproduce", "race"])
+def test_the_archived_runs_are_those_of_the_settings_as_they_are(study: str, tmp_path: Path) -> None:
+    """`make reproduce` and `make race` continue from the archives; every tenth run is looked at."""
+    settings_of = {"reproduce": training.settings_of, "race": race.settings_of}[study]
+    (archive,) = (Path(__file__).parent.parent / "benchmarks" / "results").glob(f"*-cpu-{study}-runs.tar.xz")
+    with tarfile.open(archive) as archived:
+        files = sorted((file for file in archived.getmembers() if file.isfile()), key=lambda file: file.name)[::10]
+        archived.extractall(tmp_path, files, filter="data")
+    assert len(files) >= 6
+    for file in files:
+        assert runs._is_of(tmp_path / file.name, settings_of(Path(file.name).stem, quick=False)), file.name
