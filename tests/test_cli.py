@@ -17,8 +17,10 @@ from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
+from sage_fast.run.manifest import MANIFEST, write_manifest
 from sage_fast.run.messages import time_left
 from sage_fast.run.sources import newest_weights
+from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import read_metrics, saving, writing
@@ -238,17 +240,22 @@ def test_newest_weights_of_a_run(tmp_path: Path) -> None:
             (tmp_path / name).mkdir(parents=True)
             (tmp_path / name / "manifest.json").write_text('{"files": {}}')
 
+    def weights(iteration: int) -> None:
+        (tmp_path / "weights").mkdir()
+        write_manifest(tmp_path / "weights", iteration)
+
     with pytest.raises(UserError, match="neither a checkpoint nor weights"):
         newest_weights(tmp_path)
     folders("checkpoints/iteration-000020", "checkpoints/iteration-000040", "checkpoints/iteration-000060.partial")
     assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000040", 40)
-    folders("weights", "eval")  # finished, but killed in the last evaluation
-    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000040", 40)
-    (tmp_path / "eval" / "after.json").write_text('{"iteration": 60}')
+    weights(60)
     folders("checkpoints/iteration-000060")
     assert newest_weights(tmp_path) == (tmp_path / "weights", 60)
     folders("checkpoints/iteration-000070")  # resumed, and stopped again
     assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000070", 70)
+    folders("checkpoints/iteration-000080")
+    (tmp_path / "weights" / MANIFEST).write_text('{"itera')
+    assert newest_weights(tmp_path) == (tmp_path / "checkpoints" / "iteration-000080", 80)
 
 
 def test_resume_gives_the_same_run(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,6 +360,15 @@ def test_dry_run_finds_what_the_run_would_stop_at(
 ) -> None:
     assert main(["train", REAL, "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_of_the_testbeds_captions_is_refused_with_another_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    captions = tmp_path / "captions.txt"
+    captions.write_text("\n".join(heldout_prompts()))
+    assert main(["train", REAL, "--dry-run", "--data.eval_prompts", str(captions)]) == 2
+    assert "captions.txt': captions of the testbed's moving shapes, not for model.path" in capsys.readouterr().err
 
 
 def test_dry_run_warns_of_guidance_in_evaluations_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def run(tmp_path: Path, model: Model) -> Path:
     run = tmp_path / "red-circles"
     (run / "eval").mkdir(parents=True)
     model.policy.save_weights(run / "weights")
-    write_manifest(run / "weights")
+    write_manifest(run / "weights", 7)
     args = {"api_key": "sk-123", "nested": {"Token": "hf_456"}, "fps": 2}
     several = [
         {"name": "testbed", "weights": {"vq": 1.0}, "args": args},
@@ -312,10 +312,11 @@ def test_a_relative_base_is_no_hub_id_in_another_folder(
     assert cli.main(["export", str(run), "out"]) == 0
 
 
+@pytest.mark.parametrize("damaged", ["before.json", "after.json"])
 def test_a_damaged_evaluation_is_left_out_of_the_card(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, damaged: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run / "eval" / "before.json").write_text('{"iteration": 0, "pro')
+    (run / "eval" / damaged).write_text('{"iteration": 0, "pro')
     assert cli.main(["export", str(run), str(tmp_path / "out"), "--base", BASE]) == 0
     assert "note: left out, since it is damaged: " in " ".join(capsys.readouterr().out.split())
     assert "There are no evaluations from before and after training." in (tmp_path / "out" / "README.md").read_text()
@@ -400,9 +401,11 @@ def test_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (run / "weights" / LORA_FILE).write_bytes(b"torn")
     assert "no checkpoint can be used (weights: " in message("export", str(run), out, capsys=capsys)
     (run / "weights" / MANIFEST).unlink()
-    write_manifest(run / "weights")
+    write_manifest(run / "weights", 7)
     assert "not a LoRA as a run saves it" in message("export", str(run), out, capsys=capsys)
-    (run / "eval" / "after.json").unlink()
+    (run / "weights" / MANIFEST).write_text("{}")
+    assert "(weights: manifest.json is not what was written)" in message("export", str(run), out, capsys=capsys)
+    shutil.rmtree(run / "weights")
     assert "has neither a checkpoint nor weights" in message("export", str(run), out, capsys=capsys)
     assert not Path(out).exists()
 
@@ -426,9 +429,7 @@ def test_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "full"
     model = load_model(ModelConfig(tuning="full"), SamplingConfig(), CPU, seed=0)
     model.policy.save_weights(run / "weights")
-    write_manifest(run / "weights")
-    (run / "eval").mkdir()
-    (run / "eval" / "after.json").write_text('{"iteration": 3}')
+    write_manifest(run / "weights", 3)
     (run / "config.yaml").write_text(dump(settings(model__tuning="full", output=str(run))))
     files = {str(path.relative_to(tmp_path / "out")) for path in export(run, tmp_path / "out", BASE)}
     assert files == {"README.md", "transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"}
@@ -521,5 +522,5 @@ def test_what_the_hub_refuses(
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("sage_fast.run.export.get_token", lambda: None)
     assert "no token for the Hugging Face hub; expected `hf auth login` or HF_TOKEN" in push("circles")
-    (run / "eval" / "after.json").unlink()
+    shutil.rmtree(run / "weights")
     assert "has neither a checkpoint nor weights" in push("circles")

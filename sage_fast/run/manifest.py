@@ -50,10 +50,20 @@ def digest(file: Path) -> dict[str, Any]:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
 
 
-def write_manifest(folder: Path) -> None:
-    """Describe the files of a folder in its manifest."""
+def write_manifest(folder: Path, iteration: int) -> None:
+    """Describe the files of `weights/`, which are of this iteration, in its manifest."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    write_json({"files": {file.relative_to(folder).as_posix(): digest(file) for file in files}}, folder / MANIFEST)
+    entries = {file.relative_to(folder).as_posix(): digest(file) for file in files}
+    write_json({"iteration": iteration, "files": entries}, folder / MANIFEST)
+
+
+def iteration_of_weights(folder: Path) -> int | None:
+    """Return the iteration of `weights/`; None if its manifest is missing or damaged."""
+    try:
+        found = read_json(folder / MANIFEST).get("iteration")
+    except (OSError, UserError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def fault_of_weights(checkpoint: Path) -> str | None:

@@ -138,17 +138,18 @@ def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def check_prompt_sets(config: Config, spec: Spec) -> None:
-    """Check that a shipped set of prompts suits the model; random weights take any.
+    """Check that a shipped set of prompts, or a file of its prompts, suits the model; random weights take any.
 
     Raises:
         UserError: the set was made for another model.
     """
-    for key in ("prompts", "eval_prompts"):
-        source = getattr(config.data, key)
-        if source in SETS and source not in spec.prompt_sets and not is_random(spec.path):
+    unsuited = [] if is_random(spec.path) else SETS.keys() - {*spec.prompt_sets}
+    captions = {prompt.text for name in unsuited for prompt in read_prompts(name, config.sampling)}
+    for key, prompts in zip(("prompts", "eval_prompts"), configured_prompts(config)):
+        if captions.issuperset(prompt.text for prompt in prompts):
             raise UserError(
-                f"data.{key} = {source!r}: captions of the testbed's moving shapes, not for model.path = "
-                f"{config.model.path!r}; expected a file: {FORMATS}"
+                f"data.{key} = {getattr(config.data, key)!r}: captions of the testbed's moving shapes, not for "
+                f"model.path = {config.model.path!r}; expected a file of other prompts: {FORMATS}"
             )
 
 

@@ -13,9 +13,16 @@ from pathlib import Path
 
 from sage_fast.config.load import from_overrides, load
 from sage_fast.config.schema import Config
-from sage_fast.run.manifest import MANIFEST, check_weights, checkpoints, fault_of_weights, iteration_of
+from sage_fast.run.manifest import (
+    MANIFEST,
+    check_weights,
+    checkpoints,
+    fault_of_weights,
+    iteration_of,
+    iteration_of_weights,
+)
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import VIDEOS, read_json
+from sage_fast.util.files import VIDEOS
 
 log = logging.getLogger(__name__)
 
@@ -188,19 +195,17 @@ def newest_weights(run: Path) -> tuple[Path, int]:
     Raises:
         UserError: the run has no weights yet, or all are damaged.
     """
-    found = [(iteration_of(folder), folder) for folder in checkpoints(run)]
-    final, scores = run / "weights", run / "eval" / "after.json"
-    if final.is_dir() and scores.is_file():
-        iteration = read_json(scores).get("iteration")
-        if not isinstance(iteration, int):
-            raise UserError(f"{scores}: expected a whole number as 'iteration'")
-        found = sorted([*found, (iteration, final)], key=lambda entry: entry[0])
+    found: list[tuple[int | None, Path]] = [(iteration_of(folder), folder) for folder in checkpoints(run)]
+    if (final := run / "weights").is_dir():
+        written = iteration_of_weights(final)
+        newer = sum(written is not None and iteration_of(folder) > written for folder in checkpoints(run))
+        found.insert(len(found) - newer, (written, final))
     if not found:
-        raise UserError(f"run {str(run)!r} has neither a checkpoint nor weights with their eval/after.json yet")
+        raise UserError(f"run {str(run)!r} has neither a checkpoint nor weights yet")
     faults = []
     for iteration, folder in reversed(found):
-        fault = fault_of_weights(folder)
-        if fault is None:
+        fault = fault_of_weights(folder) or (f"{MANIFEST} names no iteration" if iteration is None else None)
+        if fault is None and iteration is not None:
             return folder, iteration
         faults.append(f"{folder.name}: {fault}")
         what = "weights/" if folder == final else f"checkpoint {folder.name}"

@@ -239,7 +239,7 @@ class Run:
         with engine.averaged_weights(), aside(folder) if rank() == 0 else contextlib.nullcontext(folder) as written:
             engine.save_weights(written)
             if rank() == 0:
-                write_manifest(written)
+                write_manifest(written, self.done)
         self.evaluate("after", self.done)
 
     def close(self) -> None:
