@@ -40,7 +40,7 @@ def _study(options: argparse.Namespace) -> int:
     raced = runs.race(recipes, archive, quick=quick, workers=workers)
     made = {str(cell): found for of in raced.values() for cell, found in of.search.items()}
     for of in raced.values():
-        made[str(of.best)] = [*made[str(of.best)], *of.final]
+        made[str(of.best)] = [*made[str(of.best)], *of.final, *of.confirmation]
     provenance = facts(made, f"{PROGRAM} {shlex.join(options.recipes)}{' --quick' * quick}".rstrip())
     if others := [name for name in runs.recipes() if name not in recipes]:
         provenance["Not raced here"] = ", ".join(others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -13,8 +13,8 @@ from sage_fast.report.scores import Difference
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.ratio import Ratio, gains, mean_of, ratio, scaled
-from studies.race.runs import Raced, cells, iterations, reference, used
-from studies.runs import difference
+from studies.race.runs import Raced, ahead, cells, iterations, reference, used
+from studies.runs import TrainedRun, difference
 
 GOAL, LEAST = 2.0, 1.3
 """Ratio of gain per FLOP to be reached, and the ratio that its interval has to exclude."""
@@ -28,16 +28,22 @@ def ratios(raced: Mapping[str, Raced]) -> dict[str, Ratio]:
     return {name: ratio(rates[name], rates[reference()], comparisons=len(others)) for name in others}
 
 
-def judge_race(found: Mapping[str, Ratio]) -> Verdict:
-    """Decide "a recipe gains `GOAL` times as much per FLOP as the reference"."""
-    if any(of.value >= GOAL and of.low > LEAST for of in found.values()):
+def confirmed(raced: Mapping[str, Raced]) -> Ratio:
+    """Return the ratio of the recipe ahead, on the seeds of the confirmation."""
+    first, second = (scaled(gains(raced[name].confirmation), 1 / used(name)) for name in (ahead(raced), reference()))
+    return ratio(first, second)
+
+
+def judge_race(found: Ratio) -> Verdict:
+    """Decide "the recipe gains `GOAL` times as much per FLOP as the reference"."""
+    if found.value >= GOAL and found.low > LEAST:
         return "held"
-    return "not held" if all(of.high < GOAL for of in found.values()) else "not decidable"
+    return "not held" if found.high < GOAL else "not decidable"
 
 
-def judge_gain(of: Raced) -> Difference:
+def judge_gain(runs: Sequence[TrainedRun]) -> Difference:
     """Return the gain of the judge, both its scores added."""
-    first, second = (gains(of.final, part) for part in JUDGE)
+    first, second = (gains(runs, part) for part in JUDGE)
     total = [{prompt: a[prompt] + b[prompt] for prompt in a} for a, b in zip(first, second)]
     return mean_of(total)
 
@@ -47,22 +53,23 @@ def judge_judge(gain: Difference) -> Verdict:
     return "held" if gain.low > 0 else "not held" if gain.high < 0 else "not decidable"
 
 
-def gain(of: Raced) -> Difference:
+def gain(runs: Sequence[TrainedRun]) -> Difference:
     """Return the gain on held-out prompts over the model before training."""
-    return mean_of(gains(of.final))
+    return mean_of(gains(runs))
 
 
 def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
-    found = ratios(raced)
-    ahead = max(found, key=lambda name: found[name].value)
+    found, first, base = ratios(raced), ahead(raced), reference()
+    decisive, runs, others = confirmed(raced), raced[first].confirmation, raced[base].confirmation
     edges = [name for name, of in raced.items() if of.best.learning_rate in _ends(name)]
-    above = difference(raced[ahead].final, raced[reference()].final)
+    above = difference(runs, others)
     text = (
-        f"Most per FLOP has {ahead}: {found[ahead]} times the gain per FLOP of {reference()} (interval corrected for "
-        f"{len(found)} recipes), {gain(raced[ahead])} for {used(ahead):.1f} exaFLOPs against "
-        f"{gain(raced[reference()])} for {used(reference()):.1f}. It ends {above} above (95 % interval, not corrected, "
-        f"p {above.p:.2g}). The table's gain per FLOP is a multiple of {reference()}'s. A lowest or highest "
-        f"learning rate of the search was best for {', '.join(edges) or 'no recipe'}: a wider search may find more."
+        f"Of the table, {first} has the highest gain per FLOP. On {len(runs)} further seeds it gains {decisive} times "
+        f"as much per FLOP as {base} (95 % interval): {gain(runs)} for {used(first):.1f} exaFLOPs against "
+        f"{gain(others)} for {used(base):.1f}. It ends {above} above (p {above.p:.2g}), and the judge gains "
+        f"{judge_gain(runs)} against {judge_gain(others)}. The table's gain per FLOP is a multiple of {base}'s on the "
+        f"five seeds that chose, its intervals corrected for {len(found)} recipes. A lowest or highest learning rate "
+        f"of the search was best for {', '.join(edges) or 'no recipe'}: a wider search may find more."
     )
     heading = ("recipe", "learning rate", "lambda", "iterations", "exaFLOPs", "gain", "gain per FLOP", "judge")
     table = [heading] + [
@@ -72,17 +79,19 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
             f"{of.best.kl_weight:g}",
             str(iterations(name)),
             f"{used(name):.1f}",
-            str(gain(of)),
+            str(gain(of.final)),
             str(found.get(name, 1)),
-            str(judge_gain(of)),
+            str(judge_gain(of.final)),
         )
         for name, of in raced.items()
     ]
     rows: list[dict[str, object]] = []
     for name, of in raced.items():
-        for purpose, made in ({"final": {of.best: of.final}, "search": of.search}).items():
-            for cell, runs in made.items():
-                for run in runs:
+        for purpose, made in (
+            {"confirmation": {of.best: of.confirmation}, "final": {of.best: of.final}, "search": of.search}
+        ).items():
+            for cell, trained in made.items():
+                for run in trained:
                     row = {"recipe": name, "learning rate": cell.learning_rate, "lambda": cell.kl_weight}
                     row |= {"purpose": purpose, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
                     row |= {part: run.mean(part) for part in run.evaluations[0]["parts"]}
@@ -101,7 +110,7 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
         shown = {name: (of.value, max(of.low, 0), min(of.high, 6)) for name, of in found.items()}
         draw_intervals(right, shown, f"gain per FLOP over that of {reference()} (cut at 6)", lines=(1, GOAL))
 
-    return Finding(verdict=judge_race(found), text=text, draw=draw, rows=rows, table=table)
+    return Finding(verdict=judge_race(decisive), text=text, draw=draw, rows=rows, table=table)
 
 
 def _ends(recipe: str) -> set[float]:
@@ -110,17 +119,19 @@ def _ends(recipe: str) -> set[float]:
 
 
 def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
-    found = ratios(raced)
-    ahead = max(found, key=lambda name: found[name].value)
-    rises = {name: judge_gain(of) for name, of in raced.items()}
-    text = f"Of {ahead}, which gains most per FLOP, both scores of the judge together gain {rises[ahead]}."
+    first = ahead(raced)
+    rises = {name: judge_gain(of.confirmation or of.final) for name, of in raced.items()}
+    text = (
+        f"Of {first}, which gains most per FLOP, both scores of the judge together gain {rises[first]}. Here {first} "
+        f"and {reference()} have the seeds of the confirmation, the others those of the table."
+    )
     rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high, "p": d.p} for name, d in rises.items()]
 
     def draw(figure: Figure) -> None:
         shown = {name: (d.value, d.low, d.high) for name, d in rises.items()}
         draw_intervals(figure.subplots(), shown, "gain of the judge, which no run trains on, 95 % interval", lines=(0,))
 
-    return Finding(verdict=judge_judge(rises[ahead]), text=text, draw=draw, rows=rows)
+    return Finding(verdict=judge_judge(rises[first]), text=text, draw=draw, rows=rows)
 
 
 def claims(raced: Mapping[str, Raced]) -> list[Claim]:

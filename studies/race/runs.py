@@ -13,6 +13,7 @@ from typing import Any
 from sage_fast.algorithm.objective import spares_anchor, strategy_of
 from sage_fast.config.load import read_yaml
 from sage_fast.config.schema import Config
+from studies.race.ratio import gains, mean_of
 from studies.runs import TrainedRun, exaflops, shipped, train_runs
 
 EVALUATIONS = 6
@@ -60,7 +61,7 @@ def cells(recipe: str) -> list[Cell]:
 
 
 def seeds(purpose: str, quick: bool) -> list[int]:
-    """Return the seeds of `search` or `final`."""
+    """Return the seeds of `search`, `final` or `confirmation`."""
     found = _protocol()[purpose]["seeds"]
     return list(found[:2] if quick else found)
 
@@ -126,15 +127,17 @@ class Raced:
         search: cell -> runs on the seeds of the search.
         best: cell with the highest mean score in the search.
         final: runs of `best` on new seeds.
+        confirmation: runs of `best` on further seeds, of the reference and of the recipe that `final` chooses.
     """
 
     search: Mapping[Cell, Sequence[TrainedRun]]
     best: Cell
     final: Sequence[TrainedRun]
+    confirmation: Sequence[TrainedRun] = ()
 
 
 def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> dict[str, Raced]:
-    """Train the runs that `folder` lacks: each recipe's search, then its best cell on new seeds."""
+    """Train the runs that `folder` lacks: each recipe's search, its best cell on new seeds, then the confirmation."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
     search = train([cell for recipe in chosen for cell in cells(recipe)], seeds("search", quick))
     found: dict[str, Mapping[Cell, Sequence[TrainedRun]]] = {
@@ -142,7 +145,19 @@ def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> d
     }
     best = {recipe: best_cell(of) for recipe, of in found.items()}
     final = train(list(best.values()), seeds("final", quick))
-    return {recipe: Raced(search=found[recipe], best=cell, final=final[cell]) for recipe, cell in best.items()}
+    raced = {recipe: Raced(search=found[recipe], best=cell, final=final[cell]) for recipe, cell in best.items()}
+    compared = reference(), ahead(raced)
+    confirmation = train([best[recipe] for recipe in compared], seeds("confirmation", quick))
+    confirmed = {
+        recipe: dataclasses.replace(raced[recipe], confirmation=confirmation[best[recipe]]) for recipe in compared
+    }
+    return raced | confirmed
+
+
+def ahead(raced: Mapping[str, Raced]) -> str:
+    """Return the recipe with the highest gain per FLOP in the final runs, other than the reference."""
+    others = [recipe for recipe in raced if recipe != reference()]
+    return max(others, key=lambda recipe: mean_of(gains(raced[recipe].final)).value / used(recipe))
 
 
 def best_cell(search: Mapping[Cell, Sequence[TrainedRun]]) -> Cell:
