@@ -15,7 +15,7 @@
 # failed part does not stop the next. Parts are in order of importance. All results are packed into OUT/results.tar.gz.
 set -u
 
-PARTS=(install doctor tests operators rollout-480p iteration demo demo-bf16 decode-480p variables ncu-step sanitizer memcheck racecheck rollout ncu-block)
+PARTS=(install doctor tests operators rollout-480p iteration testbed testbed-bf16 decode-480p variables ncu-step sanitizer memcheck racecheck rollout ncu-block)
 LIMITS=(120 180 240 180 360 480 100 100 160 90 90 200 170 170 300 200)
 PACKED_BYTES=$((16 * 2**20))
 GPU_VENV=${GPU_VENV:-${TMPDIR:-/tmp}/sage-fast-gpu}
@@ -152,13 +152,13 @@ command_of() {
             $tiny && size=(tests/ops/test_layouts.py)
             printf '%s\n' "$py" -m pytest -p no:cacheprovider "${size[@]}"
             ;;
-        demo | demo-bf16)
+        testbed | testbed-bf16)
             size=(--train.iterations 3 --eval.num_prompts 8)
             $tiny && size=(--train.iterations 1 --eval.num_prompts 1 --eval.steps 2 --sampling.steps 3 --train.optimizer_steps 1
                 --train.prompts_per_iteration 1 --train.group_size 2 --eval.seeds_per_prompt 1)
             # In bfloat16 another batch size rounds differently, so the log-prob gate needs the same batch size in
             # rollout and training. With more updates per iteration it would warn.
-            [[ $1 == demo-bf16 ]] && size+=(--model.dtype bfloat16 --train.optimizer_steps 1 --sampling.batch_size 1
+            [[ $1 == testbed-bf16 ]] && size+=(--model.dtype bfloat16 --train.optimizer_steps 1 --sampling.batch_size 1
                 --train.batch_size 1)
             printf '%s\n' "${sage[@]}" train configs/recipes/paper.yaml --output "$GPU_VENV/$1" "${size[@]}"
             ;;
@@ -187,7 +187,7 @@ command_of() {
                 --path "channels last" --json "$out/decode-480p.json"
             ;;
         iteration)
-            # The log-prob gate is checked by `demo`; here it could stop the run that is timed.
+            # The log-prob gate is checked by `testbed`; here it could stop the run that is timed.
             size=(configs/hunyuanvideo15-480p.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3
                 --train.group_size 2 --train.parity_gate false)
             $tiny && size=(configs/recipes/paper.yaml --sampling.steps 3 --train.group_size 2 --train.optimizer_steps 1)
@@ -238,7 +238,7 @@ for part in "${chosen[@]}"; do
     ((limit > left)) && limit=$left
     mapfile -t words < <(command_of "$part")
     case $part in  # these refuse to overwrite earlier results
-        demo | demo-bf16 | iteration) rm -rf "${GPU_VENV:?}/$part" "${out:?}/$part" ;;
+        testbed | testbed-bf16 | iteration) rm -rf "${GPU_VENV:?}/$part" "${out:?}/$part" ;;
     esac
     [[ ${words[0]} == *_part ]] && words=(bash -c '"$@"' _ "${words[@]}")
     echo "$part, at most $limit s: $log"
@@ -249,7 +249,7 @@ for part in "${chosen[@]}"; do
         124 | 137) verdict="timed out" ;;
         *) verdict=failed ;;
     esac
-    if [[ $part == demo* ]]; then
+    if [[ $part == testbed* ]]; then
         mkdir -p "$out/$part" && cp "$GPU_VENV/$part"/{run.json,metrics.jsonl} "$out/$part" 2>> "$log"
     fi
     printf '%s\t%s\t%s\n' "$part" "$verdict" "$((SECONDS - start))" >> "$status"

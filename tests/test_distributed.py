@@ -37,14 +37,14 @@ def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_nccl_is_told_its_device_and_the_timeout_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: told.update(options, backend=backend))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert initialize(Config().timeout_minutes) == torch.device("cuda", 1)
-    assert told == {"backend": "nccl", "timeout": timedelta(minutes=60), "device_id": torch.device("cuda", 1)}
+    assert given == {"backend": "nccl", "timeout": timedelta(minutes=60), "device_id": torch.device("cuda", 1)}
 
 
 class HangsOnce(BrightnessReward):

@@ -193,9 +193,15 @@ def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
     given = {f"{section}.{key}" for section, values in sections.items() for key in values}
     page = (REPOSITORY / "docs" / "choosing.md").read_text()
     rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*)\|(.*)\|(.*)\|$", page, re.M)
-    told = {setting: value[1] for setting, *cells in rows if (value := re.match(r" `(.+?)`", cells[column]))}
-    assert told.keys() == given - {"model.path", "data.prompts", "data.eval_prompts", "reward.name", "reward.args"}
-    assert load(file, told) == load(file)
+    stated = {setting: value[1] for setting, *cells in rows if (value := re.match(r" `(.+?)`", cells[column]))}
+    assert stated.keys() == given - {"model.path", "data.prompts", "data.eval_prompts", "reward.name", "reward.args"}
+    assert load(file, stated) == load(file)
+
+
+def test_the_page_has_the_learning_rate_of_the_demo() -> None:
+    page = " ".join((REPOSITORY / "docs" / "choosing.md").read_text().split())
+    (rate,) = re.findall(r"all of its weights (\S+) \(`demo.yaml`\)", page)
+    assert float(rate) == load(REPOSITORY / "configs" / "demo.yaml").train.learning_rate
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.stem)

@@ -55,14 +55,14 @@ def test_every_command_of_the_page(
 ) -> None:
     model = write_tiny_checkpoint(tmp_path / "model", seed=1)
     monkeypatch.chdir(tmp_path)
-    told: dict[str, str] = {"ranks": ""}
+    printed: dict[str, str] = {"ranks": ""}
     started: list[list[str]] = []
     (python,) = (block for block in blocks(PAGE) if block.kind == "python")
     for words in [words for block in blocks(PAGE) if block is not python for words in commands(block)]:
         if words[0] == "torchrun":
             assert words[:5] == ["torchrun", "--nproc-per-node", "8", "-m", "sage_fast"]
             started.append([re.sub("^300$", "3", word) for word in words[5:]])
-            told["ranks"] += command_on_ranks(started[-1], Path.cwd())
+            printed["ranks"] += command_on_ranks(started[-1], Path.cwd())
         elif words[0] == "cd":
             monkeypatch.chdir(words[1])
             make_small(Path("config.yaml"), model)
@@ -73,20 +73,20 @@ def test_every_command_of_the_page(
             download(words[2], Path(words[words.index("--local-dir") + 1]))
         elif words[0] == "sage-fast":
             assert main(words[1:]) == 0
-            told[words[1]] = capsys.readouterr().out
+            printed[words[1]] = capsys.readouterr().out
             started.append(words[1:])
     did = ["init", "train", "embed", "train", "train", "eval", "sample", "eval", "export"]
     assert [words[0] for words in started] == did
-    assert "one iteration on 8 GPUs" in told["train"]
-    assert "reward videoalign: 0.5 mq + 1 ta + 0.5 vq" in told["train"]
-    assert "not in the hub's cache" not in told["train"]  # both folders of the page are found
+    assert "one iteration on 8 GPUs" in printed["train"]
+    assert "reward videoalign: 0.5 mq + 1 ta + 0.5 vq" in printed["train"]
+    assert "not in the hub's cache" not in printed["train"]  # both folders of the page are found
     texts = 1 + len(Path("prompts.txt").read_text().splitlines()) + len(Path("heldout.txt").read_text().splitlines())
-    assert f"embeddings: {texts} texts, of which {texts} were encoded now" in told["ranks"]
+    assert f"embeddings: {texts} texts, of which {texts} were encoded now" in printed["ranks"]
     assert len(list(Path("embeddings").glob("*.safetensors"))) == texts + 1  # that of `sample`
     run = Path("runs/first")
     assert not (run / "embeddings").exists()
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
-    assert "resumed after 2 iterations" in told["ranks"]
+    assert "resumed after 2 iterations" in printed["ranks"]
     table = Path("evaluation/evaluation.md").read_text()
     assert "| mq | mq_raw | ta | ta_raw | vq | vq_raw |" in table
     assert Path("evaluation/evaluation.html").is_file()

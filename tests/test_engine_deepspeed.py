@@ -98,13 +98,13 @@ def test_checkpoints_are_those_of_one_plain_process(ranks: int, case: str, runs:
     for file in ("trainable", "ema", "anchor"):
         a, b = (load_file(folder / f"{file}.safetensors") for folder in (ours, theirs))
         assert a.keys() == b.keys()
-        off, way = (sum(float((b[n] - of[n]).square().sum()) for n in b) ** 0.5 for of in (a, start))
+        off, way = (sum(float((b[n] - other[n]).square().sum()) for n in b) ** 0.5 for other in (a, start))
         assert off <= 0.03 * way, (file, off, way)
     a, b = (torch.load(folder / "optimizer.pt")["states"][0] for folder in (ours, theirs))
     assert a.keys() <= b.keys()
     assert not any(b[n]["exp_avg_sq"].any() for n in b.keys() - a.keys())  # gradients of exactly zero
     for key in ("exp_avg", "exp_avg_sq"):
-        off, size = (sum(float((a[n][key] - of * b[n][key]).square().sum()) for n in a) ** 0.5 for of in (1, 0))
+        off, size = (sum(float((a[n][key] - factor * b[n][key]).square().sum()) for n in a) ** 0.5 for factor in (1, 0))
         assert off <= 1e-3 * size, (key, off, size)
     assert {float(state["step"]) for state in a.values()} == {float(state["step"]) for state in b.values()}
     resume(plain := tiny_trainer(settings(**SETTINGS, model__tuning=tuning), NamedReward()), ours.parent.parent)
@@ -121,7 +121,7 @@ def test_the_plan_is_within_15_percent_of_the_memory_at_the_peak(runs: dict[str,
 
 
 @needs_deepspeed
-def test_the_demo_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
+def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tmp_path: Path) -> None:
     """Train with ZeRO-2, then ZeRO-3 on two ranks (`make soak`: on one in between); rows match one plain process."""
     stages = [(1, "zero2", 2), (2, "zero3", 1), (3, "zero3", 2)] if SOAK else [(1, "zero2", 2), (2, "zero3", 2)]
     base = ["train", str(REPOSITORY / "configs" / "recipes" / "paper.yaml"), "--quiet", *FEW_STEPS]
@@ -169,7 +169,9 @@ def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
             (on_from_plain, plain_second, plain_third, 2**-8),
             (resumed, second, third, 2**-8),
         ):
-            off, way = (sum(float((after[n] - of[n]).square().sum()) for n in after) ** 0.5 for of in (found, before))
+            off, way = (
+                sum(float((after[n] - other[n]).square().sum()) for n in after) ** 0.5 for other in (found, before)
+            )
             assert off <= tolerance * way, (name, tolerance, off, way)
 
 

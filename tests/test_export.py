@@ -98,13 +98,16 @@ LAYOUTS = {
     "original": {
         **COMMON,
         **{
-            f"double_blocks.{i}.{name}": (f"transformer_blocks.{i}.", of)
+            f"double_blocks.{i}.{name}": (f"transformer_blocks.{i}.", place)
             for i in (0, 1)
-            for name, of in OF_BLOCK.items()
+            for name, place in OF_BLOCK.items()
         },
         **{
-            f"txt_in.individual_token_refiner.blocks.0.{name}": ("context_embedder.token_refiner.refiner_blocks.0.", of)
-            for name, of in OF_REFINER.items()
+            f"txt_in.individual_token_refiner.blocks.0.{name}": (
+                "context_embedder.token_refiner.refiner_blocks.0.",
+                place,
+            )
+            for name, place in OF_REFINER.items()
         },
         **{f"time_in.mlp.{i}": [f"{TIME}{i // 2 + 1}"] for i in (0, 2)},
         **{f"txt_in.t_embedder.mlp.{i}": [f"{TEXT_TIME}{i // 2 + 1}"] for i in (0, 2)},
@@ -113,13 +116,16 @@ LAYOUTS = {
     "comfyui": {
         **COMMON,
         **{
-            f"double_blocks.{i}.{name}": (f"transformer_blocks.{i}.", of)
+            f"double_blocks.{i}.{name}": (f"transformer_blocks.{i}.", place)
             for i in (0, 1)
-            for name, of in OF_COMFYUI_BLOCK.items()
+            for name, place in OF_COMFYUI_BLOCK.items()
         },
         **{
-            f"txt_in.individual_token_refiner.blocks.0.{name}": ("context_embedder.token_refiner.refiner_blocks.0.", of)
-            for name, of in OF_COMFYUI_REFINER.items()
+            f"txt_in.individual_token_refiner.blocks.0.{name}": (
+                "context_embedder.token_refiner.refiner_blocks.0.",
+                place,
+            )
+            for name, place in OF_COMFYUI_REFINER.items()
         },
         **{f"time_in.{name}_layer": [f"{TIME}{i}"] for i, name in ((1, "in"), (2, "out"))},
         **{f"txt_in.t_embedder.{name}_layer": [f"{TEXT_TIME}{i}"] for i, name in ((1, "in"), (2, "out"))},
@@ -130,8 +136,8 @@ LAYOUTS = {
 
 def made_of(layout: str) -> dict[str, list[str]]:
     return {
-        name: [of[0] + layer for layer in of[1]] if isinstance(of, tuple) else of
-        for name, of in LAYOUTS[layout].items()
+        name: [place[0] + layer for layer in place[1]] if isinstance(place, tuple) else place
+        for name, place in LAYOUTS[layout].items()
     }
 
 
@@ -339,7 +345,7 @@ def test_the_card_has_no_path_of_this_machine(run: Path, tmp_path: Path, base: s
 def test_the_card_has_the_table_and_no_secret(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "out", BASE)
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert card.data.tags == ["text-to-video", "sage-grpo", "sage-fast", "lora"]
+    assert card.data.tags == ["text-to-video", "sage-fast", "lora"]
     assert card.data.base_model_relation == "adapter"
     # differences are 0.25 (i + 1): mean 0.875, standard error 0.25 sqrt(3.5 / 6), times Student's t of 5: 2.5706
     assert "| reward | 2.5000 | 3.3750 | +0.8750 ± 0.4908 |" in card.text

@@ -88,8 +88,11 @@ def test_values_and_gradients(pair: tuple[Any, HunyuanVideo15Policy], prompts: l
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     parameters = ours.parameters()
     mine, reference = (
-        torch.autograd.grad(out, list(of), upstream, allow_unused=True)
-        for out, of in ((actual, parameters.values()), (expected, [p for p in stock.parameters() if p.requires_grad]))
+        torch.autograd.grad(out, list(wanted), upstream, allow_unused=True)
+        for out, wanted in (
+            (actual, parameters.values()),
+            (expected, [p for p in stock.parameters() if p.requires_grad]),
+        )
     )
     for (name, p), *gradients in zip(parameters.items(), mine, reference, strict=True):
         gradient, exact = (torch.zeros_like(p) if g is None else g for g in gradients)  # no prompt here has glyphs
@@ -180,7 +183,9 @@ def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance
     texts = embeddings(prompts)
     schedule = policy.conditioning_table(sigmas, texts).of(prompts)
     x = torch.randn(3, 32, 5, 4, 4)
-    text, negative = (collate([texts[p] for p in of], x.device, x.dtype) for of in (prompts, [""] * len(prompts)))
+    text, negative = (
+        collate([texts[p] for p in wanted], x.device, x.dtype) for wanted in (prompts, [""] * len(prompts))
+    )
     for steps in ([1], [2, 0, 1]):
         fresh = policy.condition(sigmas[steps].expand(3), text, negative if guidance != 1 else None)
         tabulated = schedule.at(torch.tensor(steps))

@@ -22,10 +22,10 @@ from sage_fast.rewards.load import load_reward
 from sage_fast.util.files import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
-PARTS = ["install", "doctor", "tests", "operators", "rollout-480p", "iteration", "demo", "demo-bf16", "decode-480p"]
-PARTS += ["variables", "ncu-step", "sanitizer", "memcheck", "racecheck", "rollout", "ncu-block"]
-LONGER = ["doctor", "tests", "operators", "rollout-480p", "iteration", "demo", "demo-bf16", "decode-480p", "racecheck",
-          "rollout", "ncu-block"]  # fmt: skip
+PARTS = ["install", "doctor", "tests", "operators", "rollout-480p", "iteration", "testbed", "testbed-bf16"]
+PARTS += ["decode-480p", "variables", "ncu-step", "sanitizer", "memcheck", "racecheck", "rollout", "ncu-block"]
+LONGER = ["doctor", "tests", "operators", "rollout-480p", "iteration", "testbed", "testbed-bf16", "decode-480p",
+          "racecheck", "rollout", "ncu-block"]  # fmt: skip
 """Commands that other tests run too, or that differ from a rehearsed one in a word: rehearsed by `make soak`."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else [part for part in PARTS if part not in LONGER]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -112,7 +112,7 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     if "doctor" in REHEARSED:
         doctor = json.loads((rehearsed / "doctor.json").read_text())
         assert not [check for check in doctor["checks"] if check["verdict"] == "wrong"]
-    for part in {"demo", "demo-bf16"} & set(REHEARSED):
+    for part in {"testbed", "testbed-bf16"} & set(REHEARSED):
         assert json.loads((rehearsed / part / "run.json").read_text())["commit"] == COMMIT
         assert len(read_metrics(rehearsed / part / "metrics.jsonl")) == 1
     if "rollout-480p" in REHEARSED:
@@ -205,8 +205,8 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
         config.write_text(text)
     assert done.returncode == 1
     verdicts = table(machine)
-    assert (verdicts["demo"], verdicts["ncu-step"], verdicts["operators"]) == ("failed", "ok", "ok")
-    assert re.search(r"^demo +failed .*unknown setting 'sampling.stepps'", done.stdout, re.M)
+    assert (verdicts["testbed"], verdicts["ncu-step"], verdicts["operators"]) == ("failed", "ok", "ok")
+    assert re.search(r"^testbed +failed .*unknown setting 'sampling.stepps'", done.stdout, re.M)
     done = gpu(machine, "--seconds", "16", "wheels", "out", "tests", "ncu-step")  # at a GPU's size, minutes each
     assert done.returncode == 1
     verdicts = table(machine)
@@ -234,12 +234,21 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
     done = gpu(machine, "--print", "wheels", "out")
     commands = {row.split("\t")[0]: row.rstrip("\t").split("\t")[1:] for row in done.stdout.splitlines()}
     assert list(commands) == PARTS
-    for part in ("doctor", "operators", "rollout-480p", "iteration", "demo", "demo-bf16", "decode-480p", "rollout"):
+    for part in (
+        "doctor",
+        "operators",
+        "rollout-480p",
+        "iteration",
+        "testbed",
+        "testbed-bf16",
+        "rollout",
+        "decode-480p",
+    ):
         _, _, package, *arguments = commands[part]
         assert package == "sage_fast"
         options, rest = cli._parser().parse_known_args(arguments)
         overrides = cli._overrides(arguments[0], rest)
-        assert part in ("demo", "demo-bf16", "iteration") or not overrides
+        assert part in ("testbed", "testbed-bf16", "iteration") or not overrides
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
     assert commands["racecheck"] == ["sanitizer_part", "racecheck", *commands["memcheck"][2:]]

@@ -230,8 +230,8 @@ def test_several_gpus_are_torchruns(
     out = capsys.readouterr().out
     assert "\nrun 4 of 4: exact-broken\n" in out
     (line,) = [line for line in out.splitlines() if "are finished" in line]
-    told, _, command = line.partition("; to compare them: ")
-    assert told == "2 of 4 runs are finished"
+    summary, _, command = line.partition("; to compare them: ")
+    assert summary == "2 of 4 runs are finished"
     assert main([*shlex.split(command)[1:], "--videos", "1"]) == 0  # which has the table
     assert [command[-1] for command in commands] == ["flow-broken", "exact-broken"]
     python, *module = commands[0][:3]

@@ -62,7 +62,8 @@ def test_training_goes_on_at_its_own_scale_after_an_evaluation_that_fails() -> N
     with pytest.raises(KeyboardInterrupt):
         evaluate(setup_of(trainer), iteration=0, pause=stop)
     rows = [
-        {key: value for key, value in of.iteration(0).items() if not key.startswith("time/")} for of in (trainer, alone)
+        {key: value for key, value in one.iteration(0).items() if not key.startswith("time/")}
+        for one in (trainer, alone)
     ]
     assert rows[0] == rows[1]
 

@@ -114,10 +114,10 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     assert sorted(path.name for path in user.folder.iterdir()) == FILES
     assert "sage-fast train config.yaml" in printed
     (user.folder / "my_rewards.py").write_text(reward.text)
-    told = re.search(r"about (0\.\d+) and (0\.\d+)", QUICKSTART.read_text())
-    assert told is not None
+    stated = re.search(r"about (0\.\d+) and (0\.\d+)", QUICKSTART.read_text())
+    assert stated is not None
     scores = re.findall(r"0\.\d+", user.run("python", "-c", trial.text))
-    assert [f"{float(score):.2f}" for score in scores] == list(told.groups())
+    assert [f"{float(score):.2f}" for score in scores] == list(stated.groups())
     user.set_reward(section)
 
     run = user.folder / "runs" / "first"
@@ -157,8 +157,9 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     assert changed > 0, "the trained weights give the velocity of the base model"
 
     user.paste(real)
-    user.set_reward(section)
-    assert "8 GPUs" in user.paste(plan)
+    planned = user.paste(plan)
+    assert "reward videoalign: 0.5 vq + 0.5 mq + 1 ta" in planned
+    assert "8 GPUs" in planned
 
     followed = [words[:2] for block in blocks(QUICKSTART) for words in commands(block)] + [["sage-fast", "report"]]
     for first_hour in (block for block in blocks(README) if block.value == "tests/test_new_user.py"):
@@ -174,7 +175,7 @@ def test_init_writes_what_its_configuration_names(
     """The user's own settings point at the files beside the configuration; all others stay as shipped."""
     init(tmp_path, name)
     monkeypatch.chdir(tmp_path)
-    ours, theirs = ((file / of).read_text() for file, of in ((tmp_path, "config.yaml"), (CONFIGS, f"{name}.yaml")))
+    ours, theirs = ((file / leaf).read_text() for file, leaf in ((tmp_path, "config.yaml"), (CONFIGS, f"{name}.yaml")))
     pairs = zip(ours.splitlines(), theirs.splitlines(), strict=True)
     differing = [line.split(":")[0].strip() for line, other in pairs if line != other]
     own_reward = ["name", "weights"] if name == "demo" else []

@@ -43,7 +43,7 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
     for v in (v_old, v_old + 0.3 * moved):
         v = v.clone().requires_grad_()
         plus, minus = (1 - beta) * v_old + beta * v, (1 + beta) * v_old - beta * v
-        squares = [(of - target).square().mean((1, 2, 3)) for of in (plus, minus, v_old)]
+        squares = [(value - target).square().mean((1, 2, 3)) for value in (plus, minus, v_old)]
         expected = (r * squares[0] + (1 - r) * squares[1] - squares[2]) * 5 / beta
         if reduction == "unscaled":
             expected = expected * s.flatten().square()
@@ -53,7 +53,9 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
             equalizer=TABLE.equalizer(reduction), kl_weight=1.0, objective=objective, kl=KLConfig(strategy="none"),
             bias=TABLE.log_ratio_bias(reduction),
         )  # fmt: skip
-        gradient, by_hand = (torch.autograd.grad(of.sum(), v, retain_graph=True)[0] for of in (loss.total, expected))
+        gradient, by_hand = (
+            torch.autograd.grad(value.sum(), v, retain_graph=True)[0] for value in (loss.total, expected)
+        )
         torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, by_hand, rtol=1e-5, atol=1e-6)
         assert not loss.clipped.any()
@@ -92,7 +94,7 @@ class Noised:
 
 
 def check_gradient(ours: torch.Tensor, expected: torch.Tensor, v: torch.Tensor, rtol: float = 1e-5) -> None:
-    gradients = [torch.autograd.grad(of.sum(), v, retain_graph=True)[0] for of in (ours, expected)]
+    gradients = [torch.autograd.grad(value.sum(), v, retain_graph=True)[0] for value in (ours, expected)]
     assert gradients[1].abs().max() > 0
     torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=rtol, atol=rtol * float(gradients[1].std()))
 

@@ -221,7 +221,9 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     watch = Stopwatch(trainer.device)
     scorer = VideoScorer(trainer.model.decoder, trainer.reward, watch)
     rows = trainer._rollout(samples, table, coefs, steps, conditioning, scorer, watch)
-    rows.states, rows.log_probs = ({t: x.double() for t, x in of.items()} for of in (rows.states, rows.log_probs))
+    rows.states, rows.log_probs = (
+        {t: x.double() for t, x in tensors.items()} for tensors in (rows.states, rows.log_probs)
+    )
     batch = Batch(
         process=trainer.process,
         table=table,

@@ -95,7 +95,7 @@ def test_the_reference_can_be_forced(setting: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_demo_trains_the_same_with_fused_operators(tmp_path: Path) -> None:
+def test_fused_operators_train_as_the_reference(tmp_path: Path) -> None:
     """Train three iterations with the C++ operators and with the reference."""
     code = (
         "import json, torch; torch.set_num_threads(1)\n"

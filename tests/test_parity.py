@@ -11,7 +11,7 @@ from torch import Tensor
 from sage_fast.rollout.parity import check_rounding, moments_after_an_update, moved, rounding_of
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import ParityError
-from tests.tiny import demo_trainer, settings, tiny_trainer
+from tests.tiny import paper_trainer, settings, tiny_trainer
 
 
 def test_rounding_is_told_from_the_response() -> None:
@@ -102,16 +102,16 @@ def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ratio", ["plain", "centred", "normalised"])
 def test_float32_is_far_below_every_limit(ratio: str, tmp_path: Path) -> None:
-    """The settings are the demo's, with a tenth of its clip range."""
+    """The settings are those of `recipes/paper.yaml`, with a tenth of its clip range."""
     row = first_row(
-        demo_trainer(tmp_path, objective__ratio=ratio, objective__clip_range=1e-4, train__prompts_per_iteration=2)
+        paper_trainer(tmp_path, objective__ratio=ratio, objective__clip_range=1e-4, train__prompts_per_iteration=2)
     )
     assert row["log_prob/rounding"] < 1e-6
 
 
 def test_bfloat16_takes_up_the_clip_range(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Rounding clips 14 to 20 % of the transitions of a second update here, so the run warns or ends."""
-    trainer = demo_trainer(
+    trainer = paper_trainer(
         tmp_path, model__dtype="bfloat16", objective__clip_range=1e-4, train__learning_rate=1e-5,
         train__prompts_per_iteration=2,
     )  # fmt: skip

@@ -532,8 +532,8 @@ def test_gradient_checkpointing_changes_no_bit(
     for v_again, recomputed in others:
         torch.testing.assert_close(v_again, v, rtol=0, atol=0)
         for name, g in plain.items():
-            told = lambda text, name=name: f"d {name}: {text}"  # noqa: E731
-            torch.testing.assert_close(recomputed[name], g, rtol=0, atol=0, msg=told)
+            message = lambda text, name=name: f"d {name}: {text}"  # noqa: E731
+            torch.testing.assert_close(recomputed[name], g, rtol=0, atol=0, msg=message)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

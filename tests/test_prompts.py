@@ -162,7 +162,7 @@ def test_each_prompt_is_led_away_from_its_own_negative_prompt() -> None:
     x = torch.randn(2, policy.latent_channels, 2, 4, 4)
 
     def by_hand(row: int, prompt: str, negative: str, step: int) -> torch.Tensor:
-        text, away = (collate([known[of]], CPU, policy.dtype) for of in (prompt, negative))
+        text, away = (collate([known[key]], CPU, policy.dtype) for key in (prompt, negative))
         at = policy.condition(sigmas[step : step + 1], text, away)
         return policy.guided_velocity(x[row : row + 1], at)
 

@@ -89,7 +89,7 @@ def test_the_anchor_is_free_in_the_iterations_after_its_refresh() -> None:
     assert used("nft") == pytest.approx(iterations("nft") * cost("nft"))
 
 
-def test_the_paper_recipe_is_the_demo_of_the_paper() -> None:
+def test_the_paper_recipe_has_the_papers_method() -> None:
     config = load(str(RECIPES / "paper.yaml"))
     assert (config.sampling.sampler, config.sampling.eta, config.kl.strategy) == ("sage", 1.0, "dual")
     assert config.objective.equalizer
@@ -166,10 +166,10 @@ def test_from_the_recipes_to_the_page(
 
     command = ["precise", "--quick", "--workers", "1", "--output", str(tmp_path)]
     assert main(command) == 0
-    told = capsys.readouterr().out
-    assert "8 runs, 8 of them to be made" in told  # two recipes, two cells, two seeds
-    assert told.count("4 runs, 4 of them to be made") == 2  # each recipe's best cell on two seeds, and on two more
-    assert told.splitlines()[-1] == str(tmp_path / "results.html")
+    printed = capsys.readouterr().out
+    assert "8 runs, 8 of them to be made" in printed  # two recipes, two cells, two seeds
+    assert printed.count("4 runs, 4 of them to be made") == 2  # each recipe's best cell on two seeds, and on two more
+    assert printed.splitlines()[-1] == str(tmp_path / "results.html")
     page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
     for shown in (page, text):
         assert "no verdict of a claim that trains means anything" in shown

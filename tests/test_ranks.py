@@ -292,10 +292,10 @@ def close(value: float | None, tolerance: float) -> Any:
 @cases
 def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: int, case: str) -> None:
     """Every rank knows those of all. The first iteration is exact to the bit if a batch is one sample."""
-    (alone,) = (of[case] for of in results[1])
+    (alone,) = (outcome[case] for outcome in results[1])
     exact, rounded = {"rtol": 0, "atol": 0}, {"rtol": 0, "atol": 2e-6}
     rounds = [rounded if case == IN_BATCHES else exact, rounded]
-    for of_rank in (of[case] for of in results[count]):
+    for of_rank in (outcome[case] for outcome in results[count]):
         pairs = zip(of_rank["rewards"], alone["rewards"], rounds, strict=True)
         for rewards, expected, tolerance in pairs:
             torch.testing.assert_close(rewards, expected, **tolerance)
@@ -307,8 +307,8 @@ def test_rewards_and_advantages_are_those_of_one_process(results: Any, count: in
 @several
 @cases
 def test_gradients_are_the_mean_over_all_kept_transitions(results: Any, count: int, case: str) -> None:
-    (alone,) = (of[case] for of in results[1])
-    for of_rank in (of[case] for of in results[count]):
+    (alone,) = (outcome[case] for outcome in results[1])
+    for of_rank in (outcome[case] for outcome in results[count]):
         assert len(of_rank["gradients"]) == len(alone["gradients"]) > 0
         for update, (ours, expected) in enumerate(zip(of_rank["gradients"], alone["gradients"])):
             # The next rollouts depend on what Adam makes of rounding in small gradients.
@@ -320,8 +320,8 @@ def test_gradients_are_the_mean_over_all_kept_transitions(results: Any, count: i
 @several
 @cases
 def test_metrics_and_lambda_are_those_of_one_process(results: Any, count: int, case: str) -> None:
-    (alone,) = (of[case] for of in results[1])
-    for of_rank in (of[case] for of in results[count]):
+    (alone,) = (outcome[case] for outcome in results[1])
+    for of_rank in (outcome[case] for outcome in results[count]):
         for index, (row, expected) in enumerate(zip(of_rank["rows"], alone["rows"], strict=True)):
             assert {k for k in row if not k.startswith("time/")} == {k for k in expected if not k.startswith("time/")}
             for key in ("reward/dropped", "reward/zero_std_groups", "optimizer_step"):
@@ -360,7 +360,7 @@ def test_the_cases_are_what_they_are_called(results: Any) -> None:
 @several
 def test_each_prompt_is_encoded_by_one_rank(results: Any, count: int) -> None:
     """The ranks may share a disk or not; a prompt that one rank has already is not encoded again."""
-    found = [of["encode"] for of in results[count]]
+    found = [outcome["encode"] for outcome in results[count]]
 
     def encoded(what: str) -> list[str]:
         return sorted(prompt for of_rank in found for prompt in of_rank[what])
@@ -401,9 +401,9 @@ def test_the_first_rank_says_which_checkpoints_there_are(results: Any, count: in
 @several
 def test_waiting_for_others_is_no_work(results: Any, count: int) -> None:
     """Time inside a collective would make all ranks look equally slow."""
-    (alone,) = (of["waiting"] for of in results[1])
+    (alone,) = (outcome["waiting"] for outcome in results[1])
     assert "time/wait" not in alone
-    seconds = [of["waiting"] for of in results[count]]
+    seconds = [outcome["waiting"] for outcome in results[count]]
     ends = slowest_and_fastest(seconds)
     assert ends.keys() == {"train", "work"}
     assert ends["train"]["slowest"][0] == count - 1
@@ -427,8 +427,8 @@ def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> 
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     ends = row["time/ranks"]
     assert ends.keys() >= {"rollout", "decode", "reward", "train", "optimizer", "work"}
-    assert all(of["slowest"][1] >= of["fastest"][1] for of in ends.values())
-    assert {of[end][0] for of in ends.values() for end in of} == {0, 1}
+    assert all(outcome["slowest"][1] >= outcome["fastest"][1] for outcome in ends.values())
+    assert {outcome[end][0] for outcome in ends.values() for end in outcome} == {0, 1}
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1, "the first rank alone owns the trackers"
 
 

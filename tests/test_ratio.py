@@ -16,7 +16,7 @@ from sage_fast.ops import transition_score
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import Metrics
 from tests.test_objective import rolled_out
-from tests.tiny import demo_trainer, perturb, settings, tiny_trainer
+from tests.tiny import paper_trainer, perturb, settings, tiny_trainer
 
 NUMEL = 24
 TABLE = transition_table(sigma_schedule(6, 3.0), "flow", 0.7)
@@ -135,15 +135,15 @@ def test_the_clip_acts_alike_at_every_step_on_a_normalised_ratio(equalizer: bool
     scale = TABLE.gradient_scale()
     spread = float(scale[steps].quantile(0.5)) * moved / math.sqrt(NUMEL)  # median(N) |v - v_old| / D
 
-    def of(ratio: Any) -> tuple[list[float], list[float]]:
+    def spread_of(ratio: Any) -> tuple[list[float], list[float]]:
         objective = ObjectiveConfig(ratio=ratio, equalizer=equalizer, clip_range=spread)
         losses = [drawn(objective, step, moved)[0] for step in steps]
         return [float(loss.ratio.log().std()) for loss in losses], [float(loss.clipped.mean()) for loss in losses]
 
-    stds, clipped = of("normalised")
+    stds, clipped = spread_of("normalised")
     assert stds == pytest.approx([spread] * len(steps), rel=0.05)
     assert clipped == pytest.approx([0.317] * len(steps), abs=0.04)  # beyond one standard deviation
-    stds, clipped = of("centred")
+    stds, clipped = spread_of("centred")
     assert max(stds) > 2 * min(stds)
     assert max(clipped) > 0.5
     assert min(clipped) < 0.2
@@ -289,7 +289,7 @@ def test_the_kl_of_the_paper_does_nothing(tmp_path: Any) -> None:
     """At its lambda, 1e-7 to 1e-5, the KL has less than 1e-4 of the gradient; without it the rewards are the same."""
     rewards = {}
     for strategy in ("dual", "none"):
-        trainer = demo_trainer(tmp_path, kl__strategy=strategy, kl__warmup_steps=1, kl__feedback="paper",
+        trainer = paper_trainer(tmp_path, kl__strategy=strategy, kl__warmup_steps=1, kl__feedback="paper",
                                kl__lambda_min=1e-7, kl__lambda_max=1e-5, train__prompts_per_iteration=2)  # fmt: skip
         rows = [trainer.iteration(index) for index in range(2)]
         rewards[strategy] = [row["reward/mean"] for row in rows]

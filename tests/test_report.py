@@ -426,7 +426,9 @@ def test_a_chart_without_data_is_none():
 
 def test_held_out_chart_without_standard_errors():
     points = {0: (1.0, math.nan), 10: (1.1, math.nan), 20: (1.2, math.nan)}
-    bars, plain = (charts.held_out({"x": of}) for of in ({i: (mean, 0.1) for i, (mean, _) in points.items()}, points))
+    bars, plain = (
+        charts.held_out({"x": course}) for course in ({i: (mean, 0.1) for i, (mean, _) in points.items()}, points)
+    )
     assert bars is not None
     assert plain is not None
     assert len(plain) < len(bars)

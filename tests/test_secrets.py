@@ -76,5 +76,6 @@ def test_what_is_a_secret() -> None:
     shown = ["--reward.args.token=(hidden)", "--reward.args", "(hidden)", *words[3:7], "--reward.several", "(hidden)",
              *words[9:12], "(hidden)"]  # fmt: skip
     assert hide_in_command(["sage-fast", "train", *words]) == ["sage-fast", "train", *shown]
-    urls = {"urls": ["https://me:pw@there/x", "https://there/x@y", "postgres://me:pw@there"], "mail": "me@there"}
-    assert hide(urls) == urls | {"urls": ["(hidden)", "https://there/x@y", "(hidden)"]}
+    urls = {"urls": ["https://me:pw@there/x", "https://there/x@y", "postgres://me:pw@there"], "mail": "me@there",
+            "query": "https://there/x?n=1&api_key=abc", "page": "https://there/x?tokens=1"}  # fmt: skip
+    assert hide(urls) == urls | {"urls": ["(hidden)", "https://there/x@y", "(hidden)"], "query": "(hidden)"}

@@ -81,8 +81,8 @@ def forwards(folder: Path) -> None:
             p.data.add_(0.05 * torch.randn(p.shape))
         chosen = embeddings(PROMPTS[prompts])
         text, negative = (
-            collate([chosen[prompt] for prompt in of], torch.device("cpu"), torch.float32)
-            for of in (PROMPTS[prompts], ["", ""])
+            collate([chosen[prompt] for prompt in names], torch.device("cpu"), torch.float32)
+            for names in (PROMPTS[prompts], ["", ""])
         )
         x = torch.randn(2, 32, *latents)
         upstream = torch.randn_like(x)
@@ -177,7 +177,7 @@ def evaluations_that_fail(folder: Path) -> list[str]:
 
 
 def train(folder: Path, size: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Two iterations of the demo at a small size and an evaluation: their numbers, and the weights that they leave."""
+    """Train two iterations of `recipes/paper.yaml` at a small size and an evaluation; return numbers and weights."""
     given = {
         "model.sequence_parallel": size, "sampling.steps": 3, "sampling.batch_size": 3, "eval.steps": 2,
         "train.prompts_per_iteration": 2, "train.group_size": 4, "train.optimizer_steps": 2, "train.batch_size": 5,

@@ -44,11 +44,11 @@ def made_up(values: np.ndarray) -> list[TrainedRun]:
     return [
         TrainedRun(
             seed=seed,
-            evaluations=[evaluation(i, k * of + h) for i, k, h in ((0, 0, 0), (20, 0, 0), (30, 1, -0.5), (40, 1, 0.5))],
+            evaluations=[evaluation(i, k * v + h) for i, k, h in ((0, 0, 0), (20, 0, 0), (30, 1, -0.5), (40, 1, 0.5))],
             rows=[{"reward/mean": 0.0, "reward/std": 1.0}],
             environment={},
         )
-        for seed, of in enumerate(values)
+        for seed, v in enumerate(values)
     ]  # fmt: skip
 
 
@@ -60,12 +60,14 @@ def test_the_score_of_a_run_is_the_mean_of_the_evaluations_of_its_last_third() -
 
 def test_a_difference_by_hand() -> None:
     """Two seeds and two prompts: the cells are 1, 3 and 2, 6, their mean is 3."""
-    of = difference(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
+    result = difference(made_up(np.array([[1.0, 3.0], [2.0, 6.0]])), made_up(np.zeros((2, 2))))
     by_seed, by_prompt, by_cell = 2.0 / 2, 4.5 / 2, (4 + 0 + 1 + 9) / 3 / 4  # the means are 2, 4 and 1.5, 4.5
-    assert of.value == 3.0
+    assert result.value == 3.0
     error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
-    assert of.high - of.value == pytest.approx(12.706 * error, rel=1e-3)  # Student's t with one degree of freedom
-    assert of.p == pytest.approx(1 - 2 / math.pi * math.atan(3 / error))
+    assert result.high - result.value == pytest.approx(
+        12.706 * error, rel=1e-3
+    )  # Student's t with one degree of freedom
+    assert result.p == pytest.approx(1 - 2 / math.pi * math.atan(3 / error))
 
 
 def test_intervals_cover_as_often_as_they_say() -> None:
@@ -74,8 +76,8 @@ def test_intervals_cover_as_often_as_they_say() -> None:
     held = 0
     for _ in range(400):
         cells = 0.3 + 0.1 * draw.normal(size=(5, 1)) + 0.1 * draw.normal(size=(1, 24)) + 0.2 * draw.normal(size=(5, 24))
-        of = difference(made_up(cells), made_up(np.zeros((5, 24))))
-        held += of.low < 0.3 < of.high
+        result = difference(made_up(cells), made_up(np.zeros((5, 24))))
+        held += result.low < 0.3 < result.high
     assert 0.91 < held / 400 < 0.99
 
 
@@ -85,7 +87,7 @@ def found(value: float, half: float, p: float) -> Difference:
 
 def test_holm_by_hand() -> None:
     corrected = holm({"a": found(1, 1, 0.04), "b": found(1, 1, 0.01), "c": found(1, 1, 0.03)})
-    assert {name: of.corrected for name, of in corrected.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
+    assert {name: result.corrected for name, result in corrected.items()} == {"b": 0.03, "c": 0.06, "a": 0.06}
 
 
 def compared(pooled: Difference, *single: Difference, margin: float = 0.05) -> Compared:
@@ -108,8 +110,8 @@ def compared(pooled: Difference, *single: Difference, margin: float = 0.05) -> C
         (compared(found(-0.2, 0.1, 0.001)), "not held", "not held"),
     ],
 )
-def test_verdicts(of: Compared, better: str, equal: str) -> None:
-    assert (judge_better(of), judge_equal(of)) == (better, equal)
+def test_verdicts(result: Compared, better: str, equal: str) -> None:
+    assert (judge_better(result), judge_equal(result)) == (better, equal)
 
 
 def test_an_uncorrected_interval_refutes_nothing() -> None:
@@ -125,17 +127,17 @@ def test_an_uncorrected_interval_refutes_nothing() -> None:
 def test_the_margin_is_a_tenth_of_what_is_gained() -> None:
     """The gain is the largest mean over the base model, whose composite is 0 here."""
     runs = {"a": made_up(np.full((5, 24), 0.2)), "b": made_up(np.full((5, 24), 0.5))}
-    of = comparisons.compare([Versus("a", "b")], runs)
-    assert of.margin == pytest.approx(0.05)
+    result = comparisons.compare([Versus("a", "b")], runs)
+    assert result.margin == pytest.approx(0.05)
 
 
 def test_a_pooled_difference_is_that_of_the_means() -> None:
     """Each of two comparisons alternates between +1 and -1 over the seeds and is uncertain; their mean is 0."""
     zero, up = np.zeros((4, 24)), np.tile([[1.0], [-1.0], [1.0], [-1.0]], (1, 24))
     runs = {"zero": made_up(zero), "up": made_up(up), "down": made_up(-up)}
-    of = comparisons.compare([Versus("up", "zero"), Versus("down", "zero")], runs)
-    assert (of.pooled.value, of.pooled.low, of.pooled.high) == (0, 0, 0)
-    assert [d.high > 1 for d in of.single.values()] == [True, True]
+    result = comparisons.compare([Versus("up", "zero"), Versus("down", "zero")], runs)
+    assert (result.pooled.value, result.pooled.low, result.pooled.high) == (0, 0, 0)
+    assert [d.high > 1 for d in result.single.values()] == [True, True]
 
 
 def test_no_run_is_chosen_by_its_own_score() -> None:
@@ -191,8 +193,8 @@ def test_what_is_found_follows_from_the_runs(claim: Claim) -> None:
     draw = np.random.default_rng(1)
     shared = 1 + 0.2 * draw.normal(size=(5, 24))
     runs = {v: made_up(shared + 0.01 * draw.normal(size=shared.shape)) for v in claim.variants}
-    for of in runs.values():
-        for run in of:
+    for group in runs.values():
+        for run in group:
             for evaluation in run.evaluations:
                 evaluation["parts"] |= dict.fromkeys(comparisons.JUDGE, evaluation["parts"]["vq"])
     found = claim.find(Material(quick=True, runs=runs))
@@ -266,8 +268,8 @@ def test_a_claim_from_the_runs_to_the_page(
     for content in (file.read_text()[:500], '{"version": 1}'):
         file.write_text(content)
         assert not runs._is_of(file, config)
-    told = capsys.readouterr().out.splitlines()
-    assert [re.sub(".*json: |: Unterm.*", "", line) for line in told] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert [re.sub(".*json: |: Unterm.*", "", line) for line in printed] == [
         "a run with other settings; it is made again",
         "not valid JSON",
         "holds no run; it is made again",
@@ -338,9 +340,9 @@ def test_what_ends_it(how: str, status: int, says: str, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
     elif how == "SIGTERM":
         os.kill(process.pid, signal.SIGTERM)
-    told = process.communicate(timeout=50)[1]
+    printed = process.communicate(timeout=50)[1]
     assert process.returncode == status
-    lines = told.splitlines()
+    lines = printed.splitlines()
     assert lines[-1:] == ([f"studies.paper: {says}"] if says else [])
     assert how == "fails" or len(lines) == bool(says)
     assert how != "fails" or lines[0].startswith("Traceback")

@@ -12,10 +12,10 @@ from sage_fast.cli import main
 from sage_fast.report.charts import picture
 from studies.finding import Claim, Material
 from studies.paper import adapter, gradients, printed, samplers
-from tests.tiny import demo_trainer
+from tests.tiny import paper_trainer
 
 QUICK = Material(quick=True, runs={})
-CLAIMS = {claim.name: claim for of in (samplers, gradients, printed, adapter) for claim in of.CLAIMS}
+CLAIMS = {claim.name: claim for module in (samplers, gradients, printed, adapter) for claim in module.CLAIMS}
 
 
 def test_step_noise() -> None:
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_trainer(tmp_path: Path) -> None:
     On the velocity it is N_t / sqrt(D) at every step, not 1/sqrt(Sigma).
     """
     overrides = {key.replace(".", "__"): value for key, value in gradients.SETTINGS.items()}
-    trainer = demo_trainer(tmp_path, **overrides, sampling__steps=1, sampling__eta=0.5, train__prompts_per_iteration=1)
+    trainer = paper_trainer(tmp_path, **overrides, sampling__steps=1, sampling__eta=0.5, train__prompts_per_iteration=1)
     one = gradients.measure_gradients(eta=0.5, groups=1, steps=1)
     assert float(one.policy[0]) == pytest.approx(trainer.iteration(0)["grad_norm"], rel=1e-3)
     norms = gradients.measure_gradients(eta=0.5, groups=1, steps=4)
@@ -153,6 +153,6 @@ def test_sde_says_what_is_wrong(
 ) -> None:
     (folder := tmp_path / "table.svg").mkdir()
     assert main(["sde", *(option.format(folder=folder) for option in options)]) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.out == ""
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.out == ""

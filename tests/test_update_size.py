@@ -117,7 +117,7 @@ def test_an_iteration_without_an_update_has_no_size() -> None:
     assert "update/relative" not in tiny_trainer(settings(), SkippedReward()).iteration(0)
 
 
-def told(
+def warnings_of(
     caplog: pytest.LogCaptureFixture,
     dtype: torch.dtype = torch.bfloat16,
     start: float = 0.0,
@@ -145,23 +145,23 @@ def test_updates_below_the_resolution_of_bfloat16_are_warned_of_once(
     tuning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     small: dict[str, Any] = {"model__tuning": tuning, "start": 0.5, "train__learning_rate": 1e-5}
-    text = " ".join(" ".join(told(caplog, steps=3, **small)).split())
+    text = " ".join(" ".join(warnings_of(caplog, steps=3, **small)).split())
     assert text.count("bfloat16 resolves 2.0e-03: the forward sees it only once several updates have added up") == 1
     assert "Raise train.learning_rate = 1e-05, or set model.dtype = float32" in text
     assert ("adapter" if tuning == "lora" else "weights") in text
-    assert told(caplog, **small | {"train__learning_rate": 1e-2}) == []
-    assert told(caplog, dtype=torch.float32, **small) == []
+    assert warnings_of(caplog, **small | {"train__learning_rate": 1e-2}) == []
+    assert warnings_of(caplog, dtype=torch.float32, **small) == []
 
 
 def test_an_adapter_that_starts_at_zero_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """At lr 1e-5 A moves by less than bfloat16 resolves, but the update comes through B, which is all new."""
-    assert told(caplog, train__learning_rate=1e-5, steps=3) == []
+    assert warnings_of(caplog, train__learning_rate=1e-5, steps=3) == []
 
 
 def test_the_warm_up_of_the_learning_rate_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     small: dict[str, Any] = {"start": 0.5, "train__learning_rate": 1e-5, "train__warmup_steps": 2}
-    assert told(caplog, steps=2, **small) == []
-    assert told(caplog, steps=3, **small) != []
+    assert warnings_of(caplog, steps=2, **small) == []
+    assert warnings_of(caplog, steps=3, **small) != []
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

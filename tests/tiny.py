@@ -120,7 +120,7 @@ def perturb(trainer: Trainer, scale: float = 0.05, seed: int = 3) -> None:
             p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-def demo_trainer(folder: Path, **overrides: Any) -> Trainer:
+def paper_trainer(folder: Path, **overrides: Any) -> Trainer:
     """The trainer of `configs/recipes/paper.yaml`, whose prompts are embedded into `folder`; keys as for `settings`."""
     given = {key.replace("__", "."): str(value) for key, value in overrides.items()}
     config = load(Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml", given)

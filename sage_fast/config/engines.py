@@ -1,4 +1,4 @@
-"""What the choices of engine and optimizer can do, and those of offload, tuning and dtype.
+"""Capabilities of each choice of engine, optimizer, offload, tuning and dtype.
 
 The rest of the code asks a row what it can do, and never compares its name. Imports nothing heavy: what runs is named
 by a string, `module:name`.

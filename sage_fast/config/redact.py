@@ -14,11 +14,12 @@ from sage_fast.config.load import parse_yaml
 from sage_fast.config.schema import Config
 
 HIDDEN = "(hidden)"
-"""Stands for a secret in `config.yaml`, `run.json`, the report and the trackers."""
+"""Placeholder for a secret in `config.yaml`, `run.json`, the report and the trackers."""
 _PLURAL = ("key", "apikey", "secret", "password", "credential")
 _TOKENS = ("access", "api", "auth", "bearer", "hf", "hub", "refresh", "session")
-"""Words before `tokens`, which elsewhere are counted."""
+"""Words that make a following `tokens` a secret; `num_tokens` is a count."""
 _ADDRESS_WITH_USER = re.compile(r"://[^/\s@]+@")
+_QUERY = re.compile(r"[?&]([^=&\s]+)=")
 _SECRETS = {"token", "passwd", "passphrase", "pwd", "authorization", "bearer", *_PLURAL, *(f"{n}s" for n in _PLURAL)}
 
 
@@ -29,10 +30,11 @@ def is_secret(name: str) -> bool:
 
 
 def hide(value: Any) -> Any:
-    """Return a copy of a value without its secrets, at any depth: entries named like one, and addresses with a user."""
+    """Return a copy of a value without its secrets, at any depth: entries named like one, and addresses with a user
+    or a query of such a name."""
     if isinstance(value, Mapping):
         return {name: HIDDEN if is_secret(str(name)) else hide(item) for name, item in value.items()}
-    if isinstance(value, str) and _ADDRESS_WITH_USER.search(value):
+    if isinstance(value, str) and (_ADDRESS_WITH_USER.search(value) or any(map(is_secret, _QUERY.findall(value)))):
         return HIDDEN
     return [hide(item) for item in value] if isinstance(value, list) else value
 

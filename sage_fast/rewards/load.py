@@ -193,10 +193,12 @@ def _made(kind: type, args: Mapping[str, Any], device: str, setting: str) -> Any
     """Create an instance.
 
     Raises:
-        UserError: it fails.
+        UserError: it fails; with its traceback, unless it is a `UserError`.
     """
     given = ({"device": device} if "device" in inspect.signature(kind).parameters else {}) | dict(args)
     try:
         return kind(**given)
+    except UserError as error:
+        raise UserError(f"{setting}: {error}") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{setting}: {kind.__name__}() failed: {failure(error)}") from error

@@ -29,8 +29,10 @@ WAITING = 8
 """Number of requests that may wait in memory while others are scored."""
 SECONDS_OF_SILENCE = 60.0
 """Read timeout within a request; then the connection is closed."""
-SECONDS_TO_ASK = 120.0
-"""Time in which the body of a request has to arrive."""
+SECONDS_OF_GRACE = 5.0
+"""How far the body of a request may fall behind `SLOWEST`; then it is refused, so that it does not keep its place."""
+SLOWEST = 4e6
+"""Bytes per second at which a body has to arrive."""
 SECONDS_TO_DRAIN = 2.0
 """How long the rest of a refused request is read and discarded."""
 
@@ -39,8 +41,8 @@ class RewardServer(ThreadingHTTPServer):
     """HTTP server that scores videos posted to /score; GET describes the rewards.
 
     It scores one request at a time, or as many as the rewards have workers, and reads a few more meanwhile. More would
-    only keep videos in memory. With a token in the environment it serves those who send it; without one, those who
-    address this machine and not a name that a web page has made to point here (DNS rebinding).
+    only keep videos in memory. With a token in the environment it serves those who send it. Without a token it accepts
+    only requests addressed to this machine's own names, so that no web page can reach it by DNS rebinding.
 
     Args:
         reward: the reward, already checked.
@@ -106,9 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.places:
             body = self._body(int(length))
             if body is None:
-                return self._refuse(
-                    408, f"its body did not arrive within {SECONDS_TO_ASK:g} s, or paused for {self.timeout:g} s"
-                )
+                return self._refuse(408, f"its body fell {SECONDS_OF_GRACE:g} s behind {SLOWEST / 1e6:g} MB/s")
             with self.server.turns:
                 status, content = self._score(body)
         self._send(status, content)
@@ -127,11 +127,11 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _body(self, length: int) -> bytes | None:
-        """The body, as much of it as the client sends; None if it takes too long."""
-        end, body, whole = time.monotonic() + SECONDS_TO_ASK, bytearray(), False
+        """Read the body, as far as the client sends it; return None if it comes too slowly."""
+        end, body, whole = time.monotonic() + SECONDS_OF_GRACE, bytearray(), False
         with contextlib.suppress(TimeoutError):
-            while not whole and (left := end - time.monotonic()) > 0:
-                self.connection.settimeout(min(self.timeout, left))
+            while not whole and (left := end + len(body) / SLOWEST - time.monotonic()) > 0:
+                self.connection.settimeout(left)
                 piece = self.rfile.read1(min(length - len(body), 1 << 20))
                 body += piece
                 whole = not piece
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         return bytes(body) if whole else None
 
     def _score(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and content of the answer."""
+        """Return the status and content of the answer."""
         try:
             name, videos, prompts = read_question(body)
         except ValueError as error:

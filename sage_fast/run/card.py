@@ -44,13 +44,14 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         license_name=spec.license[0] if spec.license else None,
         license_link=spec.license[1] if spec.license else None,
         pipeline_tag="text-to-video",
-        tags=["text-to-video", "sage-grpo", "sage-fast", *(["lora"] if lora else [])],
+        tags=["text-to-video", "sage-fast", *(["lora"] if lora else [])],
     )
     rewards = ", ".join(entry.name.rsplit("@", 1)[-1] for entry in config.reward.entries)
     sampling = config.sampling
     sections = {
-        "": f"{'A LoRA for' if lora else 'All weights of'} {base or spec.title}, aligned with a reward ({rewards}) by "
-        f"SAGE-GRPO in {iteration} iterations of sage-fast {__version__}. Trained at guidance scale "
+        "": f"{'A LoRA for' if lora else 'All weights of'} {base or spec.title}, aligned with a reward ({rewards}) in "
+        f"{iteration} iterations of sage-fast {__version__} (objective.surrogate {config.objective.surrogate}, "
+        f"sampling.sampler {sampling.sampler}). Trained at guidance scale "
         f"{sampling.guidance_scale:g}, shift {sampling.shift:g}, {sampling.num_frames} frames of {sampling.width} x "
         f"{sampling.height}; evaluated at guidance scale {config.eval_guidance_scale:g} with "
         f"{config.eval.steps} ODE steps.",
@@ -89,10 +90,10 @@ def _purpose(file: str) -> str | None:
 
 
 def _evaluation(run: Path, iteration: int) -> str:
-    """Return the table of scores before and after training, and the prompts they are of.
+    """Return the table of scores before and after training, and the prompts that were scored.
 
     Args:
-        iteration: of the weights, which may be newer than the last evaluation.
+        iteration: iterations the weights were trained for; may exceed that of the last evaluation.
     """
     found, left_out = read_evaluations(run)
     for note in left_out:

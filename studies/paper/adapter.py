@@ -12,11 +12,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from sage_fast.report.charts import COLORS, GREY
+from sage_fast.report.scores import t_quantile
 from studies.finding import Claim, Finding, Material, Verdict
 
 if TYPE_CHECKING:
@@ -98,13 +100,15 @@ def find_lora_response(material: Material) -> Finding:
     paths = {path: responses(sizes, path, seeds) for path in ("ours", "peft")}
     shares = {(size, path): paths[path][size] for size in sizes for path in paths}
 
-    def told(path: str) -> str:
-        return ", ".join(f"{shares[size, path][0]:.2f} ± {shares[size, path][1]:.2f} at {size:g}" for size in sizes)
+    def described(path: str) -> str:
+        means = {size: (mean, t_quantile(seeds) * error) for size, (mean, error) in paths[path].items()}
+        return ", ".join(f"{mean:.2f} ± {half:.2f} at {size:g}" for size, (mean, half) in means.items())
 
     text = (
         f"Of the change that an adapter makes to the velocity in float32, bfloat16 with one accumulation answers to a "
-        f"share of {told('ours')} (size of the elements of B; mean and standard error of {seeds} draws). With peft's "
-        f"own forward, which adds the adapter's output to one that is rounded already, it is {told('peft')}."
+        f"share of {described('ours')} (size of the elements of B; mean and 95 % interval of {seeds} draws). With "
+        "peft's own forward, which adds the adapter's output to one that is rounded already, it is "
+        f"{described('peft')}."
     )
     rows = [
         {"size": size, "path": path, "share": share, "standard_error": error, "draws": seeds}
@@ -114,9 +118,9 @@ def find_lora_response(material: Material) -> Finding:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for color, path in zip(COLORS, ("ours", "peft")):
-            mean, error = zip(*(shares[size, path] for size in sizes))
+            mean, error = np.array([shares[size, path] for size in sizes]).T
             label = {"ours": "one accumulation", "peft": "stock peft"}[path]
-            axes.errorbar(sizes, mean, error, color=color, label=label, marker="o", markersize=4)
+            axes.errorbar(sizes, mean, t_quantile(seeds) * error, color=color, label=label, marker="o", markersize=4)
         axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
         axes.set_xscale("log")
         axes.set_xlabel("size of the elements of B")

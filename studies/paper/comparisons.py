@@ -59,26 +59,26 @@ class Compared:
         return self.corrected(name)[1] < self.margin
 
 
-def judge_better(of: Compared) -> Verdict:
+def judge_better(result: Compared) -> Verdict:
     """Decide "first is better than second", over the comparisons taken together.
 
     `not held` if the pooled difference, or a single one after the correction, excludes a gain of the margin. Otherwise
     `held` if the pooled difference is significantly positive.
     """
-    if of.pooled.high < of.margin or any(of.excludes(name) for name in of.single):
+    if result.pooled.high < result.margin or any(result.excludes(name) for name in result.single):
         return "not held"
-    return "held" if of.pooled.value > 0 and of.pooled.p < LEVEL else "not decidable"
+    return "held" if result.pooled.value > 0 and result.pooled.p < LEVEL else "not decidable"
 
 
-def judge_equal(of: Compared) -> Verdict:
+def judge_equal(result: Compared) -> Verdict:
     """Decide "it makes no difference".
 
     `held` if every interval lies within the margin of 0, even if a smaller difference is significant; as all of them
     have to, none is corrected. Otherwise `not held` if a difference is significant after the correction.
     """
-    if all(-of.margin < d.low and d.high < of.margin for d in of.single.values()):
+    if all(-result.margin < d.low and d.high < result.margin for d in result.single.values()):
         return "held"
-    return "not held" if any(d.corrected < LEVEL for d in of.single.values()) else "not decidable"
+    return "not held" if any(d.corrected < LEVEL for d in result.single.values()) else "not decidable"
 
 
 def compare(versus: Sequence[Versus], runs: Runs, part: str = "reward") -> Compared:
@@ -98,7 +98,7 @@ def compare(versus: Sequence[Versus], runs: Runs, part: str = "reward") -> Compa
 def _mean_scores(variants: Sequence[Sequence[TrainedRun]], part: str) -> list[dict[str, float]]:
     """Return prompt -> mean score over the variants, for each seed."""
     scores = [[run.score(part) for run in seeds] for seeds in zip(*variants)]
-    return [{prompt: float(np.mean([of[prompt] for of in seed])) for prompt in seed[0]} for seed in scores]
+    return [{prompt: float(np.mean([row[prompt] for row in seed])) for prompt in seed[0]} for seed in scores]
 
 
 def margin_of(runs: Runs, part: str = "reward") -> float:
@@ -113,33 +113,35 @@ def base_score(runs: Runs) -> float:
     return float(np.mean([run.course()[0] for seeds in runs.values() for run in seeds]))
 
 
-def told(of: Compared, runs: Runs) -> str:
+def describe(result: Compared, runs: Runs) -> str:
     """Describe the runs: their scores, the pooled difference, then each difference."""
     scores = ", ".join(f"{name} {_score(seeds)}" for name, seeds in runs.items())
     return (
         f"Held-out composite with 95 % interval over the seeds: base model {base_score(runs):.3f}, {scores}. "
-        f"{told_differences(of)} {told_margin(of)}"
+        f"{describe_differences(result)} {describe_margin(result)}"
     )
 
 
-def told_margin(of: Compared) -> str:
+def describe_margin(result: Compared) -> str:
     """Name the margin, and the comparisons that exclude a gain of it."""
-    refuted = [name for name in of.single if of.excludes(name)]
-    return f"The margin is {of.margin:.3f}{'; a gain of it is excluded for ' * bool(refuted)}{', '.join(refuted)}."
+    refuted = [name for name in result.single if result.excludes(name)]
+    return (
+        f"The margin is {result.margin:.3f}{'; a gain result it is excluded for ' * bool(refuted)}{', '.join(refuted)}."
+    )
 
 
-def told_differences(of: Compared) -> str:
+def describe_differences(result: Compared) -> str:
     """Describe the pooled difference, then each difference."""
-    pooled = f"{of.pooled}, p {of.pooled.p:.2g}"
-    if len(of.single) == 1:
-        return f"Difference, over seeds and prompts: {next(iter(of.single))} {pooled}."
-    each = "; ".join(f"{name} {_corrected(of, name)}" for name in of.single)
-    return f"Pooled over the {len(of.single)} comparisons: {pooled}. Each, corrected for their number: {each}."
+    pooled = f"{result.pooled}, p {result.pooled.p:.2g}"
+    if len(result.single) == 1:
+        return f"Difference, over seeds and prompts: {next(iter(result.single))} {pooled}."
+    each = "; ".join(f"{name} {_corrected(result, name)}" for name in result.single)
+    return f"Pooled over the {len(result.single)} comparisons: {pooled}. Each, corrected for their number: {each}."
 
 
-def _corrected(of: Compared, name: str) -> str:
-    low, high = of.corrected(name)
-    return f"{dataclasses.replace(of.single[name], low=low, high=high)}, p {of.single[name].corrected:.2g}"
+def _corrected(result: Compared, name: str) -> str:
+    low, high = result.corrected(name)
+    return f"{dataclasses.replace(result.single[name], low=low, high=high)}, p {result.single[name].corrected:.2g}"
 
 
 def _score(seeds: Sequence[TrainedRun], part: str = "reward") -> str:
@@ -168,14 +170,14 @@ def _late(run: TrainedRun, key: str) -> float:
     return float(np.mean(values[-max(len(values) // 3, 1) :]))
 
 
-def draw_compared(axes: Axes, of: Compared) -> None:
+def draw_compared(axes: Axes, result: Compared) -> None:
     """Draw a row per difference with its corrected interval, and one for the pooled difference."""
     rows = {}
-    for name, single in of.single.items():
-        low, high = of.corrected(name)
+    for name, single in result.single.items():
+        low, high = result.corrected(name)
         rows[name] = dataclasses.replace(single, low=low, high=high)
     if len(rows) > 1:
-        rows["pooled"] = of.pooled
+        rows["pooled"] = result.pooled
     draw_differences(axes, rows, "difference of the held-out score, 95 % interval")
 
 
@@ -194,15 +196,15 @@ def better(
 
     def find(material: Material) -> Finding:
         runs = {variant: material.runs[variant] for variant in variants}
-        of = compare(versus, runs)
+        result = compare(versus, runs)
 
         def draw(figure: Figure) -> None:
             left, right = figure.subplots(1, 2)
             draw_courses(left, runs)
             left.legend(ncols=1 + len(runs) // 6)
-            draw_compared(right, of)
+            draw_compared(right, result)
 
-        return Finding(verdict=judge(of), text=told(of, runs), draw=draw, rows=rows_of(runs))
+        return Finding(verdict=judge(result), text=describe(result, runs), draw=draw, rows=rows_of(runs))
 
     height = max(3.4, 1.2 + 0.32 * len(versus))
     return Claim(
@@ -217,9 +219,9 @@ ALL_SAMPLERS = (*SAMPLERS, "exact")
 def _find_equalizer(material: Material) -> Finding:
     versus = [Versus(f"{sampler}-equalized", sampler) for sampler in ALL_SAMPLERS]
     runs = {name: material.runs[name] for v in versus for name in (v.second, v.first)}
-    of, all_five = compare(versus[:-1], runs), compare(versus, runs)
+    result, all_five = compare(versus[:-1], runs), compare(versus, runs)
     text = (
-        f"{told(of, runs)} With exact, which is not in the paper, over five samplers: {all_five.pooled}, p "
+        f"{describe(result, runs)} With exact, which is not in the paper, over five samplers: {all_five.pooled}, p "
         f"{all_five.pooled.p:.2g}."
     )
 
@@ -231,10 +233,10 @@ def _find_equalizer(material: Material) -> Finding:
             panel.sharey(axes[0])
         axes[0].set_ylabel("held-out composite")
         axes[0].legend()
-        short = {name.split("-")[0]: d for name, d in of.single.items()}
-        draw_compared(axes[-1], dataclasses.replace(of, single=short))
+        short = {name.split("-")[0]: d for name, d in result.single.items()}
+        draw_compared(axes[-1], dataclasses.replace(result, single=short))
 
-    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs))
+    return Finding(verdict=judge_better(result), text=text, draw=draw, rows=rows_of(runs))
 
 
 KL = ("fixed", "stepwise", "moving")
@@ -242,7 +244,7 @@ KL = ("fixed", "stepwise", "moving")
 
 def _find_strategies(material: Material) -> Finding:
     runs = {name: material.runs[name] for name in (*KL, "dual")}
-    of = compare([Versus("dual", name) for name in KL], runs)
+    result = compare([Versus("dual", name) for name in KL], runs)
 
     def draw(figure: Figure) -> None:
         left, middle, right = figure.subplots(1, 3)
@@ -253,9 +255,9 @@ def _find_strategies(material: Material) -> Finding:
             middle.plot(np.arange(1, len(spread) + 1), spread, color=color)
         middle.set_xlabel("iteration")
         middle.set_ylabel("std of the rewards within a group")
-        draw_compared(right, of)
+        draw_compared(right, result)
 
-    return Finding(verdict=judge_better(of), text=told(of, runs), draw=draw, rows=rows_of(runs))
+    return Finding(verdict=judge_better(result), text=describe(result, runs), draw=draw, rows=rows_of(runs))
 
 
 SCHEDULES = {"fixed": "dual", "two-stage": "two-stage", "milder": "milder"}
@@ -264,8 +266,8 @@ SCHEDULES = {"fixed": "dual", "two-stage": "two-stage", "milder": "milder"}
 def _find_schedules(material: Material) -> Finding:
     runs = {label: material.runs[variant] for label, variant in SCHEDULES.items()}
     versus = [Versus("two-stage", other) for other in ("fixed", "milder")]
-    of = compare(versus, runs)
-    parts = " ".join(f"{part.upper()}: {told_differences(compare(versus, runs, part))}" for part in PARTS)
+    result = compare(versus, runs)
+    parts = " ".join(f"{part.upper()}: {describe_differences(compare(versus, runs, part))}" for part in PARTS)
 
     def draw(figure: Figure) -> None:
         *panels, right = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.3])
@@ -273,9 +275,11 @@ def _find_schedules(material: Material) -> Finding:
             draw_courses(panel, runs, part, ylabel=" ")
             panel.set_title(part)
         panels[0].legend()
-        draw_compared(right, of)
+        draw_compared(right, result)
 
-    return Finding(verdict=judge_better(of), text=f"{told(of, runs)} {parts}", draw=draw, rows=rows_of(runs))
+    return Finding(
+        verdict=judge_better(result), text=f"{describe(result, runs)} {parts}", draw=draw, rows=rows_of(runs)
+    )
 
 
 def table_of(runs: Runs) -> list[list[str]]:
@@ -298,11 +302,11 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
     """Compare the row `OURS` with the rows of the baselines. `rows` is label -> variant."""
     runs = {label: material.runs[variant] for label, variant in rows.items()}
     versus = [Versus(OURS, label) for label in rows if not label.startswith("sage")]
-    of = compare(versus, runs)
+    result = compare(versus, runs)
     judged = {f"{name}, {part}": d for part in JUDGE for name, d in compare(versus, runs, part).single.items()}
     fell = [name for name, d in holm(judged).items() if d.value < 0 and d.corrected < LEVEL]
     text = (
-        f"{told_differences(of)} {told_margin(of)} By the judge, which no run is trained on, sage with "
+        f"{describe_differences(result)} {describe_margin(result)} By the judge, which no run is trained on, sage with "
         f"the dual KL is behind a baseline in {len(fell)} of {len(judged)} comparisons that stand"
         f"{': ' * bool(fell)}{'; '.join(fell)}. Scores, with 95 % interval over the seeds:"
     )
@@ -311,7 +315,7 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
         for panel, part in zip(figure.subplots(1, 3, sharey=True), ("reward", *JUDGE)):
             draw_scores(panel, runs, part, "composite" if part == "reward" else part)
 
-    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs), table=table_of(runs))
+    return Finding(verdict=judge_better(result), text=text, draw=draw, rows=rows_of(runs), table=table_of(runs))
 
 
 def methods(name: str, title: str, kind: Kind, source: str, says: str, rows: Mapping[str, str]) -> Claim:
@@ -355,16 +359,19 @@ def _best(samplers: Sequence[str], runs: Runs) -> tuple[dict[str, list[TrainedRu
     """Return `<sampler> at its best` -> runs, and a sentence on what was chosen."""
     best, said = {}, []
     for sampler in samplers:
-        of = {variant: f"{eta:g}" for eta, variant in ETAS[sampler].items()}
-        chosen, best[f"{sampler} at its best"] = searched(tuple(of), runs)
-        said.append(f"{sampler} {', '.join(of[variant] for variant in chosen)}")
+        names = {variant: f"{eta:g}" for eta, variant in ETAS[sampler].items()}
+        chosen, best[f"{sampler} at its best"] = searched(tuple(names), runs)
+        said.append(f"{sampler} {', '.join(names[variant] for variant in chosen)}")
     return best, f"Best eta on the other four seeds, for each seed: {'; '.join(said)}."
 
 
 def _table_of_etas(runs: Runs) -> list[list[str]]:
     """Return a table of held-out scores: a row per sampler with the equalizer and without KL, a column per eta."""
-    etas = sorted({eta for of in ETAS.values() for eta in of})
-    rows = [[sampler, *(_score(runs[of[eta]]) if eta in of else "" for eta in etas)] for sampler, of in ETAS.items()]
+    etas = sorted({eta for names in ETAS.values() for eta in names})
+    rows = [
+        [sampler, *(_score(runs[names[eta]]) if eta in names else "" for eta in etas)]
+        for sampler, names in ETAS.items()
+    ]
     return [["eta", *(f"{eta:g}" for eta in etas)], *rows]
 
 
@@ -378,23 +385,23 @@ def _draw_etas(axes: Axes, samplers: Sequence[str], runs: Runs) -> None:
     axes.legend(ncols=2, fontsize=8)
 
 
-def _find_by_eta(of: Compared, compared: Runs, chosen: str, runs: Runs) -> Finding:
+def _find_by_eta(result: Compared, compared: Runs, chosen: str, runs: Runs) -> Finding:
     """Make the finding of a claim about best etas: its comparisons, and the scores of all etas."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         _draw_etas(left, ALL_SAMPLERS, runs)
-        draw_compared(right, of)
+        draw_compared(right, result)
 
-    text = f"{told(of, compared)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
-    return Finding(verdict=judge_better(of), text=text, draw=draw, rows=rows_of(runs), table=_table_of_etas(runs))
+    text = f"{describe(result, compared)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
+    return Finding(verdict=judge_better(result), text=text, draw=draw, rows=rows_of(runs), table=_table_of_etas(runs))
 
 
 def _find_search(material: Material) -> Finding:
     runs = {name: material.runs[name] for name in SEARCH}
     best, chosen = _best(ALL_SAMPLERS, runs)
-    of = compare([Versus("sage at its best", f"{s} at its best") for s in SAMPLERS[:3]], best)
-    return _find_by_eta(of, best, chosen, runs)
+    result = compare([Versus("sage at its best", f"{s} at its best") for s in SAMPLERS[:3]], best)
+    return _find_by_eta(result, best, chosen, runs)
 
 
 EXACT = (*SEARCH, "sage-equal-noise", "exact-dual", "dual")
@@ -409,9 +416,9 @@ def _find_exact(material: Material) -> Finding:
         Versus("exact-dual", "dual"),
         Versus("exact at its best", "sage at its best"),
     ]
-    of = compare(versus, runs | best)
+    result = compare(versus, runs | best)
     compared = {name: (runs | best)[name] for v in versus for name in (v.first, v.second)}
-    return _find_by_eta(of, compared, chosen, runs)
+    return _find_by_eta(result, compared, chosen, runs)
 
 
 CLAIMS: tuple[Claim, ...] = (

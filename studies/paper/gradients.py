@@ -128,10 +128,10 @@ def find_equalizer(material: Material) -> Finding:
     """Check the caption of Figure 3 with the same measurement."""
     norms = _measured(material)
 
-    def saved(of: np.ndarray) -> str:
+    def saved(values: np.ndarray) -> str:
         return (
-            f"{100 * room_for_importance(norms.weight * of):.1f} % with the equalizer and "
-            f"{100 * room_for_importance(of):.0f} % without"
+            f"{100 * room_for_importance(norms.weight * values):.1f} % with the equalizer and "
+            f"{100 * room_for_importance(values):.0f} % without"
         )
 
     text = (

@@ -49,7 +49,7 @@ def compiled() -> dict[str, list[Row]]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return {name: [Row(**row) for row in of] for name, of in json.loads(result.stdout.splitlines()[-1]).items()}
+    return {name: [Row(**row) for row in rows] for name, rows in json.loads(result.stdout.splitlines()[-1]).items()}
 
 
 @pytest.fixture(scope="module")

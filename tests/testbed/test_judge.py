@@ -132,7 +132,7 @@ def test_training_clips_are_graded() -> None:
     assert 0.1 < float((clean == 1).float().mean()) < 0.3
     assert float(clean.min()) < 0.1
     assert all(float(video.min()) >= 0 and float(video.max()) <= 1 for video, _, _ in clips)
-    assert all(0 <= told <= 1 for _, _, attributes in clips for told in attributes.values())
+    assert all(0 <= share <= 1 for _, _, attributes in clips for share in attributes.values())
 
 
 def test_it_is_deterministic_and_sees_each_video_alone() -> None:
