@@ -154,6 +154,7 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
                 compiled(bench.Case.make((3, 4, 3, 6, 5), CPU))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("dynamo_only")
 def test_compiled_blocks_never_fall_back_to_eager() -> None:
     """The first, middle and last blocks compile separately, with and without gradients: at most six cache entries."""

@@ -25,8 +25,6 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from tests.test_scores import evaluation, scores
 
-pytestmark = pytest.mark.charts
-
 
 def row(i, **changes):
     keys = {
@@ -110,6 +108,7 @@ class Outline(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.charts
 def test_the_page_is_whole_and_loads_nothing(run):
     page = write_report(run).read_text()
     tags = Outline(page).tags
@@ -214,6 +213,7 @@ def test_small_numbers_keep_their_digits(run):
     assert "+3.5e-05 ± 5.7e-06".replace("-", "\N{MINUS SIGN}") in page
 
 
+@pytest.mark.charts
 def test_ids_of_inline_pictures_are_distinct(run):
     ids = re.findall(r'<(\w+)[^>]*? id="([^"]+)"', write_report(run).read_text())
     clips = [name for tag, name in ids if tag == "clipPath"]
@@ -229,6 +229,7 @@ def test_prompts_are_escaped_and_rewards_shown(run):
     assert "difference ± 95 %" in page
 
 
+@pytest.mark.charts
 def test_the_judge_stands_in_table_chart_and_captions(run):
     for name, reward, iteration, judge in (
         ("before", (1.0, 2.0), 0, 0.8),
@@ -249,6 +250,7 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
     assert "reward rose while the judge fell (judge/alignment)" in page
 
 
+@pytest.mark.charts
 def test_names_of_reward_parts_reach_the_charts_escaped(run):
     write_rows(run, [row(i) | {"reward_part/<x>$y": 1.0} for i in range(3)])
     page = write_report(run).read_text()
@@ -256,10 +258,12 @@ def test_names_of_reward_parts_reach_the_charts_escaped(run):
     assert "&lt;x&gt;$y" in page
 
 
+@pytest.mark.charts
 def test_the_same_run_gives_the_same_page(run):
     assert write_report(run).read_bytes() == write_report(run).read_bytes()
 
 
+@pytest.mark.charts
 def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
     rows = [row(i) for i in range(12)]
     rows[3]["grad_norm"] = None

@@ -7,9 +7,11 @@ its `Spec`. tests/test_plan.py checks each against PyTorch's counts. A multiply-
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import textwrap
 from collections.abc import Mapping
+from typing import Any
 
 from sage_fast.algorithm.flops import flops, forwards, scouted
 from sage_fast.algorithm.iteration_samples import share_of
@@ -21,8 +23,9 @@ from sage_fast.algorithm.schedule import (
     position_steps,
     trained_steps,
 )
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, ModelConfig
 from sage_fast.models.load import find_spec, meta_policy
+from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import default_family
 from sage_fast.models.sharing import check_heads
@@ -38,6 +41,16 @@ PEAK_FLOPS = 1e12 * PEAK_TFLOPS["H100"]
 ASSUMED_SHARE = 0.4
 """Share of `PEAK_FLOPS` that a run is assumed to reach. Nothing here has measured it; training of Llama 3 405B on H100s
 reached 38 to 43 % (arXiv 2407.21783, section 3.3)."""
+
+
+@functools.cache
+def _published() -> Spec:
+    return default_family()()
+
+
+@functools.lru_cache(maxsize=4)  # a study and a grid plan many runs of a model
+def _meta_policy(spec: Spec, settings: tuple[tuple[str, Any], ...]) -> Policy:
+    return meta_policy(spec, ModelConfig(**dict(settings)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,10 +103,11 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
             decides which weights and optimizer states are sharded.
         gpu_memory: bytes of a GPU, for which `auto` chooses the mode of checkpointing.
     """
-    spec = spec or default_family()()
+    spec = spec or _published()
     s, train, sharing = config.sampling, config.train, config.model.sequence_parallel
     check_heads(sharing, spec.heads)
-    policy, cost, latent = meta_policy(spec, config.model), spec.cost(config), spec.latent_shape(s)
+    policy = _meta_policy(spec, tuple(vars(config.model).items()))
+    cost, latent = spec.cost(config), spec.latent_shape(s)
     trainable = sum(p.numel() for p in policy.parameters().values())
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
 
