@@ -1,6 +1,7 @@
 """Every formula of the plan against a count that PyTorch makes."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.flops import training_flops
-from sage_fast.config.load import build
+from sage_fast.config.load import build, load
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
@@ -207,6 +208,19 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
     # With all weights trained and checkpointing the peak is that of the block before the last: one input less.
     less = 1024 * 128 * dtype.itemsize if tuning == "full" and mode != "none" else 0
     assert peaks[8] - peaks[4] == pytest.approx(formula - less, rel=0.01)
+
+
+def test_the_page_has_the_time_of_each_way_to_guide() -> None:
+    """docs/choosing.md: a bound for an iteration on 8 GPUs."""
+    repository = Path(__file__).parent.parent
+    page = (repository / "docs" / "choosing.md").read_text()
+    times = re.findall(r"^\| \d.* \| \d \| (\S+ min) \|$", page, re.M)
+    found = []
+    for name, scale in (("", 1), ("", 6), ("-distilled", 1)):
+        given = {"sampling.guidance_scale": str(scale)}
+        text = format_plan(plan(load(repository / "configs" / f"hunyuanvideo15-480p{name}.yaml", given), ranks=8))
+        found += re.findall(r"^  together  .* (\S+ min)  +\S+ min$", text, re.M)
+    assert [f"{float(time.split()[0]):.1f} min" for time in found] == times
 
 
 def test_guidance_keeps_two_passes_and_runs_one_backward_at_a_time() -> None:
