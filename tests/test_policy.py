@@ -610,7 +610,7 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
     (copy / "vae" / "config.json").rename(tmp_path / "vae.json")
     assert message(copy) == (
-        f"model.path = '{copy}': not a HunyuanVideo 1.5 checkpoint in diffusers format; vae/config.json is missing"
+        f"model.path = '{copy}': not a checkpoint of HunyuanVideo 1.5 in diffusers format; vae/config.json is missing"
     )
     (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
     with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the text encoders: "):

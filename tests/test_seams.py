@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec
 from sage_fast.models.registry import SHIPPED, families, family
+from sage_fast.run.card import model_card
 from sage_fast.util.errors import UserError
 
 REPOSITORY = Path(__file__).parent.parent
@@ -77,6 +79,12 @@ def test_families_are_found_by_the_class_of_their_transformer() -> None:
     spec = find_spec("testbed")
     assert spec.layouts["transformer"]["_class_name"] == "TestbedTransformer"
     assert type(find_spec(f"sage_fast.models.testbed.model:Testbed:{spec.path}")) is type(spec)
+
+
+def test_a_card_names_the_model_that_was_trained(tmp_path: Path) -> None:
+    card = model_card(tmp_path, Config(), find_spec("testbed"), iteration=1, base=None, files=[])
+    assert "A LoRA for the testbed, aligned" in card
+    assert "hunyuan" not in card.lower()
 
 
 @pytest.mark.parametrize(

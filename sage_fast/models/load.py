@@ -89,7 +89,7 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
 
 
 def _incomplete(path: str, cls: type[Spec], part: str) -> str:
-    return f"model.path = {path!r}: not a {cls.title} checkpoint in diffusers format; {part}/config.json is missing"
+    return f"model.path = {path!r}: not a checkpoint of {cls.title} in diffusers format; {part}/config.json is missing"
 
 
 def _find_random(path: str) -> Spec:
