@@ -19,10 +19,11 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.attention import ATTENTION
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
-from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.lora import LORA_FILE, load_lora
+from sage_fast.models.load import find_spec, load_model, make_trainable
+from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.errors import UserError
@@ -33,7 +34,6 @@ SPACE = (32, 2, 3, 4)
 PLAIN = "the cat sings"
 QUOTED = 'a sign that says "the END" and “bye”'
 LONG = "a red bird is flying over the sea, and the sea is blue, and the wind is rising in the evening"
-TARGETS = ModelConfig().lora_targets
 # float32 sums in another order (padded or not) differ by a few ulp of 1
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -661,7 +661,7 @@ def test_bad_lora_targets_are_named(checkpoint: Path, targets: str, substance: s
 
 def test_lora_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     wide = tiny_transformer(width_of_a_head=24)
-    add_lora(wide, rank=4, alpha=4, targets=TARGETS, seed=0)
+    make_trainable(HunyuanVideo15(), wide, ModelConfig(lora_rank=4, lora_alpha=4))
     HunyuanVideo15Policy(wide, dtype=torch.float32).save_weights(tmp_path / "wide")
     text = message(checkpoint, weights=str(tmp_path / "wide"))
     assert text.startswith(f"model.weights = '{tmp_path / 'wide'}' was made for another model: transformer_blocks.0.")

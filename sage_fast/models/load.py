@@ -118,15 +118,14 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     return module
 
 
-def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int, weights: str | None) -> None:
+def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int = 0, weights: str | None = None) -> None:
     """Make a network trainable: all of it, the adapter in `weights`, or a new adapter; freeze what no forward reads."""
     if not config.trains_adapter:
         network.requires_grad_(True)
     elif weights is not None:
         load_lora(network, Path(weights))
     else:
-        default = config.lora_targets == ModelConfig.lora_targets and spec.lora_targets is not None
-        targets = str(spec.lora_targets if default else config.lora_targets)
+        targets = spec.lora_targets if config.lora_targets is None else config.lora_targets
         add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)
     if config.trains_adapter:
         network.peft_config[ADAPTER].base_model_name_or_path = split_path(config.path)[1]  # saved with it
@@ -138,7 +137,7 @@ def meta_policy(spec: Spec, config: ModelConfig) -> Policy:
     networks = {part: spec.meta(part) for part in spec.networks}
     with torch.device("meta"):
         for network in networks.values():
-            make_trainable(spec, network, config, 0, None)
+            make_trainable(spec, network, config)
         return spec.policy(networks, dtype=getattr(torch, config.dtype), guidance_scale=1.0)
 
 

@@ -54,6 +54,9 @@ class HunyuanVideo15(Spec):
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
     randoms = ("random:hunyuanvideo15-480p",)
+    lora_targets = (
+        r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
+    )
     lora_layouts: ClassVar = {"original": original, "comfyui": comfyui}
     license: ClassVar[tuple[str, str] | None] = (
         "tencent-hunyuan-community",
