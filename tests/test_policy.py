@@ -709,7 +709,7 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
     transformer = tiny_transformer()
     save_file({"proj_out.lora_A.weight": torch.zeros(2, 5)}, tmp_path / LORA_FILE)
     with pytest.raises(ValueError, match="expected width 32"):
-        load_lora(transformer, tmp_path)
+        load_lora(transformer, tmp_path, "transformer")
     assert not hasattr(transformer, "peft_config")
     assert all(p.requires_grad for p in transformer.parameters())
 
@@ -719,4 +719,4 @@ def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
     assert model.path == str(checkpoint)
-    assert model.fps == 24
+    assert model.spec.fps == 24

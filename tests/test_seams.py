@@ -6,11 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from sage_fast.config.schema import Config
+from sage_fast.models import load
 from sage_fast.models.load import find_spec
+from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import SHIPPED, families, family
 from sage_fast.run.card import model_card
 from sage_fast.util.errors import UserError
@@ -85,6 +88,25 @@ def test_a_card_names_the_model_that_was_trained(tmp_path: Path) -> None:
     card = model_card(tmp_path, Config(), find_spec("testbed"), iteration=1, base=None, files=[])
     assert "A LoRA for the testbed, aligned" in card
     assert "hunyuan" not in card.lower()
+
+
+class Other(Spec):
+    """A family whose network has a name of its own."""
+
+    title = "Other"
+    networks: ClassVar = {"denoiser": object}
+
+
+def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "families", lambda: {**SHIPPED, "Net": f"{__name__}:Other"})
+    for part, name in (("denoiser", "Net"), ("vae", "AutoencoderKLWan")):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(f'{{"_class_name": "{name}"}}')
+    assert type(find_spec(str(tmp_path))) is Other
+    (tmp_path / "denoiser" / "config.json").write_text('{"_class_name": "Nothing"}')
+    with pytest.raises(UserError, match=r"holds a Nothing; expected one of \['Hunyuan"):
+        find_spec(str(tmp_path))
+    assert type(find_spec(f"{__name__}:Other:{tmp_path}")) is Other
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,7 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
         return _find_random(path)
     if path == "testbed":
         path = str(BASE)
-    folder = Path(path)
-    if not folder.is_dir():
+    if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(
                 f"model.path = {given!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a "
@@ -73,23 +72,34 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
         if not fetch:
             return (named or default_family())(path)
     source = reachable(path)
-    if folder.is_dir() and not (folder / "transformer" / "config.json").is_file():
-        raise UserError(_incomplete(given, named or default_family(), "transformer"))
-    class_name = str(read_layout("model.path", source, "transformer").get("_class_name"))
-    if named is None and class_name not in families():
-        raise UserError(f"model.path = {given!r} holds a {class_name}; expected one of {list(families())}")
-    cls = named or family(families()[class_name])
-    parts = (*cls.networks, "vae")
-    for part in parts:
-        if folder.is_dir() and not (folder / part / "config.json").is_file():
-            raise UserError(_incomplete(given, cls, part))
-    spec = cls(path, {part: read_layout("model.path", source, part) for part in parts})
+    cls = named or _family_in(given, source)
+    spec = cls(path, {part: _layout(given, source, cls, part) for part in (*cls.networks, "vae")})
     spec.check()
     return spec
 
 
-def _incomplete(path: str, cls: type[Spec], part: str) -> str:
-    return f"model.path = {path!r}: not a checkpoint of {cls.title} in diffusers format; {part}/config.json is missing"
+def _family_in(path: str, source: str) -> type[Spec]:
+    """Return the family whose first network is in a checkpoint."""
+    held, problems = [], []
+    for class_name, name in families().items():
+        cls = family(name)
+        try:
+            held.append(_layout(path, source, cls, next(iter(cls.networks))).get("_class_name"))
+        except UserError as error:
+            problems.append(error)
+        if class_name in held:
+            return cls
+    expected = f"expected one of {list(families())}"
+    raise UserError(f"model.path = {path!r} holds a {held[0]}; {expected}") if held else problems[0]
+
+
+def _layout(path: str, source: str, cls: type[Spec], part: str) -> dict[str, Any]:
+    """Read the config.json of a part of the checkpoint that `path` names, which is at `source`."""
+    if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
+        raise UserError(
+            f"model.path = {path!r}: not a checkpoint of {cls.title} in diffusers format; {part}/config.json is missing"
+        )
+    return read_layout("model.path", source, part)
 
 
 def _find_random(path: str) -> Spec:
@@ -123,7 +133,7 @@ def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int = 0,
     if not config.trains_adapter:
         network.requires_grad_(True)
     elif weights is not None:
-        load_lora(network, Path(weights))
+        load_lora(network, Path(weights), next(iter(spec.networks)))
     else:
         targets = spec.lora_targets if config.lora_targets is None else config.lora_targets
         add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)

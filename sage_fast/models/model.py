@@ -38,11 +38,6 @@ class Model:
         """The path it was loaded from."""
         return self.spec.path
 
-    @property
-    def fps(self) -> int:
-        """Frames per second of its videos."""
-        return self.spec.fps
-
     def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
         """Set one of `checkpointing.MODES` in all networks; `gathered` as in `checkpointing.set_checkpointing`."""
         self.checkpointing = mode

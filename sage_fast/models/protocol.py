@@ -145,7 +145,8 @@ class Spec:
     Attributes:
         title: name of the family, for messages.
         published: hub id of a published checkpoint, used as an example.
-        networks: part of a checkpoint -> diffusers class of a trained network.
+        networks: part of a checkpoint -> diffusers class of a trained network. The family is found by the first one,
+            whose adapter has the name that diffusers looks for.
         autoencoder: diffusers class of the part `vae`.
         condition: class of the encoder's results.
         randoms: paths `random:NAME` of models with random weights.

@@ -181,7 +181,7 @@ class _Evaluator:
 
         def save(number: int, prompt: str, video: Tensor) -> None:
             if home is not None:
-                save_video(video, prompt, home, number, self.setup.model.fps)
+                save_video(video, prompt, home, number, self.setup.model.spec.fps)
 
         result = evaluate(self.setup, iteration=source.iteration, save=save, scorers=self.scorers).to_json()
         return result, of_scores(source.label, result, numbered(home) if home is not None else {})

@@ -189,7 +189,7 @@ class Run:
 
         def save(number: int, prompt: str, video: torch.Tensor) -> None:
             if keep_all or number < shown:
-                save_video(video, prompt, folder, number, self.setup.model.fps)
+                save_video(video, prompt, folder, number, self.setup.model.spec.fps)
 
         trainer = self.trainer
         with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
