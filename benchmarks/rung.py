@@ -77,7 +77,7 @@ def spec_of(testbed: bool) -> HunyuanVideo15:
 def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
     """Return the transformer with random weights, allocated on the device, and a nonzero LoRA adapter."""
     spec = spec_of(testbed)
-    transformer = random_module(spec.meta("transformer"), dtype, device)
+    transformer = random_module(spec, "transformer", dtype, device)
     make_trainable(spec, transformer, ModelConfig(lora_rank=16 if testbed else 64, lora_alpha=16))
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) 
 
 def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
     """Return path of `decode` -> decoder, all with the same random weights; each has its own copy (layouts differ)."""
-    vae = random_module(spec_of(testbed).meta("vae"), dtype, device).requires_grad_(False)
+    vae = random_module(spec_of(testbed), "vae", dtype, device).requires_grad_(False)
     contiguous, channels_last = (VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True))
     channels_last.plans = contiguous.plans  # the same portions, however much memory is free by then
     stock = StockDecoder(vae, batches=testbed)

@@ -115,7 +115,7 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     Only `random:NAME` gives random weights.
     """
     if is_random(source):
-        return random_module(spec.meta(part), dtype, device)
+        return random_module(spec, part, dtype, device)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
     try:
         with progress_bars_of(source):

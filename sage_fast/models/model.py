@@ -57,6 +57,6 @@ class Model:
         """Load the text encoders; dropping the returned function releases them.
 
         Raises:
-            UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
+            UserError: they are missing or incomplete, or do not match the checkpoint.
         """
         return self.spec.load_encoder(self.policy.dtype, self.policy.device)

@@ -228,6 +228,10 @@ class Spec:
     def freeze_idle(self, network: nn.Module) -> None:
         """Freeze weights that no forward reads, so that no optimizer or reducer waits for their gradients."""
 
+    def is_gate(self, name: str) -> bool:
+        """Whether a weight makes the gates of a block, which random weights keep small."""
+        return False
+
     def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> Policy:
         """Return the policy over loaded networks."""
         raise NotImplementedError

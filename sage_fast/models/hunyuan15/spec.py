@@ -170,6 +170,9 @@ class HunyuanVideo15(Spec):
     def freeze_idle(self, network: nn.Module) -> None:
         freeze_dead_ends(network)
 
+    def is_gate(self, name: str) -> bool:
+        return ".linear." in name and "norm1" in name
+
     def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> HunyuanVideo15Policy:
         return HunyuanVideo15Policy(networks["transformer"], dtype=dtype, guidance_scale=guidance_scale)
 
