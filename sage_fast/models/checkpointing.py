@@ -8,15 +8,17 @@ recomputation skips attention: 73 % of its FLOPs for HunyuanVideo 1.5 at 480p, 8
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, get_args
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from sage_fast.config.schema import Checkpointing
 from sage_fast.models.attention import is_attention
 
 RECOMPUTED: dict[str, tuple[str, ...]] = {"none": (), "attention": ("linear",), "full": ("linear", "attention")}
 """Mode -> what the backward recomputes, from fastest to least memory."""
 MODES = tuple(RECOMPUTED)
+assert {"auto", *MODES} == set(get_args(Checkpointing)), "a mode is named in config.Checkpointing and in RECOMPUTED"
 
 
 def set_checkpointing(transformer: Any, mode: str, *, gathered: bool = False) -> None:
