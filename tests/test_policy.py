@@ -226,7 +226,7 @@ def test_latent_shape_and_decode_equal_the_pipeline(
     checkpoint: Path, pipeline: HunyuanVideo15Pipeline, model: Model
 ) -> None:
     sampling = SamplingConfig(num_frames=5, height=48, width=64)
-    assert model.latent_shape(sampling) == SPACE
+    assert model.spec.latent_shape(sampling) == SPACE
     latents = noise(2, *SPACE)
     videos = model.decoder(latents)
     assert videos.shape == (2, 5, 3, 48, 64)
@@ -609,9 +609,7 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
     (copy / "vae" / "config.json").rename(tmp_path / "vae.json")
-    assert message(copy) == (
-        f"model.path = '{copy}': not a checkpoint of HunyuanVideo 1.5 in diffusers format; vae/config.json is missing"
-    )
+    assert message(copy) == (f"model.path = '{copy}': no checkpoint in diffusers format; vae/config.json is missing")
     (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
     with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the text encoders: "):
         load(copy).load_encoder()
@@ -718,5 +716,5 @@ def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
     names = {"spec", "policy", "decoder", "attention", "attention_milliseconds", "notes", "checkpointing"}
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
-    assert model.path == str(checkpoint)
+    assert model.spec.path == str(checkpoint)
     assert model.spec.fps == 24

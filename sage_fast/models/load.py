@@ -20,9 +20,8 @@ from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.random_weights import is_random, random_module
-from sage_fast.models.registry import default_family, families, family, split_path
+from sage_fast.models.registry import CHECKPOINTS, default_family, families, family, split_path
 from sage_fast.models.sharing import check_heads
-from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
@@ -37,8 +36,10 @@ def read_layout(setting: str, source: str, part: str) -> dict[str, Any]:
     """Read the config.json of a part, from a folder or the hub.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: it is missing or cannot be read.
     """
+    if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
+        raise UserError(f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is missing")
     try:
         return _Layout.load_config(source, subfolder=part)
     except OSError as error:
@@ -49,7 +50,8 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     """Return the spec of the model that `model.path` names, from its configuration files alone.
 
     Args:
-        path: `testbed`, a folder, a hub id, `random:NAME`, or any of these prefixed with `package.module:Name:`.
+        path: one of `CHECKPOINTS`, a folder, a hub id, `random:NAME`, or any of these prefixed with
+            `package.module:Name:`.
         fetch: download missing configuration files from the hub. Otherwise a hub id gets the published sizes of the
             family in its prefix, or of the default family.
 
@@ -61,19 +63,18 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     named, path = split_path(path)
     if is_random(path):
         return _find_random(path)
-    if path == "testbed":
-        path = str(BASE)
+    path = str(CHECKPOINTS.get(path, path))
     if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(
-                f"model.path = {given!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a "
-                f"hub id such as {(named or default_family()).published}"
+                f"model.path = {given!r}: no such folder; expected {', '.join(map(repr, CHECKPOINTS))}, a local folder "
+                f"in diffusers format, or a hub id such as {(named or default_family()).published}"
             )
         if not fetch:
             return (named or default_family())(path)
     source = reachable(path)
     cls = named or _family_in(given, source)
-    spec = cls(path, {part: _layout(given, source, cls, part) for part in (*cls.networks, "vae")})
+    spec = cls(path, {part: read_layout("model.path", source, part) for part in (*cls.networks, "vae")})
     spec.check()
     return spec
 
@@ -84,22 +85,13 @@ def _family_in(path: str, source: str) -> type[Spec]:
     for class_name, name in families().items():
         cls = family(name)
         try:
-            held.append(_layout(path, source, cls, next(iter(cls.networks))).get("_class_name"))
+            held.append(read_layout("model.path", source, next(iter(cls.networks))).get("_class_name"))
         except UserError as error:
             problems.append(error)
         if class_name in held:
             return cls
     expected = f"expected one of {list(families())}"
     raise UserError(f"model.path = {path!r} holds a {held[0]}; {expected}") if held else problems[0]
-
-
-def _layout(path: str, source: str, cls: type[Spec], part: str) -> dict[str, Any]:
-    """Read the config.json of a part of the checkpoint that `path` names, which is at `source`."""
-    if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
-        raise UserError(
-            f"model.path = {path!r}: not a checkpoint of {cls.title} in diffusers format; {part}/config.json is missing"
-        )
-    return read_layout("model.path", source, part)
 
 
 def _find_random(path: str) -> Spec:
@@ -214,7 +206,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None
             raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(model.notes))
         model.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
         asked = fastest(right)
-    elif asked != "sdpa":
+    elif not ATTENTION[asked].is_reference:
         found: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
         if worst := min((trial for trial in found if trial.problem), key=lambda trial: trial.works, default=None):
             problem = f"model.attention = {asked!r}: {worst.problem}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sage_fast.config.schema import SamplingConfig
+from sage_fast.models.attention import REFERENCE
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.policy import Policy
@@ -28,30 +28,16 @@ class Model:
     spec: Spec
     policy: Policy
     decoder: Decoder
-    attention: str = "sdpa"
+    attention: str = REFERENCE
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     checkpointing: str = "none"
-
-    @property
-    def path(self) -> str:
-        """The path it was loaded from."""
-        return self.spec.path
 
     def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
         """Set one of `checkpointing.MODES` in all networks; `gathered` as in `checkpointing.set_checkpointing`."""
         self.checkpointing = mode
         for network in self.policy.networks.values():
             set_checkpointing(network, mode, gathered=gathered)
-
-    def joint_tokens(self, sampling: SamplingConfig, text_tokens: int | None = None) -> int:
-        """Return the tokens of a video plus `text_tokens` for its prompt (default: the spec's assumption)."""
-        text_tokens = self.spec.text_tokens if text_tokens is None else text_tokens
-        return self.spec.tokens(self.latent_shape(sampling)) + text_tokens
-
-    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
-        """(C, T, H, W) of one video's latents."""
-        return self.spec.latent_shape(sampling)
 
     def load_encoder(self) -> Encoder:
         """Load the text encoders; dropping the returned function releases them.
