@@ -21,9 +21,10 @@ from sage_fast.models.attention import ATTENTION, fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.decode import VideoDecoder
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
 from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
@@ -75,8 +76,9 @@ def spec_of(testbed: bool) -> HunyuanVideo15:
 
 def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
     """Return the transformer with random weights, allocated on the device, and a nonzero LoRA adapter."""
-    transformer = random_module(spec_of(testbed).meta("transformer"), dtype, device)
-    add_lora(transformer, rank=16 if testbed else 64, alpha=16, targets=ModelConfig().lora_targets, seed=0)
+    spec = spec_of(testbed)
+    transformer = random_module(spec, "transformer", dtype, device)
+    make_trainable(spec, transformer, ModelConfig(lora_rank=16 if testbed else 64, lora_alpha=16))
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
         for name, p in transformer.named_parameters():
@@ -87,7 +89,7 @@ def random_transformer(testbed: bool, device: torch.device, dtype: torch.dtype) 
 
 def random_decoders(testbed: bool, device: torch.device, dtype: torch.dtype) -> dict[str, VideoDecoder]:
     """Return path of `decode` -> decoder, all with the same random weights; each has its own copy (layouts differ)."""
-    vae = random_module(spec_of(testbed).meta("vae"), dtype, device).requires_grad_(False)
+    vae = random_module(spec_of(testbed), "vae", dtype, device).requires_grad_(False)
     contiguous, channels_last = (VideoDecoder(copy.deepcopy(vae), channels_last=last) for last in (False, True))
     channels_last.plans = contiguous.plans  # the same portions, however much memory is free by then
     stock = StockDecoder(vae, batches=testbed)

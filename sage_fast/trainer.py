@@ -103,7 +103,7 @@ class Trainer:
         self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
         self.anchor_is_current = True
         self.anchor_step = 0
-        self.latent_shape = model.latent_shape(config.sampling)
+        self.latent_shape = model.spec.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
         scored = self.process.table(self.full_table)
@@ -223,7 +223,7 @@ class Trainer:
 
     def _tokens(self, key: Key) -> int:
         """Token count of one forward of a sample (both passes with guidance)."""
-        return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.replay.lengths[key])
+        return sum(self.model.spec.tokens(self.latent_shape) + length for length in self.replay.lengths[key])
 
     def _deal(self, samples: Sequence[Sample]) -> list[int]:
         """Return the numbers of this rank's samples."""

@@ -247,13 +247,21 @@ def _is_of(file: Path, config: Config) -> bool:
         tree = read_json(file)
         if not tree.keys() >= {"settings", "environment", "evaluations", "rows"}:
             raise UserError(f"{file}: holds no run")
-        found = build(leaves(parse_yaml(str(tree["settings"]))))
-        if dataclasses.replace(found, output=config.output) != config:
+        if _trained(build(leaves(parse_yaml(str(tree["settings"]))))) != _trained(config):
             raise UserError(f"{file}: a run with other settings")
     except ValueError as error:
         log.info(f"{error}; it is made again")
         return False
     return True
+
+
+def _trained(config: Config) -> Config:
+    """Return the settings with one output folder for all, and with the layers that get an adapter spelled out."""
+    from sage_fast.models.load import find_spec
+
+    model = config.model
+    targets = model.lora_targets or find_spec(model.path).lora_targets
+    return dataclasses.replace(config, output=Config.output, model=dataclasses.replace(model, lora_targets=targets))
 
 
 def _read(file: Path, seed: int) -> TrainedRun:

@@ -84,7 +84,7 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
         activation_bytes(
             mode,
             model.policy.transformer.config,
-            model.joint_tokens(config.sampling),
+            model.spec.attention_shape(config.sampling)[0],
             4,
             rank=4,
             batch_size=8,
@@ -107,7 +107,7 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(settings())
     config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
     trained = sum(p.numel() for p in model.policy.parameters().values())
-    tokens = model.joint_tokens(config.sampling)
+    tokens = model.spec.attention_shape(config.sampling)[0]
     need = activation_bytes("none", model.policy.transformer.config, tokens, 4, rank=4, batch_size=8) + 12 * trained
     monkeypatch.setattr(setup, "free_bytes", lambda device: need / (setup.MEMORY_SHARE - 0.2))
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))

@@ -16,7 +16,10 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from sage_fast import cli
+from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention import ATTENTION
+from sage_fast.models.load import find_spec
+from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Run
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.checks import registered
@@ -137,7 +140,7 @@ def test_the_table_comes_whatever_breaks(monkeypatch: pytest.MonkeyPatch, capsys
     with monkeypatch.context() as without:
         without.delitem(sys.modules, "sage_fast.tools.selftest")
         without.delattr("sage_fast.tools.selftest")
-        without.setitem(sys.modules, "sage_fast.models.hunyuan15.policy", None)
+        without.setitem(sys.modules, "sage_fast.models.load", None)
         assert cli.main(["doctor"]) == 1
         printed = capsys.readouterr().out
         assert "ok       torch" in printed
@@ -203,3 +206,11 @@ def test_slow_is_said_of_a_gpu_only() -> None:
     assert "expected 80%" in check.advice
     assert selftest._speed("copy", 0.9, "operator", "most", torch.device("cuda")).verdict == "ok"
     assert selftest._speed("copy", 0.1, "operator", "a tenth", CPU).verdict == "ok"
+
+
+def test_a_gpu_is_tried_with_two_blocks_as_wide_as_those_of_the_default_model() -> None:
+    spec = selftest.shallow(default_family().randoms[0])
+    (network,) = (spec.meta(part) for part in spec.networks)
+    whole = find_spec(spec.path)
+    assert spec.attention_shape(SamplingConfig()) == whole.attention_shape(SamplingConfig())
+    assert len(network.transformer_blocks) == 2

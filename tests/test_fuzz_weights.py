@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from sage_fast.models.hunyuan15.policy import add_lora
-from sage_fast.models.lora import LORA_FILE, load_lora
+from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.trainer import Trainer
@@ -126,7 +125,7 @@ def test_lora_files(tensors: dict[str, torch.Tensor], metadata: str | None) -> N
     transformer = TestbedTransformer()
     with scratch() as folder, ours():
         save_file(tensors, folder / LORA_FILE, {"lora_adapter_metadata": metadata} if metadata is not None else None)
-        load_lora(transformer, folder)
+        load_lora(transformer, folder, "transformer")
         loaded = {n.replace(".default", ""): p for n, p in transformer.named_parameters() if ".lora_" in n}
         given_tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
         assert loaded.keys() == given_tensors.keys()
@@ -145,4 +144,4 @@ def test_broken_lora_files(data: Any) -> None:
     with scratch() as folder, ours():
         save_file(adapter(), folder / LORA_FILE)
         (folder / LORA_FILE).write_bytes(data.draw(damaged((folder / LORA_FILE).read_bytes())))
-        load_lora(TestbedTransformer(), folder)
+        load_lora(TestbedTransformer(), folder, "transformer")

@@ -39,7 +39,7 @@ def test_without_network_a_downloaded_model_is_used(cache: Path) -> None:
     (folder / "snapshots" / ("0" * 40)).symlink_to(BASE)
     config = ModelConfig(path=REPOSITORY, dtype="float32", lora_rank=4)
     model = load_model(config, SamplingConfig(), torch.device("cpu"), seed=0)
-    assert model.path == REPOSITORY  # the key of its prompt embeddings, with network and without
+    assert model.spec.path == REPOSITORY  # the key of its prompt embeddings, with network and without
 
 
 def test_what_the_hub_answers_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from sage_fast.config.schema import ModelConfig
 from sage_fast.models import projection
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
-from sage_fast.models.hunyuan15.policy import add_lora
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15
+from sage_fast.models.load import make_trainable
 
 TOKENS, TEXT, WIDTH, HEAD, RANK = 2048, 32, 256, 16, 8
 """In the proportions of 480p with 81 frames, and of a head and of the default rank to the published width."""
@@ -70,7 +71,7 @@ def block_traffic() -> tuple[Traffic, Traffic]:
         rope_axes_dim=(4, 6, 6), text_embed_dim=8, text_embed_2_dim=8, image_embed_dim=8,
     )  # fmt: skip
     transformer.transformer_blocks.to(torch.bfloat16)
-    add_lora(transformer, rank=RANK, alpha=RANK, targets=ModelConfig().lora_targets, seed=0)
+    make_trainable(HunyuanVideo15(), transformer, ModelConfig(lora_rank=RANK, lora_alpha=RANK))
     forward = TextToVideoForward(transformer, torch.bfloat16)
     forward.refresh()
     video, text = (torch.randn(1, count, WIDTH).bfloat16().requires_grad_() for count in (TOKENS, TEXT))

@@ -15,10 +15,17 @@ from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
-from sage_fast.models.hunyuan15.spec import activation_bytes, attention_flops, decode_flops, forward_flops
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.spec import (
+    HunyuanVideo15,
+    activation_bytes,
+    attention_flops,
+    decode_flops,
+    forward_flops,
+)
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.hunyuan15.vae import decode_frames
+from sage_fast.models.load import make_trainable
 from sage_fast.tools.plan import Plan, format_plan, plan
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec
@@ -137,7 +144,7 @@ def block_and_inputs(tuning: str, dtype: torch.dtype) -> tuple[torch.nn.Module, 
     transformer = layers(2, heads=4, width=64)
     if tuning == "lora":
         transformer.transformer_blocks.to(dtype)
-        add_lora(transformer, rank=1, alpha=1, targets=ModelConfig().lora_targets, seed=0)
+        make_trainable(HunyuanVideo15(), transformer, ModelConfig(lora_rank=1, lora_alpha=1))
     streams = [torch.randn(1, count, 256, dtype=dtype, requires_grad=True) for count in (120, 40)]
     modulation = torch.randn(1, 2, 6, 256, dtype=dtype)
     inputs = [*streams, modulation, None, torch.randn(120, 32, 2), ATTENTION["sdpa"], False]
@@ -184,9 +191,7 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
         transformer = layers(3, heads=4, width=32)
         if tuning == "lora":
             torch.nn.Module.to(transformer, dtype)
-            add_lora(transformer, rank=rank, alpha=1, targets=ModelConfig().lora_targets, seed=0)
-        else:
-            freeze_dead_ends(transformer)
+        make_trainable(HunyuanVideo15(), transformer, ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1))
         set_checkpointing(transformer, mode)
         policy = HunyuanVideo15Policy(transformer, dtype=dtype)
         embeddings = {"": TextEmbedding(text=torch.randn(4, 32), glyphs=torch.zeros(0, 8))}

@@ -19,10 +19,11 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.attention import ATTENTION
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora, freeze_dead_ends
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
-from sage_fast.models.load import find_spec, load_model
-from sage_fast.models.lora import LORA_FILE, load_lora
+from sage_fast.models.load import find_spec, load_model, make_trainable
+from sage_fast.models.lora import LORA_FILE, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.errors import UserError
@@ -33,7 +34,6 @@ SPACE = (32, 2, 3, 4)
 PLAIN = "the cat sings"
 QUOTED = 'a sign that says "the END" and “bye”'
 LONG = "a red bird is flying over the sea, and the sea is blue, and the wind is rising in the evening"
-TARGETS = ModelConfig().lora_targets
 # float32 sums in another order (padded or not) differ by a few ulp of 1
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -226,7 +226,7 @@ def test_latent_shape_and_decode_equal_the_pipeline(
     checkpoint: Path, pipeline: HunyuanVideo15Pipeline, model: Model
 ) -> None:
     sampling = SamplingConfig(num_frames=5, height=48, width=64)
-    assert model.latent_shape(sampling) == SPACE
+    assert model.spec.latent_shape(sampling) == SPACE
     latents = noise(2, *SPACE)
     videos = model.decoder(latents)
     assert videos.shape == (2, 5, 3, 48, 64)
@@ -609,9 +609,7 @@ def test_missing_or_incomplete_checkpoints_are_named(checkpoint: Path, tmp_path:
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
     (copy / "vae" / "config.json").rename(tmp_path / "vae.json")
-    assert message(copy) == (
-        f"model.path = '{copy}': not a HunyuanVideo 1.5 checkpoint in diffusers format; vae/config.json is missing"
-    )
+    assert message(copy) == (f"model.path = '{copy}': no checkpoint in diffusers format; vae/config.json is missing")
     (tmp_path / "vae.json").rename(copy / "vae" / "config.json")
     with pytest.raises(ValueError, match=rf"^model.path = '{copy}': cannot read the text encoders: "):
         load(copy).load_encoder()
@@ -661,7 +659,7 @@ def test_bad_lora_targets_are_named(checkpoint: Path, targets: str, substance: s
 
 def test_lora_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     wide = tiny_transformer(width_of_a_head=24)
-    add_lora(wide, rank=4, alpha=4, targets=TARGETS, seed=0)
+    make_trainable(HunyuanVideo15(), wide, ModelConfig(lora_rank=4, lora_alpha=4))
     HunyuanVideo15Policy(wide, dtype=torch.float32).save_weights(tmp_path / "wide")
     text = message(checkpoint, weights=str(tmp_path / "wide"))
     assert text.startswith(f"model.weights = '{tmp_path / 'wide'}' was made for another model: transformer_blocks.0.")
@@ -709,7 +707,7 @@ def test_load_lora_refuses_before_it_changes_anything(checkpoint: Path, tmp_path
     transformer = tiny_transformer()
     save_file({"proj_out.lora_A.weight": torch.zeros(2, 5)}, tmp_path / LORA_FILE)
     with pytest.raises(ValueError, match="expected width 32"):
-        load_lora(transformer, tmp_path)
+        load_lora(transformer, tmp_path, "transformer")
     assert not hasattr(transformer, "peft_config")
     assert all(p.requires_grad for p in transformer.parameters())
 
@@ -718,5 +716,5 @@ def test_model_is_a_plain_record(model: Model, checkpoint: Path) -> None:
     names = {"spec", "policy", "decoder", "attention", "attention_milliseconds", "notes", "checkpointing"}
     assert {field.name for field in dataclasses.fields(model)} == names
     assert model.attention in ATTENTION
-    assert model.path == str(checkpoint)
-    assert model.fps == 24
+    assert model.spec.path == str(checkpoint)
+    assert model.spec.fps == 24

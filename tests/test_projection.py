@@ -8,8 +8,10 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from sage_fast.models.hunyuan15.policy import add_lora
+from sage_fast.config.schema import ModelConfig
+from sage_fast.models.load import make_trainable
 from sage_fast.models.projection import Projection, gelu, with_room
+from sage_fast.models.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.test_forward import PROMPTS, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer
@@ -156,7 +158,7 @@ def test_an_adapter_that_comes_later_is_heard() -> None:
         return policy.velocity(x, policy.condition(sigma, text))
 
     without = velocity()
-    add_lora(policy.transformer, rank=2, alpha=2, targets=settings().model.lora_targets, seed=0)
+    make_trainable(Testbed(), policy.transformer, ModelConfig(lora_rank=2, lora_alpha=2))
     torch.testing.assert_close(velocity(), without)
     for p in policy.parameters().values():
         p.data = torch.randn_like(p)

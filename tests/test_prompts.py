@@ -129,8 +129,10 @@ def test_a_broken_file_is_named_with_its_line(name: str, content: str | bytes, e
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing.txt.*no such file; expected UTF-8 text .*\.jsonl or \.csv"):
         read_prompts(str(tmp_path / "missing.txt"), SAMPLING)
-    with pytest.raises(UserError, match="testbed:train or testbed:heldout"):
-        read_prompts("testbed:all", SAMPLING)
+    with pytest.raises(
+        UserError, match=r"expected one of testbed:train, testbed:heldout; did you mean 'testbed:tr.*file$"
+    ):
+        read_prompts("testbed:trian", SAMPLING)
 
 
 def test_a_prompt_has_one_negative_prompt() -> None:

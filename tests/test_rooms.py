@@ -131,9 +131,22 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
         ("parallel/optimizers.py", '    "linear"',
          '    "root": lambda progress: 1 - progress**0.5,\n    "linear"', "parallel.optimizers",
          "config.Schedule"),
+        ("config/schema.py", '"zero3"]', '"zero3", "fsdp"]', "config.schema", "ENGINES"),
+        ("config/engines.py", '    "zero1": _zero', '    "zero9": _zero("state"),\n    "zero1": _zero', "config.schema",
+         "EngineName"),
+        ("config/schema.py", '"optimizer", "all"]', '"optimizer", "all", "weights"]', "config.schema", "OFFLOADS"),
+        ("config/schema.py", '"lora", "full"]', '"lora", "full", "dora"]', "config.schema", "ADAPTERS"),
+        ("config/schema.py", '"bfloat16"]', '"bfloat16", "float16"]', "config.schema", "BYTES"),
+        ("config/schema.py", '"normalised"]', '"normalised", "ranked"]', "algorithm.objective", "RATIOS"),
+        ("config/schema.py", '"unscaled"]', '"unscaled", "median"]', "algorithm.transitions", "REDUCTIONS"),
+        ("config/schema.py", '"full", "auto"]', '"full", "half", "auto"]', "models.checkpointing", "RECOMPUTED"),
+        ("models/checkpointing.py", '{"none": ()', '{"half": (), "none": ()', "models.checkpointing",
+         "config.Checkpointing"),
     ],
     ids=["strategy named", "strategy written", "surrogate named", "feedback named", "sampler named", "sampler written",
-         "backend named", "backend written", "optimizer named", "schedule written"],
+         "backend named", "backend written", "optimizer named", "schedule written", "engine named", "engine written",
+         "offload named", "tuning named", "dtype named", "ratio named", "reduction named", "checkpointing named",
+         "checkpointing written"],
 )  # fmt: skip
 def test_a_name_added_in_one_place_only_fails_at_import(
     file: str, old: str, new: str, module: str, message: str, monkeypatch: pytest.MonkeyPatch

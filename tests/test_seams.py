@@ -6,43 +6,85 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from sage_fast.config.schema import Config
+from sage_fast.models import load
 from sage_fast.models.load import find_spec
+from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import SHIPPED, families, family
+from sage_fast.run.card import model_card
 from sage_fast.util.errors import UserError
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "sage_fast"
-ITS_OWN = ("models/hunyuan15/", "models/testbed/", "tools/selftest.py")
-"""The model, a tiny instance of it, and the check that it works here."""
+ITS_OWN = ("models/hunyuan15/", "models/testbed/")
+"""The model, and a tiny instance of it."""
+KNOWN = re.compile(r"hunyuan|models\.testbed\.(model|text)", re.IGNORECASE)
+NEEDED = {
+    "cli.py": ["Align HunyuanVideo 1.5 with reward models by SAGE-GRPO."],
+    "models/registry.py": ["HunyuanVideo15Transformer3DModel", "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
+                           "sage_fast.models.testbed.model:Testbed"],
+    "tools/replays.py": ["sage_fast.models.testbed.model.LATENT_SHAPE"],
+}  # fmt: skip
+"""File -> names of the model that it needs: what users read first, the families that ship, the latents of a check."""
 
 
-def names(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of every name in the code of a file: identifiers, modules, and strings of one word."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            yield node.lineno, node.module or ""
-        if isinstance(node, ast.alias | ast.ClassDef | ast.FunctionDef):
-            yield node.lineno, node.name
-        if isinstance(node, ast.Name | ast.Attribute):
-            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not re.search(r"\s", node.value.strip()):
-            yield node.lineno, node.value
+def names(source: str) -> Iterator[str]:
+    """Every name in code: identifiers, arguments, keywords, modules with what is imported, strings; no docstrings."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.alias(asname=str(name)):
+                yield name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                yield text
+
+
+def models_named(source: str) -> list[str]:
+    return [name for name in names(source) if KNOWN.search(name)]
 
 
 def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model() -> None:
-    configs = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
+    configs = re.compile("|".join(path.stem for path in (REPOSITORY / "configs").glob("*hunyuan*.yaml")))
     found = {
-        (str(file.relative_to(PACKAGE)), line)
+        str(file.relative_to(PACKAGE)): models_named(file.read_text())
         for file in PACKAGE.rglob("*.py")
         if not str(file.relative_to(PACKAGE)).startswith(ITS_OWN)
-        for line, name in names(file)
-        if "hunyuan" in name.lower() and name not in configs
     }
-    assert {file for file, _ in found} == {"models/registry.py"}
-    assert len(found) == 1
+    found["cli.py"] = [name for name in found["cli.py"] if KNOWN.search(configs.sub("", name))]
+    assert {file: told for file, told in found.items() if told} == NEEDED
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from sage_fast.models.hunyuan15.text import collate",
+        "import sage_fast.models.testbed.text",
+        "from sage_fast.models.testbed import model",
+        "import models as hunyuan",
+        "make(hunyuan_blocks=2)",
+        "def make(hunyuan): ...",
+        "published = 'a folder of HunyuanVideo 1.5'",
+        "print(f'{path}: no HunyuanVideo checkpoint')",
+        "if spec.title == 'HunyuanVideo 1.5': ...",
+    ],
+)
+def test_whoever_names_a_model_is_found(source: str) -> None:
+    assert models_named(source)
+
+
+def test_a_docstring_may_name_a_model_as_an_example() -> None:
+    assert not models_named('"""As for HunyuanVideo 1.5."""\nMOST = 8192\n"""54 blocks of HunyuanVideo 1.5."""')
 
 
 MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
@@ -77,6 +119,31 @@ def test_families_are_found_by_the_class_of_their_transformer() -> None:
     spec = find_spec("testbed")
     assert spec.layouts["transformer"]["_class_name"] == "TestbedTransformer"
     assert type(find_spec(f"sage_fast.models.testbed.model:Testbed:{spec.path}")) is type(spec)
+
+
+def test_a_card_names_the_model_that_was_trained(tmp_path: Path) -> None:
+    card = model_card(tmp_path, Config(), find_spec("testbed"), iteration=1, base=None, files=[])
+    assert "A LoRA for the testbed, aligned" in card
+    assert "hunyuan" not in card.lower()
+
+
+class Other(Spec):
+    """A family whose network has a name of its own."""
+
+    title = "Other"
+    networks: ClassVar = {"denoiser": object}
+
+
+def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "families", lambda: {**SHIPPED, "Net": f"{__name__}:Other"})
+    for part, name in (("denoiser", "Net"), ("vae", "AutoencoderKLWan")):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(f'{{"_class_name": "{name}"}}')
+    assert type(find_spec(str(tmp_path))) is Other
+    (tmp_path / "denoiser" / "config.json").write_text('{"_class_name": "Nothing"}')
+    with pytest.raises(UserError, match=r"holds a Nothing; expected one of \['Hunyuan"):
+        find_spec(str(tmp_path))
+    assert type(find_spec(f"{__name__}:Other:{tmp_path}")) is Other
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class WanPolicy(Policy):
 
     def velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
         with self._autocast():
-            network = self.networks["transformer"]
+            network = self.networks["denoiser"]
             return network(x.to(self.dtype), 1000 * inputs.sigma, inputs.text.to(self.dtype), return_dict=False)[0]
 
     def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Text]) -> Table:
@@ -108,7 +108,7 @@ class WanDecoder(Decoder):
 class Wan(Spec):
     title = "Wan"
     published = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-    networks: ClassVar = {"transformer": WanTransformer3DModel}
+    networks: ClassVar = {"denoiser": WanTransformer3DModel}
     autoencoder = AutoencoderKLWan
     condition = Text
     fps = 16
@@ -117,14 +117,14 @@ class Wan(Spec):
 
     @property
     def patch(self) -> int:
-        return math.prod(self.layouts["transformer"]["patch_size"])
+        return math.prod(self.layouts["denoiser"]["patch_size"])
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         return 16, (sampling.num_frames - 1) // 4 + 1, sampling.height // 8, sampling.width // 8
 
     def cost(self, config: Config) -> Cost:
         """FLOPs as PyTorch counts them on the meta device."""
-        network, vae, shape = self.meta("transformer"), self.meta("vae"), self.latent_shape(config.sampling)
+        network, vae, shape = self.meta("denoiser"), self.meta("vae"), self.latent_shape(config.sampling)
         with torch.device("meta"), torch.no_grad():
             with FlopCounterMode(display=False) as forward:
                 network(torch.randn(1, *shape), torch.ones(1), torch.randn(1, WORDS, WIDTH))
@@ -180,7 +180,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.manual_seed(0)
     WanTransformer3DModel(
         num_attention_heads=2, attention_head_dim=12, text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=2
-    ).save_pretrained(folder / "wan" / "transformer")
+    ).save_pretrained(folder / "wan" / "denoiser")
     AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).save_pretrained(folder / "wan" / "vae")
     (folder / "any_video.py").write_text(REWARD)
     (folder / "prompts.txt").write_text("an otter juggles three stones\nsnow falls\n")
@@ -238,7 +238,7 @@ def test_conditions_are_keyed_by_anything(folder: Path, guidance: float) -> None
     texts = {keys[0]: "snow falls", keys[1]: "snow melts", None: ""}
     conditions = {key: dataclasses.replace(encode(text), negative=None) for key, text in texts.items()}
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
-    shape, seeds = model.latent_shape(config.sampling), torch.arange(2)
+    shape, seeds = model.spec.latent_shape(config.sampling), torch.arange(2)
     known, noise = model.policy.conditioning_table(table.sigmas[:-1], conditions), initial_latents(seeds, shape, CPU)
     given = model.policy, table, table.coefficients(math.prod(shape)), known
     both, alone = rollout(*given, keys, seeds, noise), rollout(*given, keys[1:], seeds[1:], noise[1:])
@@ -256,11 +256,11 @@ def test_a_lora_without_other_layouts_is_exported_for_diffusers_and_peft(folder:
     files = {file.name: file for file in export(folder / "run", folder / "out", "someone/wan")}
     assert files.keys() == {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", "README.md"}
     tuned = PeftModel.from_pretrained(
-        WanTransformer3DModel.from_pretrained(folder / "wan" / "transformer"), folder / "out"
+        WanTransformer3DModel.from_pretrained(folder / "wan" / "denoiser"), folder / "out"
     )
     stored = load_file(files[LORA_FILE])
     loaded = {name.replace(".default", "").removeprefix("base_model.model."): p for name, p in tuned.named_parameters()}
     assert stored
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
     assert "license" not in (card := files["README.md"].read_text()).split("---")[1]
-    assert str(folder) not in card
+    assert [word in card for word in ("pipe.denoiser.load", str(folder))] == [True, False]

@@ -315,5 +315,5 @@ def test_the_kernel_is_chosen_for_the_heads_that_a_rank_has(monkeypatch: pytest.
     for size in (1, 2):
         monkeypatch.setattr("sage_fast.models.load.sequence_size", lambda size=size: size)
         choose_attention(model, "auto", settings().sampling)
-    tokens = model.joint_tokens(settings().sampling)
+    tokens = model.spec.attention_shape(settings().sampling)[0]
     assert shapes == [(8, tokens, 4, 16), (8, tokens, 2, 16)]

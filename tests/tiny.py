@@ -12,8 +12,9 @@ from torch import Tensor
 from sage_fast.config.load import build, load
 from sage_fast.config.schema import Config
 from sage_fast.models.hunyuan15.decode import VideoDecoder
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
+from sage_fast.models.load import make_trainable
 from sage_fast.models.model import Model
 from sage_fast.models.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.models.testbed.text import embed
@@ -80,8 +81,7 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
     torch.manual_seed(1)
     transformer = TestbedTransformer().eval()
     if config.model.tuning == "lora":
-        model = config.model
-        add_lora(transformer, rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets, seed=0)
+        make_trainable(Testbed(), transformer, config.model)
     policy = HunyuanVideo15Policy(
         torch.nn.Module.to(transformer, device, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
     )

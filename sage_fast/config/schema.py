@@ -65,10 +65,9 @@ class ModelConfig(Section):
     """Rank of the LoRA adapter."""
     lora_alpha: int = within(128, least=1)
     """The adapter's output is scaled by alpha / rank."""
-    lora_targets: str = (
-        r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
-    )
-    """Regular expression over full module names. Layers that match get an adapter."""
+    lora_targets: str | None = None
+    """Regular expression over full module names. Layers that match get an adapter. If not given, those that the model
+    chooses: of its blocks, the linear layers of attention and feed-forward."""
     attention: AttentionBackend = "auto"
     """Attention kernel. `flash` is flash-attn 2, `flash3` is flash-attn 3. `auto` picks the fastest one installed,
     measured at the size of the run."""
@@ -78,12 +77,12 @@ class ModelConfig(Section):
     mode that fits into free memory."""
     sequence_parallel: int = within(1, least=1)
     """GPUs that share one sample, for videos too long for one GPU. Each holds a part of the tokens and, for attention,
-    a part of the heads. Must divide the transformer's heads (16) and the number of ranks."""
+    a part of the heads. Must divide the number of the transformer's heads and the number of ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            re.compile(self.lora_targets)
+            re.compile(self.lora_targets or "")
         except re.error as error:
             raise UserError(f"model.lora_targets = {self.lora_targets!r}: not a regular expression: {error}") from error
 

@@ -61,10 +61,10 @@ def read_prompts(source: str, sampling: SamplingConfig) -> list[Prompt]:
         UserError: missing, not UTF-8, malformed, or with an unknown key, a wrong type or another size; names file and
             line.
     """
-    if source.startswith("testbed:"):
-        if source not in SETS:
-            raise UserError(f"prompts {source!r}: expected {' or '.join(SETS)}, or a file")
+    if source in SETS:
         return [Prompt(text=text) for text in pkgutil.resolve_name(SETS[source])()]
+    if source.startswith(tuple(f"{name.partition(':')[0]}:" for name in SETS)):
+        raise UserError(f"prompts {source!r}: {nearest(source, SETS)}; or a file")
     suffix = Path(source).suffix.lower()
     if suffix in UNREAD:
         raise UserError(f"prompt file {source!r}: expected {FORMATS}; the nearest is {UNREAD[suffix]}")

@@ -118,6 +118,7 @@ class Backend:
         package: module it imports.
         install: command or hint to install the package.
         lacks: (CUDA device) -> why it cannot run there; empty if it can.
+        is_reference: whether the others are compared with it, so that it needs no trial. One row is.
     """
 
     attend: Attention
@@ -127,13 +128,14 @@ class Backend:
     package: str | None = None
     install: str = ""
     lacks: Callable[[torch.device], str] = lambda device: ""
+    is_reference: bool = False
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return self.attend(query, key, value, mask)
 
 
 ATTENTION = {
-    "sdpa": Backend(attend=_sdpa, operators=("scaled_dot_product",), cuda=False, half=False),
+    "sdpa": Backend(attend=_sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True),
     "cudnn": Backend(attend=_without_mask(_cudnn), operators=("scaled_dot_product",), lacks=_cudnn_lacks),
     "flash": Backend(
         attend=_without_mask(_flash),
@@ -159,6 +161,9 @@ ATTENTION = {
 assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
     "an attention backend is named in config.AttentionBackend and has its row in ATTENTION"
 )
+
+
+(REFERENCE,) = (name for name, backend in ATTENTION.items() if backend.is_reference)
 
 
 def is_attention(operator: Any) -> bool:
@@ -225,9 +230,9 @@ class Trial:
 
 
 def fastest(trials: Mapping[str, Trial]) -> str:
-    """Return the fastest backend without a problem; `sdpa` if there is none."""
+    """Return the fastest backend without a problem; `REFERENCE` if there is none."""
     times = {name: trial.milliseconds for name, trial in trials.items() if not trial.problem}
-    return min(times, key=times.__getitem__, default="sdpa")
+    return min(times, key=times.__getitem__, default=REFERENCE)
 
 
 def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Trial]:

@@ -20,9 +20,8 @@ from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Spec
 from sage_fast.models.random_weights import is_random, random_module
-from sage_fast.models.registry import default_family, families, family, split_path
+from sage_fast.models.registry import CHECKPOINTS, default_family, families, family, split_path
 from sage_fast.models.sharing import check_heads
-from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 
@@ -37,8 +36,10 @@ def read_layout(setting: str, source: str, part: str) -> dict[str, Any]:
     """Read the config.json of a part, from a folder or the hub.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: it is missing or cannot be read.
     """
+    if Path(source).is_dir() and not (Path(source) / part / "config.json").is_file():
+        raise UserError(f"{setting} = {source!r}: no checkpoint in diffusers format; {part}/config.json is missing")
     try:
         return _Layout.load_config(source, subfolder=part)
     except OSError as error:
@@ -49,7 +50,8 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     """Return the spec of the model that `model.path` names, from its configuration files alone.
 
     Args:
-        path: `testbed`, a folder, a hub id, `random:NAME`, or any of these prefixed with `package.module:Name:`.
+        path: one of `CHECKPOINTS`, a folder, a hub id, `random:NAME`, or any of these prefixed with
+            `package.module:Name:`.
         fetch: download missing configuration files from the hub. Otherwise a hub id gets the published sizes of the
             family in its prefix, or of the default family.
 
@@ -61,35 +63,35 @@ def find_spec(path: str, *, fetch: bool = False) -> Spec:
     named, path = split_path(path)
     if is_random(path):
         return _find_random(path)
-    if path == "testbed":
-        path = str(BASE)
-    folder = Path(path)
-    if not folder.is_dir():
+    path = str(CHECKPOINTS.get(path, path))
+    if not Path(path).is_dir():
         if not is_hub_id(path):
             raise UserError(
-                f"model.path = {given!r}: no such folder; expected 'testbed', a local folder in diffusers format, or a "
-                f"hub id such as {(named or default_family()).published}"
+                f"model.path = {given!r}: no such folder; expected {', '.join(map(repr, CHECKPOINTS))}, a local folder "
+                f"in diffusers format, or a hub id such as {(named or default_family()).published}"
             )
         if not fetch:
             return (named or default_family())(path)
     source = reachable(path)
-    if folder.is_dir() and not (folder / "transformer" / "config.json").is_file():
-        raise UserError(_incomplete(given, named or default_family(), "transformer"))
-    class_name = str(read_layout("model.path", source, "transformer").get("_class_name"))
-    if named is None and class_name not in families():
-        raise UserError(f"model.path = {given!r} holds a {class_name}; expected one of {list(families())}")
-    cls = named or family(families()[class_name])
-    parts = (*cls.networks, "vae")
-    for part in parts:
-        if folder.is_dir() and not (folder / part / "config.json").is_file():
-            raise UserError(_incomplete(given, cls, part))
-    spec = cls(path, {part: read_layout("model.path", source, part) for part in parts})
+    cls = named or _family_in(given, source)
+    spec = cls(path, {part: read_layout("model.path", source, part) for part in (*cls.networks, "vae")})
     spec.check()
     return spec
 
 
-def _incomplete(path: str, cls: type[Spec], part: str) -> str:
-    return f"model.path = {path!r}: not a {cls.title} checkpoint in diffusers format; {part}/config.json is missing"
+def _family_in(path: str, source: str) -> type[Spec]:
+    """Return the family whose first network is in a checkpoint."""
+    held, problems = [], []
+    for class_name, name in families().items():
+        cls = family(name)
+        try:
+            held.append(read_layout("model.path", source, next(iter(cls.networks))).get("_class_name"))
+        except UserError as error:
+            problems.append(error)
+        if class_name in held:
+            return cls
+    expected = f"expected one of {list(families())}"
+    raise UserError(f"model.path = {path!r} holds a {held[0]}; {expected}") if held else problems[0]
 
 
 def _find_random(path: str) -> Spec:
@@ -105,7 +107,7 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     Only `random:NAME` gives random weights.
     """
     if is_random(source):
-        return random_module(spec.meta(part), dtype, device)
+        return random_module(spec, part, dtype, device)
     cls = {**spec.networks, "vae": spec.autoencoder}[part]
     try:
         with progress_bars_of(source):
@@ -118,15 +120,14 @@ def _load(spec: Spec, setting: str, source: str, part: str, dtype: torch.dtype, 
     return module
 
 
-def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int, weights: str | None) -> None:
+def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int = 0, weights: str | None = None) -> None:
     """Make a network trainable: all of it, the adapter in `weights`, or a new adapter; freeze what no forward reads."""
     if not config.trains_adapter:
         network.requires_grad_(True)
     elif weights is not None:
-        load_lora(network, Path(weights))
+        load_lora(network, Path(weights), next(iter(spec.networks)))
     else:
-        default = config.lora_targets == ModelConfig.lora_targets and spec.lora_targets is not None
-        targets = str(spec.lora_targets if default else config.lora_targets)
+        targets = spec.lora_targets if config.lora_targets is None else config.lora_targets
         add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)
     if config.trains_adapter:
         network.peft_config[ADAPTER].base_model_name_or_path = split_path(config.path)[1]  # saved with it
@@ -138,7 +139,7 @@ def meta_policy(spec: Spec, config: ModelConfig) -> Policy:
     networks = {part: spec.meta(part) for part in spec.networks}
     with torch.device("meta"):
         for network in networks.values():
-            make_trainable(spec, network, config, 0, None)
+            make_trainable(spec, network, config)
         return spec.policy(networks, dtype=getattr(torch, config.dtype), guidance_scale=1.0)
 
 
@@ -205,7 +206,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None
             raise UserError("model.attention = 'auto': no backend is right here; " + "; ".join(model.notes))
         model.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
         asked = fastest(right)
-    elif asked != "sdpa":
+    elif not ATTENTION[asked].is_reference:
         found: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
         if worst := min((trial for trial in found if trial.problem), key=lambda trial: trial.works, default=None):
             problem = f"model.attention = {asked!r}: {worst.problem}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ ADAPTER = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
-def lora_file(part: str) -> str:
-    """Return the file name of a part's adapter."""
-    return LORA_FILE if part == "transformer" else f"{part}_{LORA_FILE}"
+def lora_files(networks: Iterable[str]) -> dict[str, str]:
+    """Return network -> file name of its adapter; the first one's is that which diffusers looks for."""
+    first, *others = networks
+    return {first: LORA_FILE, **{part: f"{part}_{LORA_FILE}" for part in others}}
 
 
 def write_adapter(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig) -> None:
@@ -53,8 +54,11 @@ def add_lora(network: Any, *, rank: int, alpha: int, targets: str, seed: int) ->
     _train_adapter(network)
 
 
-def load_lora(network: Any, path: Path) -> None:
+def load_lora(network: Any, path: Path, part: str) -> None:
     """Freeze the network and add the LoRA adapter at `path`, a file or folder in diffusers format, trainable.
+
+    Args:
+        part: name of the network, which a pipeline puts before each layer's; a network writes bare layer names.
 
     Raises:
         UserError: no such file, or an adapter made for another model.
@@ -67,9 +71,9 @@ def load_lora(network: Any, path: Path) -> None:
     except SafetensorError as error:
         raise UserError(f"model.weights = {str(path)!r}: not a safetensors file: {error}") from error
     layers = {n: m.weight.shape for n, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
-    # A network writes bare layer names; a pipeline puts "transformer." before each.
-    prefix = "transformer" if any(key.startswith("transformer.") for key in tensors) else None
-    problem = _problem_of_factors({key.removeprefix("transformer."): t for key, t in tensors.items()}, layers)
+    prefix = part if any(key.startswith(f"{part}.") for key in tensors) else None
+    tensors = {key.removeprefix(f"{part}."): tensor for key, tensor in tensors.items()}
+    problem = _problem_of_factors(tensors, layers)
     if problem is not None:
         raise UserError(f"model.weights = {str(path)!r}{problem}")
     network.requires_grad_(False)
@@ -81,7 +85,7 @@ def load_lora(network: Any, path: Path) -> None:
         ) from error
     _train_adapter(network)
     # load_lora_adapter rounded the adapter to the base's dtype; set it again, now in float32.
-    set_peft_model_state_dict(network, {k.removeprefix("transformer."): t for k, t in tensors.items()}, ADAPTER)
+    set_peft_model_state_dict(network, tensors, ADAPTER)
 
 
 def _problem_of_factors(tensors: Mapping[str, Tensor], layers: Mapping[str, torch.Size]) -> str | None:

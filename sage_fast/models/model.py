@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sage_fast.config.schema import SamplingConfig
+from sage_fast.models.attention import REFERENCE
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.policy import Policy
@@ -28,20 +28,10 @@ class Model:
     spec: Spec
     policy: Policy
     decoder: Decoder
-    attention: str = "sdpa"
+    attention: str = REFERENCE
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     checkpointing: str = "none"
-
-    @property
-    def path(self) -> str:
-        """The path it was loaded from."""
-        return self.spec.path
-
-    @property
-    def fps(self) -> int:
-        """Frames per second of its videos."""
-        return self.spec.fps
 
     def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
         """Set one of `checkpointing.MODES` in all networks; `gathered` as in `checkpointing.set_checkpointing`."""
@@ -49,19 +39,10 @@ class Model:
         for network in self.policy.networks.values():
             set_checkpointing(network, mode, gathered=gathered)
 
-    def joint_tokens(self, sampling: SamplingConfig, text_tokens: int | None = None) -> int:
-        """Return the tokens of a video plus `text_tokens` for its prompt (default: the spec's assumption)."""
-        text_tokens = self.spec.text_tokens if text_tokens is None else text_tokens
-        return self.spec.tokens(self.latent_shape(sampling)) + text_tokens
-
-    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
-        """(C, T, H, W) of one video's latents."""
-        return self.spec.latent_shape(sampling)
-
     def load_encoder(self) -> Encoder:
         """Load the text encoders; dropping the returned function releases them.
 
         Raises:
-            UserError: they are missing or incomplete, or the tokenizer does not match the pipeline's crop.
+            UserError: they are missing or incomplete, or do not match the checkpoint.
         """
         return self.spec.load_encoder(self.policy.dtype, self.policy.device)

@@ -15,7 +15,7 @@ import torch
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from sage_fast.models.lora import ADAPTER, lora_file, write_adapter
+from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
 from sage_fast.models.protocol import Conditions, Inputs
 from sage_fast.ops.transition_step import guided
 from sage_fast.util.errors import UserError
@@ -246,6 +246,7 @@ class Policy:
 
     def save_weights(self, folder: Path) -> None:
         """Save the weights in diffusers format: the LoRA files, or the whole networks after full fine-tuning."""
+        files = lora_files(self.networks)
         for part, network in self.networks.items():
             if not self.has_adapter:
                 network.save_pretrained(folder / part)
@@ -253,7 +254,7 @@ class Policy:
             # "auto" would ask the hub, once for each checkpoint, whether the base model's embeddings have been resized.
             tensors = get_peft_model_state_dict(network, adapter_name=ADAPTER, save_embedding_layers=False)
             folder.mkdir(parents=True, exist_ok=True)
-            write_adapter(folder / lora_file(part), tensors, network.peft_config[ADAPTER])
+            write_adapter(folder / files[part], tensors, network.peft_config[ADAPTER])
 
     @property
     def has_adapter(self) -> bool:

@@ -145,13 +145,14 @@ class Spec:
     Attributes:
         title: name of the family, for messages.
         published: hub id of a published checkpoint, used as an example.
-        networks: part of a checkpoint -> diffusers class of a trained network.
+        networks: part of a checkpoint -> diffusers class of a trained network. The family is found by the first one,
+            whose adapter has the name that diffusers looks for.
         autoencoder: diffusers class of the part `vae`.
         condition: class of the encoder's results.
         randoms: paths `random:NAME` of models with random weights.
         fps: frames per second of its videos.
         text_tokens: assumed prompt length while none is known.
-        lora_targets: layers that get an adapter by default; None uses the default of `model.lora_targets`.
+        lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular expression.
         prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
         lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
         license: name and address of the checkpoint's licence, for the cards of models trained from it.
@@ -162,10 +163,10 @@ class Spec:
     networks: ClassVar[Mapping[str, Any]]
     autoencoder: ClassVar[Any]
     condition: ClassVar[type[Condition]]
+    lora_targets: ClassVar[str]
     randoms: ClassVar[tuple[str, ...]] = ()
     fps: ClassVar[int] = 24
     text_tokens: ClassVar[int] = 200
-    lora_targets: ClassVar[str | None] = None
     prompt_sets: ClassVar[tuple[str, ...]] = ()
     lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
     license: ClassVar[tuple[str, str] | None] = None
@@ -226,6 +227,10 @@ class Spec:
 
     def freeze_idle(self, network: nn.Module) -> None:
         """Freeze weights that no forward reads, so that no optimizer or reducer waits for their gradients."""
+
+    def is_gate(self, name: str) -> bool:
+        """Whether a weight makes the gates of a block, which random weights keep small."""
+        return False
 
     def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> Policy:
         """Return the policy over loaded networks."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sage_fast.config.schema import RANDOM
+from sage_fast.models.protocol import Spec
 
 
 def is_random(path: str) -> bool:
@@ -19,22 +20,21 @@ def is_random(path: str) -> bool:
     return path.startswith(RANDOM)
 
 
-def random_module(meta: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
+@torch.no_grad()
+def random_module(spec: Spec, part: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a part with random weights, allocated on the device in `dtype` and nowhere else.
 
+    Gates are small, as in a trained model, to keep rounding from growing from block to block.
+
     Args:
-        meta: the part on the meta device; it is changed.
+        spec: the model.
+        part: one of its networks, or `vae`.
         dtype: dtype of the weights.
         device: device they are drawn on, with a fixed seed: the same kind of device gives the same model.
     """
-    module = nn.Module.to(meta, dtype)
+    module = nn.Module.to(spec.meta(part), dtype)
     assert not list(module.buffers()), "they would stay uninitialised"
-    return randomize(module.to_empty(device=device)).eval()
-
-
-@torch.no_grad()
-def randomize(module: Any) -> Any:
-    """Draw all weights. Gates are small, as in a trained model, to keep rounding from growing from block to block."""
+    module = module.to_empty(device=device)
     generator = torch.Generator(device=next(module.parameters()).device).manual_seed(0)
     for name, p in module.named_parameters():
         if name.endswith("gamma") or ("norm" in name and p.ndim == 1 and name.endswith("weight")):
@@ -43,6 +43,6 @@ def randomize(module: Any) -> Any:
             p.fill_(0.1)
         else:
             p.normal_(std=p[0].numel() ** -0.5, generator=generator)
-        if ".linear." in name and "norm1" in name:
+        if spec.is_gate(name):
             p.mul_(0.1)
-    return module
+    return module.eval()

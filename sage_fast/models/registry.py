@@ -11,6 +11,7 @@ import re
 import sys
 
 from sage_fast.models.protocol import Spec
+from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError
 
 SHIPPED = {
@@ -18,6 +19,9 @@ SHIPPED = {
     "TestbedTransformer": "sage_fast.models.testbed.model:Testbed",
 }
 """Transformer class, as in config.json -> family. The first one is the default until config.json is read."""
+
+CHECKPOINTS = {"testbed": BASE}
+"""Name in `model.path` -> folder of a checkpoint that comes with the package."""
 
 GROUP = "sage_fast.models"
 """Entry-point group for other packages: transformer class = "package.module:Name"."""

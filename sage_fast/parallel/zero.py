@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import os
+import pkgutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
-from sage_fast.config.engines import ENGINES, OFFLOADS
+from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.models.policy import Item, Policy, State, WholeStates, check_names
 from sage_fast.parallel import engine_settings
 from sage_fast.parallel.muon import Spread
@@ -119,20 +120,14 @@ class ZeroEngine(PlainEngine):
         return float(self.deepspeed.get_global_grad_norm())
 
     def _count_updates(self, moving: Collection[Tensor] = ()) -> None:
-        """Let AdamW's bias correction count all updates, including those that left a weight alone.
+        """Tell the optimizers of all updates, including those that left a weight alone.
 
         A weight whose gradient is exactly zero is left alone here; the plain engine counts such an update.
 
         Args:
             moving: parts that are about to be updated, perhaps for the first time.
         """
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.AdamW):
-                for part in optimizer.param_groups[0]["params"]:
-                    if part in moving and part not in optimizer.state:
-                        optimizer.state[part] = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
-                for state in optimizer.state.values():
-                    state["step"] = torch.tensor(float(self.steps))
+        pkgutil.resolve_name(OPTIMIZERS[self.config.optimizer].count)(self.optimizers, self.steps, moving)
 
     def _update_row(self, row: Tensor) -> None:
         """Update the parts of weights in a row, by the row's gradient. Weights without a gradient stay unchanged."""
@@ -215,6 +210,17 @@ class ZeroEngine(PlainEngine):
         finally:
             for p, data in present:
                 p.data = data
+
+
+def count_adamw(optimizers: Sequence[torch.optim.Optimizer], updates: int, moving: Collection[Tensor]) -> None:
+    """Let the bias correction of every AdamW among `optimizers` count `updates`: the `count` of an optimizer's row."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.AdamW):
+            for part in optimizer.param_groups[0]["params"]:
+                if part in moving and part not in optimizer.state:
+                    optimizer.state[part] = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+            for state in optimizer.state.values():
+                state["step"] = torch.tensor(float(updates))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -55,7 +55,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         f"{sampling.guidance_scale:g}, shift {sampling.shift:g}, {sampling.num_frames} frames of {sampling.width} x "
         f"{sampling.height}; evaluated at guidance scale {config.eval_guidance_scale:g} with "
         f"{config.eval.steps} ODE steps.",
-        "Use": _use(base, files, lora=lora),
+        "Use": _use(base, files, next(iter(spec.networks)), lora=lora),
         "Held-out prompts": _evaluation(run, iteration),
         "Settings": f"```yaml\n{_settings(config, base)}```",
     }
@@ -65,7 +65,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
 
 
-def _use(base: str | None, files: Iterable[str], *, lora: bool) -> str:
+def _use(base: str | None, files: Iterable[str], part: str, *, lora: bool) -> str:
     """Return what each file is for, and the lines that load the weights."""
     listed = [f"- `{name}`: {text}" for name in sorted(files) if (text := _purpose(name))]
     code = [
@@ -74,9 +74,9 @@ def _use(base: str | None, files: Iterable[str], *, lora: bool) -> str:
         f'pipe = DiffusionPipeline.from_pretrained("{base or "BASE"}")',
     ]
     if lora:
-        code.append(f'pipe.transformer.load_lora_adapter(FOLDER, weight_name="{LORA_FILE}", prefix=None)')
+        code.append(f'pipe.{part}.load_lora_adapter(FOLDER, weight_name="{LORA_FILE}", prefix=None)')
     else:
-        code.append('pipe.transformer = type(pipe.transformer).from_pretrained(FOLDER, subfolder="transformer")')
+        code.append(f'pipe.{part} = type(pipe.{part}).from_pretrained(FOLDER, subfolder="{part}")')
     return "\n".join([*listed, "", "```python", *code, "```"]).strip()
 
 

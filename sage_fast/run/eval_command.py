@@ -181,7 +181,7 @@ class _Evaluator:
 
         def save(number: int, prompt: str, video: Tensor) -> None:
             if home is not None:
-                save_video(video, prompt, home, number, self.setup.model.fps)
+                save_video(video, prompt, home, number, self.setup.model.spec.fps)
 
         result = evaluate(self.setup, iteration=source.iteration, save=save, scorers=self.scorers).to_json()
         return result, of_scores(source.label, result, numbered(home) if home is not None else {})
@@ -189,7 +189,7 @@ class _Evaluator:
     def _load(self, source: Source) -> None:
         """Free the current model, then load that of `source`."""
         assert source.config is not None
-        before = self.setup.model.path, self.setup.model.policy.dtype
+        before = self.setup.model.spec.path, self.setup.model.policy.dtype
         settings = dataclasses.replace(
             source.config.model,
             attention=cast(AttentionBackend, self.setup.model.attention),  # measured once
@@ -203,7 +203,7 @@ class _Evaluator:
         self.setup.config = dataclasses.replace(self.config, model=settings)
         _log_notes(self.setup)
         self.loaded = source
-        if (self.setup.model.path, self.setup.model.policy.dtype) != before:
+        if (self.setup.model.spec.path, self.setup.model.policy.dtype) != before:
             self.setup.encode()
 
     def _of_videos(self, source: Source) -> tuple[dict[str, Any], VideoSet]:

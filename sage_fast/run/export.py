@@ -20,7 +20,7 @@ from sage_fast.config.fields import is_hub_id
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec
-from sage_fast.models.lora import lora_file, write_adapter
+from sage_fast.models.lora import LORA_FILE, lora_files, write_adapter
 from sage_fast.models.lora_layouts import converted, read_lora
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import split_path
@@ -134,11 +134,12 @@ def _base(config: Config, base: str | None) -> str | None:
 
 def _write_lora(spec: Spec, part: str, weights: Path, folder: Path, name: str, base: str | None) -> None:
     """Write the adapter of one part in all formats."""
-    tensors, adapter = read_lora(weights / lora_file(part))
+    file = lora_files(spec.networks)[part]
+    tensors, adapter = read_lora(weights / file)
     adapter.base_model_name_or_path = base
-    with saving(folder / lora_file(part)):
-        write_adapter(folder / lora_file(part), tensors, adapter)
-    own = folder if part == "transformer" else folder / part
+    with saving(folder / file):
+        write_adapter(folder / file, tensors, adapter)
+    own = folder if file == LORA_FILE else folder / part
     adapter.save_pretrained(own)
     _save(own / "adapter_model.safetensors", {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}, {})
     for layout, place in spec.lora_layouts.items():

@@ -45,7 +45,7 @@ def sample(config: Config, prompts: Sequence[Prompt], folder: Path) -> list[Path
     with writing(folder):
         setup.encode(folder / "embeddings")
         videos = generate(config, setup.model, texts, setup.embeddings, seeds)
-        return save_videos(videos, texts, folder, setup.model.fps)
+        return save_videos(videos, texts, folder, setup.model.spec.fps)
 
 
 def generate(

@@ -62,7 +62,7 @@ class Setup:
             ["", *self.prompts, *self.eval_prompts, *self.negatives.values()],
             self.model.load_encoder,
             folder,
-            cache_key(self.model.path, self.config.model.dtype, folder, self.model.spec.encoder_version),
+            cache_key(self.model.spec.path, self.config.model.dtype, folder, self.model.spec.encoder_version),
             self.model.spec.condition,
         )
         self.embeddings = {
@@ -231,7 +231,7 @@ def _samples(config: Config) -> int:
 
 def _trajectories(config: Config, model: Model) -> int:
     """Bytes of stored rollouts per iteration on this rank."""
-    return sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), _samples(config)))
+    return sum(trajectory_bytes(config, math.prod(model.spec.latent_shape(config.sampling)), _samples(config)))
 
 
 def check_trajectories(config: Config, model: Model) -> str:

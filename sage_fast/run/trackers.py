@@ -46,8 +46,11 @@ class Tracker:
         except Exception as error:  # each tracker has its own exceptions for a missing login or server
             raise RunError(f"tracker {name!r} does not start: {error}") from error
 
-    @staticmethod
-    def check(name: str) -> None:
+    extra = ""
+    """Extra of this package that installs it; empty if the package of its name does."""
+
+    @classmethod
+    def check(cls, name: str) -> None:
         """Check that a tracker is installed.
 
         Raises:
@@ -56,7 +59,7 @@ class Tracker:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise UserError(f"tracking.trackers: {name!r}: {nearest(name, sorted(LOGGER_TYPE_TO_CLASS))}")
         if name not in {str(installed) for installed in get_available_trackers()}:
-            package = "'sage-fast[trackers]'" if name in ("wandb", "trackio") else name.replace("_", "-")
+            package = f"'sage-fast[{cls.extra}]'" if cls.extra else name.replace("_", "-")
             raise UserError(f"tracking.trackers: {name!r} is not installed; install it with: pip install {package}")
 
     def _make(self, kind: Any) -> Any:
@@ -101,6 +104,7 @@ class Trackio(Tracker):
     """Plays videos; it identifies a run by its name."""
 
     package = "trackio"
+    extra = "trackers"
 
     def _make(self, kind: Any) -> Any:
         return kind(self.config.tracking.project, name=f"{self.run.name}-{self.run_id}", resume="allow")

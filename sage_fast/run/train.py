@@ -98,7 +98,7 @@ class Run:
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
         self.setup = setup = load_setup(config, attention=_attention_of(config, resume))
         trajectories = check_trajectories(config, setup.model)
-        check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
+        check_log_prob(config, math.prod(setup.model.spec.latent_shape(config.sampling)))
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(config)
@@ -189,7 +189,7 @@ class Run:
 
         def save(number: int, prompt: str, video: torch.Tensor) -> None:
             if keep_all or number < shown:
-                save_video(video, prompt, folder, number, self.setup.model.fps)
+                save_video(video, prompt, folder, number, self.setup.model.spec.fps)
 
         trainer = self.trainer
         with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
@@ -287,7 +287,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     facts = environment(trainer.device, implementation(trainer.device)) | {
         "command": command_line(hide_in_command(sys.argv)),
         "ranks": world_size(),
-        "model_is_local": Path(trainer.model.path).is_dir(),
+        "model_is_local": Path(trainer.model.spec.path).is_dir(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
         "gradient_checkpointing": trainer.model.checkpointing,

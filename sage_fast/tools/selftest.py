@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention import ATTENTION, fastest, measure_attention, try_attention, usable
-from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.text import TextEmbedding, collate
-from sage_fast.models.testbed.model import LATENT_SHAPE, TestbedTransformer
-from sage_fast.models.testbed.text import embed
+from sage_fast.models.load import find_spec
+from sage_fast.models.policy import Policy
+from sage_fast.models.protocol import Condition, Spec
+from sage_fast.models.random_weights import random_module
+from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
 from sage_fast.tools import normalisations
 from sage_fast.tools.checks import CHECKS, UNIT, Kernels, example, registered
@@ -28,6 +30,7 @@ from sage_fast.util.console import hush
 from sage_fast.util.errors import in_one_line
 
 PROMPT = "a red circle moves left quickly"
+TESTBED = "random:testbed"
 LEAST_SHARE = {"operator": 0.8, "attention": 0.4, "transformer": 0.5}
 """Threshold below which a GPU row is slow: share of a copy's bandwidth, or of a matrix product's ceiling."""
 
@@ -169,33 +172,42 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def tiny_policy(device: torch.device, wide: bool = False) -> HunyuanVideo15Policy:
-    """Make two blocks with random weights: the testbed's architecture, or with `wide` the width of the 8.3 B model."""
-    sizes: dict[str, Any] = {"num_attention_heads": 16, "attention_head_dim": 128, "rope_axes_dim": (16, 56, 56)}
-    with device:
-        transformer = TestbedTransformer(num_layers=2, **(sizes if wide else {})).eval().requires_grad_(False)
-    nn.Module.to(transformer, usual_dtype(device))
-    return HunyuanVideo15Policy(transformer, dtype=usual_dtype(device), guidance_scale=1.0)
+def shallow(path: str) -> Spec:
+    """Return the spec of a random model with two blocks in each network."""
+    spec = find_spec(path)
+    layouts = {part: {**spec.meta(part).config, "num_layers": 2} for part in spec.networks}
+    return type(spec)(path, layouts)
 
 
-def prompt() -> TextEmbedding:
-    return TextEmbedding(text=embed(PROMPT), glyphs=torch.zeros(0, 8))
+def random_policy(spec: Spec, device: torch.device) -> Policy:
+    """Make a policy with random weights in the usual dtype."""
+    dtype = usual_dtype(device)
+    networks = {part: random_module(spec, part, dtype, device).requires_grad_(False) for part in spec.networks}
+    return spec.policy(networks, dtype=dtype, guidance_scale=1.0)
+
+
+def conditions(spec: Spec, policy: Policy) -> dict[str, Condition]:
+    """Return prompt -> condition, for `PROMPT` and the empty one."""
+    condition = spec.load_encoder(policy.dtype, policy.device)(PROMPT)
+    return {"": condition, PROMPT: condition}
 
 
 def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int]:
-    """Return a forward of two blocks and its tokens: as wide as the 8.3 B model on a GPU, the testbed's on a CPU."""
-    gpu = device.type == "cuda"
-    policy = tiny_policy(device, wide=gpu)
-    space = (5, 30, 52) if gpu else LATENT_SHAPE[1:]
-    x = torch.randn(1 if gpu else 4, policy.latent_channels, *space, device=device)
-    tokens = x[0, 0].numel() + prompt().tokens
-    heads = policy.transformer.config.num_attention_heads, policy.transformer.config.attention_head_dim
-    best = fastest(measure_attention((len(x), tokens, *heads), device, policy.dtype))
-    policy.forward.attention = ATTENTION[best]
-    text = collate([prompt()] * len(x), device, policy.dtype)
+    """Return a forward of two blocks and its tokens: of the default model at 480p on a GPU, the testbed's on a CPU."""
+    if device.type == "cuda":
+        spec, sampling = shallow(default_family().randoms[0]), SamplingConfig(num_frames=17, batch_size=1)
+    else:
+        spec, sampling = shallow(TESTBED), SamplingConfig(num_frames=17, height=32, width=32)
+    policy, count = random_policy(spec, device), sampling.batch_size
+    known = conditions(spec, policy)
+    x = torch.randn(count, *spec.latent_shape(sampling), device=device)
+    tokens = spec.tokens(x.shape[1:]) + known[PROMPT].tokens
+    if (shape := spec.attention_shape(sampling)) is not None:
+        policy.serve(ATTENTION[fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))])
     with torch.no_grad():
-        conditioning = policy.condition(torch.full((len(x),), 0.7, device=device), text)
-    return torch.no_grad()(lambda: policy.velocity(x, conditioning)), len(x) * tokens
+        table = policy.conditioning_table(torch.tensor([0.7]), known)
+        inputs = table.of([PROMPT] * count).at(torch.zeros(1, dtype=torch.int64, device=device))
+    return torch.no_grad()(lambda: policy.velocity(x, inputs)), count * tokens
 
 
 def transformer(device: torch.device, ceiling: float) -> Check:
@@ -220,8 +232,10 @@ def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder
     name = "CUDA graph"
     if device.type != "cuda" and recorder is CudaRecorder:
         return Check(name=name, verdict="missing", found="needs a GPU; steps run one kernel at a time")
-    replayed = StepGraphs(tiny_policy(device), recorder(), 2**30)
-    problem = replay_problem(replayed, {"": prompt(), PROMPT: prompt()}, [[PROMPT] * 2] * 3)
+    spec = find_spec(TESTBED)
+    policy = random_policy(spec, device)
+    replayed = StepGraphs(policy, recorder(), 2**30)
+    problem = replay_problem(replayed, conditions(spec, policy), [[PROMPT] * 2] * 3)
     if problem or replayed.refused or not len(replayed):
         found = problem or "; ".join(replayed.refused.values()) or "nothing was recorded"
         return Check(name=name, verdict="wrong", found=found, advice="sampling.cuda_graphs = false runs without")

@@ -36,8 +36,9 @@ Shares = Mapping[tuple[float, str], tuple[float, float]]
 def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
     """Return policies with the same weights in bfloat16 and in float32."""
     from sage_fast.config.schema import ModelConfig
-    from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, add_lora
-    from sage_fast.models.testbed.model import TestbedTransformer
+    from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+    from sage_fast.models.load import make_trainable
+    from sage_fast.models.testbed.model import Testbed, TestbedTransformer
 
     policies = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -45,7 +46,7 @@ def instances() -> tuple[HunyuanVideo15Policy, HunyuanVideo15Policy]:
         transformer = TestbedTransformer(in_channels=33, out_channels=16, num_layers=8, num_attention_heads=8)
         for p in transformer.parameters():
             p.data = p.data.to(torch.bfloat16).to(dtype)
-        add_lora(transformer.eval(), rank=16, alpha=16, targets=ModelConfig().lora_targets, seed=0)
+        make_trainable(Testbed(), transformer.eval(), ModelConfig(lora_rank=16, lora_alpha=16))
         policies.append(HunyuanVideo15Policy(transformer, dtype=dtype))
     return policies[0], policies[1]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.algorithm.objective import spares_anchor, strategy_of
+from sage_fast.algorithm.objective import kl_acts, spares_anchor, strategy_of
 from sage_fast.config.load import read_yaml
 from sage_fast.config.schema import Config
 from studies.race.ratio import gains, mean_of
@@ -55,8 +55,7 @@ class Cell:
 def cells(recipe: str) -> list[Cell]:
     """Return the cells of a recipe's search."""
     search = _protocol()["search"]
-    acts = _shipped(recipe).kl.strategy != "none"
-    weights = search["kl_weight"] if acts else [0.0]
+    weights = search["kl_weight"] if kl_acts(_shipped(recipe).kl) else [0.0]
     return [Cell(recipe, rate, weight) for rate in search["learning_rate"] for weight in weights]
 
 

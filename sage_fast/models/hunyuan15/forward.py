@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.models.attention import ATTENTION, Attention
+from sage_fast.models.attention import ATTENTION, REFERENCE, Attention
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.conditioning import Conditioning
 from sage_fast.models.hunyuan15.text import TextBatch
@@ -43,7 +43,7 @@ class TextToVideoForward(nn.Module):
         super().__init__()
         self.transformer = transformer
         self.dtype = dtype
-        self.attention: Attention = ATTENTION["sdpa"]
+        self.attention: Attention = ATTENTION[REFERENCE]
         self.uses_all_embedders = False  # run them even on empty text, so that all ranks have the same gradients
         self.sequence: SequenceParallel | None = None
         self._rotary: dict[tuple[Any, ...], Tensor] = {}

@@ -11,7 +11,6 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from sage_fast.models import lora
 from sage_fast.models.attention import Attention
 from sage_fast.models.hunyuan15.conditioning import Conditioning, ConditioningTable
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
@@ -116,12 +115,6 @@ class HunyuanVideo15Policy(Policy):
 
 def places_of_a_token(architecture: Any) -> int:
     return architecture["patch_size_t"] * architecture["patch_size"] ** 2
-
-
-def add_lora(transformer: Any, **adapter: Any) -> None:
-    """Call `models.lora.add_lora`, then freeze the layers that text-to-video never reads."""
-    lora.add_lora(transformer, **adapter)
-    freeze_dead_ends(transformer)
 
 
 def freeze_dead_ends(transformer: Any) -> None:

@@ -54,6 +54,9 @@ class HunyuanVideo15(Spec):
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
     randoms = ("random:hunyuanvideo15-480p",)
+    lora_targets = (
+        r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
+    )
     lora_layouts: ClassVar = {"original": original, "comfyui": comfyui}
     license: ClassVar[tuple[str, str] | None] = (
         "tencent-hunyuan-community",
@@ -166,6 +169,9 @@ class HunyuanVideo15(Spec):
 
     def freeze_idle(self, network: nn.Module) -> None:
         freeze_dead_ends(network)
+
+    def is_gate(self, name: str) -> bool:
+        return ".linear." in name and "norm1" in name
 
     def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> HunyuanVideo15Policy:
         return HunyuanVideo15Policy(networks["transformer"], dtype=dtype, guidance_scale=guidance_scale)

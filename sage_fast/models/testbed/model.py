@@ -126,6 +126,7 @@ class Testbed(HunyuanVideo15):
     """The tiny model; its text encoder is a table of words."""
 
     __test__ = False
+    title = "the testbed"
     networks: ClassVar = {"transformer": TestbedTransformer}
     randoms = ("random:testbed",)
     license = None
