@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.flops import forwards
 from sage_fast.algorithm.iteration_samples import Sample, best_and_worst, deal, draw_samples
+from sage_fast.algorithm.metrics import record_agreement, record_losses, record_rewards, record_scouting
 from sage_fast.algorithm.objective import (
     KLController,
     Loss,
@@ -31,6 +32,7 @@ from sage_fast.algorithm.schedule import (
     configured_table,
     iteration_table,
     position_steps,
+    scored_table,
     scouting_table,
     trained_steps,
     update_schedule,
@@ -49,18 +51,10 @@ from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
-from sage_fast.rollout.trajectories import Trajectories, on_device
+from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_device
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
-from sage_fast.util.metrics import (
-    Metrics,
-    Stopwatch,
-    record_agreement,
-    record_losses,
-    record_rewards,
-    record_scouting,
-    slowest_and_fastest,
-)
+from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest
 from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, together, world_size
 
 
@@ -98,7 +92,6 @@ class Trainer:
         self.device = self.policy.device
         self.engine = make_engine(self.policy, config.train)
         self.replay = Replay(self.policy, config, embeddings)
-        self.process = surrogate_of(config.objective).process
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
         self.anchor_is_current = True
@@ -106,7 +99,7 @@ class Trainer:
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
-        scored = self.process.table(self.full_table)
+        scored = scored_table(self.full_table, config)
         self.equalizer = scored.equalizer(reduction).to(self.device, torch.float32)
         self.log_ratio_bias = scored.log_ratio_bias(reduction).to(self.device, torch.float32)
         self.pause: Callable[[], object] = lambda: None
@@ -132,7 +125,7 @@ class Trainer:
         steps = trained_steps(table, self.config, index)
         coefs, scored = (
             transitions.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
-            for transitions in (table, self.process.table(table))
+            for transitions in (table, scored_table(table, self.config))
         )
 
         metrics = Metrics()
@@ -163,7 +156,6 @@ class Trainer:
 
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         batch = Batch(
-            process=self.process,
             table=table,
             coefs=scored,
             trajectories=trajectories,
@@ -173,10 +165,10 @@ class Trainer:
             anchor_velocities={},
         )
         anchored = position_steps(self.config, steps, index)
-        gated = self.config.train.parity_gate and self.process.scores_rollout
+        gated = self.config.train.parity_gate and surrogate_of(objective).scores_rollout
         with watch("anchor"):
             with self._rollout_weights():
-                self.process.score_old(self.replay, batch)
+                self.replay.score_noised(batch)
             batch.anchor_velocities = self._anchor_velocities(batch, anchored)
         if gated and self.engine.steps == self._first_step:
             with self._rollout_weights():
@@ -279,12 +271,14 @@ class Trainer:
         prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
         seeds = torch.tensor([sample.seed for sample in samples])
         latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
-        serves_anchor = self.anchor is not None and self.anchor_is_free and self.process.scores_rollout
+        scores_rollout = surrogate_of(self.config.objective).scores_rollout
+        serves_anchor = self.anchor is not None and self.anchor_is_free and scores_rollout
         keeps_velocities = serves_anchor or stores_rollout_velocities(self.config)
-        trajectories = Trajectories(
+        trajectories = (Trajectories if scores_rollout else NoisedSamples)(
             len(samples),
             self.latent_shape,
-            self.process.successors(steps, len(table)),
+            steps,
+            len(table),
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=self.config.sampling.offload_trajectories,
@@ -301,11 +295,11 @@ class Trainer:
                         keys[rows],
                         seeds[rows],
                         initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                        record=functools.partial(self.process.record, trajectories, rows),
+                        record=functools.partial(trajectories.record, rows),
                         on_step=bar.update,
                         graphs=self.graphs,
                     )
-                    self.process.finish(trajectories, rows, latents, seeds[rows].to(self.device), table.sigmas)
+                    trajectories.finish(rows, latents, seeds[rows].to(self.device), table.sigmas)
                 if real:
                     scorer.submit(latents, prompts[rows])
         return trajectories
@@ -359,7 +353,7 @@ class Trainer:
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
         scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
-        old = batch.log_prob_old(micro, log_prob)
+        old = batch.trajectories.log_prob_old(micro, log_prob)
         config, at = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
             *scores,

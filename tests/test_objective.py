@@ -223,7 +223,6 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     rows = trainer._rollout(samples, table, coefs, steps, conditioning, scorer, watch)
     rows.states, rows.log_probs = ({t: x.double() for t, x in of.items()} for of in (rows.states, rows.log_probs))
     batch = Batch(
-        process=trainer.process,
         table=table,
         coefs=coefs,
         trajectories=rows,

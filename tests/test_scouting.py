@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.iteration_samples import Sample, best_and_worst, draw_samples
+from sage_fast.algorithm.metrics import record_agreement
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.tools.plan import format_plan, plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, Stopped, UserError
-from sage_fast.util.metrics import Metrics, record_agreement
+from sage_fast.util.metrics import Metrics
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
 SCOUTING: dict[str, Any] = {

@@ -14,7 +14,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.process import FORWARD, REVERSE, Process
 from sage_fast.config.schema import (
     AdvantageStd,
     Config,
@@ -184,7 +183,8 @@ class SurrogateRow:
         uses_errors: needs the squared errors of the velocity, and weighs the noise levels itself; only on noised
             samples.
         centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
-        process: scores the steps of the rollout, or the final samples with new noise.
+        scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
+            velocities; otherwise the final samples with new noise (forward process, docs/math.md).
     """
 
     value: Callable[[Scored, ObjectiveConfig], Tensor]
@@ -193,17 +193,17 @@ class SurrogateRow:
     uses_kl: bool = False
     uses_errors: bool = False
     centred: bool = False
-    process: Process = REVERSE
+    scores_rollout: bool = True
 
 
 SURROGATES = {
     "clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True),
     "kl_mask": SurrogateRow(value=_masked_ratio, held=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(value=_plain_log_prob),
-    "nft": SurrogateRow(value=_nft, centred=True, process=FORWARD),
-    "nft_adaptive": SurrogateRow(value=_nft_adaptive, centred=True, uses_errors=True, process=FORWARD),
-    "awm": SurrogateRow(value=_plain_log_prob, process=FORWARD),
-    "awm_clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True, process=FORWARD),
+    "nft": SurrogateRow(value=_nft, centred=True, scores_rollout=False),
+    "nft_adaptive": SurrogateRow(value=_nft_adaptive, centred=True, uses_errors=True, scores_rollout=False),
+    "awm": SurrogateRow(value=_plain_log_prob, scores_rollout=False),
+    "awm_clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True, scores_rollout=False),
 }
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its row in SURROGATES"
@@ -319,7 +319,7 @@ def spares_anchor(config: Config) -> bool:
 
     The velocities of the rollout policy are stored then, or nothing moves away from the anchor within an iteration.
     """
-    stored = surrogate_of(config.objective).process.scores_rollout or stores_rollout_velocities(config)
+    stored = surrogate_of(config.objective).scores_rollout or stores_rollout_velocities(config)
     return not config.sampling.averaged_weights and (stored or not is_off_policy(config))
 
 
@@ -327,7 +327,7 @@ def scores_noised_samples(config: Config) -> bool:
     """Return whether the loss needs a forward of the rollout policy at each noised sample."""
     row = surrogate_of(config.objective)
     needed = stores_rollout_velocities(config) or (row.uses_ratio and is_off_policy(config))
-    return needed and not row.process.scores_rollout
+    return needed and not row.scores_rollout
 
 
 def sage_loss(

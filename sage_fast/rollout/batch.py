@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sage_fast.algorithm.process import Process
 from sage_fast.algorithm.schedule import Transition
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.protocol import Conditions, Key
@@ -18,7 +17,6 @@ from sage_fast.rollout.trajectories import Trajectories, on_device
 class Batch:
     """Data shared by the updates of one iteration."""
 
-    process: Process
     table: TransitionTable
     coefs: Tensor
     trajectories: Trajectories
@@ -26,10 +24,6 @@ class Batch:
     keys: Sequence[Key]
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]
-
-    def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
-        """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
-        return self.process.log_prob_old(self.trajectories, micro, log_prob)
 
     def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
         """Return the anchor's velocities; None if no transition has one.

@@ -70,7 +70,7 @@ def check_parity(
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl = replay.score(batch, micro, v_old)
         index = on_device([t for _, t in micro], policy.device)
-        return (log_prob - batch.log_prob_old(micro, log_prob)).detach(), biases[index] * kl
+        return (log_prob - batch.trajectories.log_prob_old(micro, log_prob)).detach(), biases[index] * kl
 
     delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
     metrics = {"log_prob/parity": delta}
