@@ -44,7 +44,7 @@ from sage_fast.models.policy import State
 from sage_fast.models.protocol import Condition, Conditions, Key
 from sage_fast.ops import Row
 from sage_fast.parallel import make_engine
-from sage_fast.rewards.interface import Scorer
+from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import initial_latents, rollout
@@ -120,72 +120,39 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite.
             ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
-        watch = Stopwatch(self.device)
-        table = iteration_table(self.full_table, self.config, index)
-        steps = trained_steps(table, self.config, index)
-        coefs, scored = (
-            transitions.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
-            for transitions in (table, scored_table(table, self.config))
-        )
-
-        metrics = Metrics()
-        samples, scouts = draw_samples(self.config, self.prompts, index), self.config.sampling.scout_candidates > 0
-        if scouts:
-            with self._rollout_weights():
+        config, watch, metrics = self.config, Stopwatch(self.device), Metrics()
+        table = iteration_table(self.full_table, config, index)
+        steps = trained_steps(table, config, index)
+        samples, scouts = draw_samples(config, self.prompts, index), config.sampling.scout_candidates > 0
+        with self._rollout_weights():
+            if scouts:
                 samples, scouted = self._scout(samples, metrics, watch)
-        mine = self._deal(samples)
-        keys = [samples[i].key for i in mine]
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with self._rollout_weights(), together():
-            with watch("rollout"):
-                conditioning = self._conditions(keys, table)
-            trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
-            scorer.finish()
-        with watch.waiting():
-            scores = scorer.gather(mine)
-
-        rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
-        valid = rewards.isfinite()
-        objective = self.config.objective
-        std, weights = objective.advantage_std, self.config.reward.part_weights
-        compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
-        advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
-        record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
-        if scouts:
-            record_agreement(metrics, scouted.view_as(rewards), rewards)
-
-        kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
-        batch = Batch(
-            table=table,
-            coefs=scored,
-            trajectories=trajectories,
-            conditioning=conditioning,
-            keys=keys,
-            advantages=advantages.flatten()[mine].float().to(self.device),
-            anchor_velocities={},
-        )
-        anchored = position_steps(self.config, steps, index)
-        gated = self.config.train.parity_gate and surrogate_of(objective).scores_rollout
-        with watch("anchor"):
-            with self._rollout_weights():
+            batch, scores = self._rollout(samples, table, steps, watch)
+            with watch("anchor"):
                 self.replay.score_noised(batch)
+            gated = config.train.parity_gate and surrogate_of(config.objective).scores_rollout
+            if gated and self.engine.steps == self._first_step:
+                for name, value in check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer).items():
+                    metrics.set(name, value)
+
+        advantages, kept = self._advantages(scores, metrics)
+        if scouts:
+            record_agreement(metrics, scouted.view_as(advantages), scores.rewards.view_as(advantages))
+        batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
+        anchored = position_steps(config, steps, index)
+        with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, anchored)
-        if gated and self.engine.steps == self._first_step:
-            with self._rollout_weights():
-                found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer)
-            for name, value in found.items():
-                metrics.set(name, value)
-        updates = update_schedule(self.config, index, samples, steps, kept.flatten().tolist())
+
+        updates = update_schedule(config, index, samples, steps, kept.flatten().tolist())
         self.forwards = forwards(
-            self.config,
+            config,
             samples=len(samples),
             steps=len(table),
             trained=len(steps),
             transitions=sum(map(len, updates)),
             anchored=0 if self.anchor is None or self.anchor_is_free else len(anchored),
         )
-        own = {number: i for i, number in enumerate(mine)}
-        shares = [[(own[sample], step) for sample, step in update if sample in own] for update in updates]
+        shares = [batch.own(update) for update in updates]
         with watch("train"), Progress("train", sum(map(len, shares)), "transition") as bar:
             for update, share in zip(updates, shares):
                 self._update(batch, share, len(update), metrics, watch, bar)
@@ -228,22 +195,15 @@ class Trainer:
         embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
         return self.policy.conditioning_table(table.sigmas[:-1], embeddings)
 
+    def _coefficients(self, table: TransitionTable) -> Tensor:
+        return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+
     def _scout(self, candidates: Sequence[Sample], metrics: Metrics, watch: Stopwatch) -> tuple[list[Sample], Tensor]:
         """Score cheap ODE rollouts of N candidates; return the chosen ones and their scouted rewards, float32 `[M]`.
 
         The result is the same on all ranks. Nothing but the choice of samples follows from it.
         """
-        table, mine = scouting_table(self.config), self._deal(candidates)
-        own = [candidates[i] for i in mine]
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with watch("scout"):
-            coefs = table.coefficients(math.prod(self.latent_shape)).to(self.device)
-            conditioning = self._conditions([sample.key for sample in own], table)
-        with together():
-            self._rollout(own, table, coefs, (), conditioning, scorer, watch, "scout")
-            scorer.finish()
-        with watch.waiting():
-            rewards = scorer.gather(mine).rewards
+        rewards = self._rollout(candidates, scouting_table(self.config), (), watch, "scout")[1].rewards
         record_scouting(metrics, rewards)
         size = self.config.sampling.scout_candidates
         chosen = [
@@ -257,52 +217,89 @@ class Trainer:
         self,
         samples: Sequence[Sample],
         table: TransitionTable,
-        coefs: Tensor,
         steps: Sequence[int],
-        conditioning: Conditions,
-        scorer: VideoScorer,
         watch: Stopwatch,
         phase: str = "rollout",
-    ) -> Trajectories:
-        """Generate this rank's samples; on a GPU, decoding one batch overlaps the rollout of the next.
+    ) -> tuple[Batch, Scores]:
+        """Generate and score `samples`; return this rank's, with their `steps` stored, and the scores of all.
 
-        Only `steps` are stored: nothing while scouting.
+        On a GPU, decoding one batch overlaps the rollout of the next.
         """
-        prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
-        seeds = torch.tensor([sample.seed for sample in samples])
-        latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
-        scores_rollout = surrogate_of(self.config.objective).scores_rollout
-        serves_anchor = self.anchor is not None and self.anchor_is_free and scores_rollout
-        keeps_velocities = serves_anchor or stores_rollout_velocities(self.config)
-        trajectories = (Trajectories if scores_rollout else NoisedSamples)(
-            len(samples),
-            self.latent_shape,
-            steps,
-            len(table),
-            self.device,
-            velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            offload=self.config.sampling.offload_trajectories,
-        )
-        runs = self.replay.runs(keys, self.config.sampling.batch_size)
-        with Progress(phase, len(runs) * len(table), pause=self.pause) as bar:
-            for rows, real in self.policy.states.lockstep(runs, runs[-1]):
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
+        with together():
+            with watch(phase):
+                coefs = self._coefficients(table)
+                batch = self._batch(samples, table, steps)
+            own = [samples[number] for number in batch.numbers]
+            prompts = [sample.prompt for sample in own]
+            seeds, latent_seeds = (
+                torch.tensor([getattr(sample, key) for sample in own]) for key in ("seed", "latent_seed")
+            )
+
+            def generate(rows: slice) -> Tensor:
                 with watch(phase):
                     latents = rollout(
                         self.policy,
                         table,
                         coefs,
-                        conditioning,
-                        keys[rows],
+                        batch.conditioning,
+                        batch.keys[rows],
                         seeds[rows],
                         initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                        record=functools.partial(trajectories.record, rows),
+                        record=functools.partial(batch.trajectories.record, rows),
                         on_step=bar.update,
                         graphs=self.graphs,
                     )
-                    trajectories.finish(rows, latents, seeds[rows].to(self.device), table.sigmas)
-                if real:
-                    scorer.submit(latents, prompts[rows])
-        return trajectories
+                    batch.trajectories.finish(rows, latents, seeds[rows].to(self.device), table.sigmas)
+                return latents
+
+            runs = self.replay.runs(batch.keys, self.config.sampling.batch_size)
+            with Progress(phase, len(runs) * len(table), pause=self.pause) as bar:
+                for rows in self.policy.states.lockstep(runs, lambda: generate(runs[-1])):
+                    scorer.submit(generate(rows), prompts[rows])
+            scorer.finish()
+        with watch.waiting():
+            return batch, scorer.gather(batch.numbers)
+
+    def _batch(self, samples: Sequence[Sample], table: TransitionTable, steps: Sequence[int]) -> Batch:
+        """Prepare this rank's share of `samples`: its conditions, and room for the trajectories."""
+        config, numbers = self.config, self._deal(samples)
+        keys = [samples[number].key for number in numbers]
+        scores_rollout = surrogate_of(config.objective).scores_rollout
+        serves_anchor = self.anchor is not None and self.anchor_is_free and scores_rollout
+        keeps_velocities = serves_anchor or stores_rollout_velocities(config)
+        trajectories = (Trajectories if scores_rollout else NoisedSamples)(
+            len(keys),
+            self.latent_shape,
+            steps,
+            len(table),
+            self.device,
+            velocities=self.replay.velocity_dtype if keeps_velocities else None,
+            offload=config.sampling.offload_trajectories,
+        )
+        return Batch(
+            numbers=numbers,
+            keys=keys,
+            table=table,
+            coefs=self._coefficients(scored_table(table, config)),
+            conditioning=self._conditions(keys, table),
+            trajectories=trajectories,
+            advantages=torch.zeros(len(keys), device=self.device),
+            anchor_velocities={},
+        )
+
+    # -- advantages ---------------------------------------------------------------------------------------------------
+
+    def _advantages(self, scores: Scores, metrics: Metrics) -> tuple[Tensor, Tensor]:
+        """Compare the samples of each group; return advantages and whether each sample is trained, both `[P, G]`."""
+        objective, weights = self.config.objective, self.config.reward.part_weights
+        rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
+        valid, std = rewards.isfinite(), objective.advantage_std
+        compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
+        advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
+        record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
+        kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
+        return advantages, kept
 
     # -- update -------------------------------------------------------------------------------------------------------
 
@@ -317,13 +314,15 @@ class Trainer:
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
         runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
-        # The stand-in must be a trained transition: others may not be finite.
-        stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
-        for micro, real in self.policy.states.lockstep([transitions[rows] for rows in runs], stand_in):
-            loss, policy, kl = self._loss(batch, micro, metrics if real else Metrics())
-            self.engine.backward(real * loss.total.sum(), total)
-            if not real:
-                continue
+
+        def idle() -> None:  # at a trained transition: others may not be finite
+            stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
+            self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
+
+        for micro in self.policy.states.lockstep([transitions[rows] for rows in runs], idle):
+            loss, policy, kl = self._loss(batch, micro)
+            self.engine.backward(loss.total.sum(), total)
+            metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
             losses.append(dataclasses.replace(loss, total=loss.total.detach(), policy=loss.policy.detach()))
             values = (loss.total.detach(), loss.kl, policy.square(), kl.square())
             sums += torch.stack([value.sum() for value in values])
@@ -348,7 +347,7 @@ class Trainer:
         metrics.add("kl/gradient_share", torch.tensor([share]))
         self.kl.update(share if self.kl.row.holds_share else observed)
 
-    def _loss(self, batch: Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
+    def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, Tensor, Tensor]:
         """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
@@ -368,7 +367,6 @@ class Trainer:
         )
         numel = math.prod(self.latent_shape)
         policy, kl = gradient_norms(loss, scores[0], old, at, numel, objective=config.objective, kl=config.kl)
-        metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
         return loss, policy, kl
 
     def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:

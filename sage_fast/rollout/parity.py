@@ -65,7 +65,7 @@ def check_parity(
         transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.keys)))]
         runs = replay.runs([batch.keys[i] for i, _ in transitions], config.train.batch_size)
         micros = [transitions[rows] for rows in runs]
-        return [micro for micro, _ in policy.states.lockstep(micros, micros[-1])]
+        return [*micros, *micros[-1:] * policy.states.missing(len(micros))]
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl = replay.score(batch, micro, v_old)

@@ -106,5 +106,5 @@ class Replay:
         """Return (step, samples, their transitions) of the forwards at every sample and step, equally many per rank."""
         runs = self.runs(batch.keys, self.config.sampling.batch_size)
         work = [(t, run, [(i, t) for i in range(run.start, run.stop)]) for t in steps for run in runs]
-        work = [item for item, _ in self.policy.states.lockstep(work, work[-1])]
+        work += work[-1:] * self.policy.states.missing(len(work))
         return progress(work, "anchor", len(work), "forward")
