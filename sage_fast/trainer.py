@@ -353,7 +353,7 @@ class Trainer:
         log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
         scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
         old = batch.trajectories.log_prob_old(micro, log_prob)
-        config, at = self.config, Row(*batch.coefs[steps].unbind(1))
+        config, row = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
             *scores,
             log_prob_old=old,
@@ -363,10 +363,10 @@ class Trainer:
             kl_weight=self.kl.value,
             objective=config.objective,
             kl=config.kl,
-            at=at,
+            row=row,
         )
         numel = math.prod(self.latent_shape)
-        policy, kl = gradient_norms(loss, scores[0], old, at, numel, objective=config.objective, kl=config.kl)
+        policy, kl = gradient_norms(loss, scores[0], old, row, numel, objective=config.objective, kl=config.kl)
         return loss, policy, kl
 
     def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
@@ -382,8 +382,7 @@ class Trainer:
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
-        moving = strategy_of(self.config.kl).anchor == "moving"
-        if moving and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
+        if strategy_of(self.config.kl).moves and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps

@@ -83,7 +83,7 @@ class Noised:
         return sage_loss(
             log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=self.advantage, kl_weight=1.0, objective=objective,
             equalizer=TABLE.equalizer(objective.log_prob), kl=KLConfig(strategy="none"),
-            bias=TABLE.log_ratio_bias(objective.log_prob), at=Row(*coefs[steps].unbind(1)),
+            bias=TABLE.log_ratio_bias(objective.log_prob), row=Row(*coefs[steps].unbind(1)),
         )  # fmt: skip
 
     def error(self, v: torch.Tensor) -> torch.Tensor:

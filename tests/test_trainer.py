@@ -25,6 +25,7 @@ from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.sample import generate
 from sage_fast.run.setup import Setup
+from sage_fast.run.train import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
@@ -437,6 +438,12 @@ def test_two_gpus_train_as_one(tmp_path: Path) -> None:
             assert row[key] == pytest.approx(alone[key], rel=2e-3), (index, key)
         for ours, theirs in zip(alone["velocity_grad_norm"], row["velocity_grad_norm"]):
             assert theirs == pytest.approx(ours, rel=1e-2)
+
+
+@pytest.mark.parametrize(("surrogate", "used"), [("clip", True), ("nft_adaptive", False)])
+def test_run_json_holds_the_equalizer_only_where_the_loss_uses_it(surrogate: str, used: bool, tmp_path: Path) -> None:
+    trainer = tiny_trainer(settings(objective__surrogate=surrogate, objective__equalizer=True))
+    assert (describe(trainer, tmp_path, 0)["equalizer"] is not None) == used
 
 
 @pytest.mark.gpu

@@ -96,9 +96,9 @@ class Replay:
         rows = batch.trajectories
         rows.scored = True
         for t, run, micro in self._work(batch, sorted(rows.log_probs)):
-            x, at = rows.gather(rows.states, micro), on_device(t, rows.device)
+            x, step = rows.gather(rows.states, micro), on_device(t, rows.device)
             v = self.velocity(batch, micro, x)
-            rows.log_probs[t][run] = transition_score(x, rows.next_states(micro), v, batch.coefs, at)[0]
+            rows.log_probs[t][run] = transition_score(x, rows.next_states(micro), v, batch.coefs, step)[0]
             if rows.velocities:
                 rows.velocities[t][run].copy_(v, non_blocking=True)
 
