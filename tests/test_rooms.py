@@ -14,10 +14,11 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "sage_fast"
-READING_PATHS = {"sage_fast.trainer": 4200, "sage_fast.run.train": 6900}
+READING_PATHS = {"sage_fast.trainer": 3800, "sage_fast.run.train": 6900}
 """Module -> lines of code that a reader holds to understand it. Raising one takes a sentence of reason: 6,450 after the
 redesign; then came what engines can do as rows, checksums of weights, hidden secrets, throughput, four surrogates with
-what they see (`Scored`, `Errors`), the check of a reward's name before PyTorch is imported, and scouting."""
+what they see (`Scored`, `Errors`), the check of a reward's name before PyTorch is imported, and scouting. Sequence
+parallelism, 130 lines with DeepSpeed's insides, is counted since it is no longer imported by its name."""
 LONGEST_CHAIN = 10
 
 
