@@ -69,9 +69,14 @@ class Trainer:
         embeddings: key -> condition, for every training prompt, including the negative and the empty one.
 
     Attributes:
+        anchor: weights of the anchor; None if the KL strategy has none.
+        anchor_is_current: whether the anchor's weights are the present ones.
+        full_table: all transitions of the configured sampler, T steps.
+        equalizer: S_t of the scored transitions, float32 `[T]` on the device.
+        log_ratio_bias: minus the expected log-ratio in units of the KL, float32 `[T]` on the device.
         pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
         before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
-        forwards: forwards of the latest iteration, as `work.forwards` counts them.
+        forwards: part -> forwards in the latest iteration, as `algorithm.flops.forwards` returns them.
         mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
     """
 
@@ -175,29 +180,6 @@ class Trainer:
         averaged = self.config.sampling.averaged_weights
         return self.engine.averaged_weights() if averaged else contextlib.nullcontext()
 
-    @property
-    def anchor_is_free(self) -> bool:
-        """Whether the anchor takes no forward in the next iteration."""
-        return self.anchor_is_current and spares_anchor(self.config)
-
-    def _tokens(self, key: Key) -> int:
-        """Token count of one forward of a sample (both passes with guidance)."""
-        return sum(self.model.joint_tokens(self.config.sampling, length) for length in self.replay.lengths[key])
-
-    def _deal(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the numbers of this rank's samples."""
-        tokens = [self._tokens(sample.key) for sample in samples]
-        return deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
-
-    def _conditions(self, keys: Sequence[Key], table: TransitionTable) -> Conditions:
-        """Compute the conditions of `keys` at every noise level of `table`."""
-        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
-        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
-        return self.policy.conditioning_table(table.sigmas[:-1], embeddings)
-
-    def _coefficients(self, table: TransitionTable) -> Tensor:
-        return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
-
     def _scout(self, candidates: Sequence[Sample], metrics: Metrics, watch: Stopwatch) -> tuple[list[Sample], Tensor]:
         """Score cheap ODE rollouts of N candidates; return the chosen ones and their scouted rewards, float32 `[M]`.
 
@@ -288,6 +270,21 @@ class Trainer:
             anchor_velocities={},
         )
 
+    def _deal(self, samples: Sequence[Sample]) -> list[int]:
+        """Return the numbers of this rank's samples, by the tokens of a forward (both passes with guidance)."""
+        settings, lengths = self.config.sampling, self.replay.lengths
+        tokens = [sum(self.model.joint_tokens(settings, length) for length in lengths[s.key]) for s in samples]
+        return deal(tokens, data_size(), settings.batch_size)[data_rank()]
+
+    def _conditions(self, keys: Sequence[Key], table: TransitionTable) -> Conditions:
+        """Compute the conditions of `keys` at every noise level of `table`."""
+        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
+        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
+        return self.policy.conditioning_table(table.sigmas[:-1], embeddings)
+
+    def _coefficients(self, table: TransitionTable) -> Tensor:
+        return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+
     # -- advantages ---------------------------------------------------------------------------------------------------
 
     def _advantages(self, scores: Scores, metrics: Metrics) -> tuple[Tensor, Tensor]:
@@ -368,6 +365,13 @@ class Trainer:
         numel = math.prod(self.latent_shape)
         policy, kl = gradient_norms(loss, scores[0], old, row, numel, objective=config.objective, kl=config.kl)
         return loss, policy, kl
+
+    # -- anchor -------------------------------------------------------------------------------------------------------
+
+    @property
+    def anchor_is_free(self) -> bool:
+        """Whether the anchor takes no forward in the next iteration."""
+        return self.anchor_is_current and spares_anchor(self.config)
 
     def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
         """Return step -> the anchor's velocities `[N, ...]`.

@@ -88,12 +88,12 @@ class Trajectories:
         """Return the latents that M (sample, step) lead to, `[M, C, T, H, W]` on the device."""
         return self.gather(self.states, [(i, self._after[t]) for i, t in transitions])
 
-    def gather(self, rows: dict[int, Tensor], transitions: Sequence[Transition]) -> Tensor:
-        """Return the entries of `rows` for M (sample, step), `[M, C, T, H, W]` on the device.
+    def gather(self, stored: dict[int, Tensor], transitions: Sequence[Transition]) -> Tensor:
+        """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]` on the device.
 
         Offloaded entries are copied one by one in stream order, so the host never reads what the device still writes.
         """
-        return torch.stack([rows[t][i].to(self.device, non_blocking=True) for i, t in transitions])
+        return torch.stack([stored[t][i].to(self.device, non_blocking=True) for i, t in transitions])
 
 
 class NoisedSamples(Trajectories):
