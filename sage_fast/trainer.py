@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.flops import forwards
 from sage_fast.algorithm.iteration_samples import Sample, best_and_worst, deal, draw_samples
+from sage_fast.algorithm.metrics import record_agreement, record_losses, record_rewards, record_scouting
 from sage_fast.algorithm.objective import (
     KLController,
     Loss,
@@ -31,6 +32,7 @@ from sage_fast.algorithm.schedule import (
     configured_table,
     iteration_table,
     position_steps,
+    scored_table,
     scouting_table,
     trained_steps,
     update_schedule,
@@ -42,25 +44,17 @@ from sage_fast.models.policy import State
 from sage_fast.models.protocol import Condition, Conditions, Key
 from sage_fast.ops import Row
 from sage_fast.parallel import make_engine
-from sage_fast.rewards.interface import Scorer
+from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
-from sage_fast.rollout.trajectories import Trajectories, on_device
+from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_device
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
-from sage_fast.util.metrics import (
-    Metrics,
-    Stopwatch,
-    record_agreement,
-    record_losses,
-    record_rewards,
-    record_scouting,
-    slowest_and_fastest,
-)
+from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest
 from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, together, world_size
 
 
@@ -75,9 +69,14 @@ class Trainer:
         embeddings: key -> condition, for every training prompt, including the negative and the empty one.
 
     Attributes:
+        anchor: weights of the anchor; None if the KL strategy has none.
+        anchor_is_current: whether the anchor's weights are the present ones.
+        full_table: all transitions of the configured sampler, T steps.
+        equalizer: S_t of the scored transitions, float32 `[T]` on the device.
+        log_ratio_bias: minus the expected log-ratio in units of the KL, float32 `[T]` on the device.
         pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
         before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
-        forwards: forwards of the latest iteration, as `work.forwards` counts them.
+        forwards: part -> forwards in the latest iteration, as `algorithm.flops.forwards` returns them.
         mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
     """
 
@@ -98,7 +97,6 @@ class Trainer:
         self.device = self.policy.device
         self.engine = make_engine(self.policy, config.train)
         self.replay = Replay(self.policy, config, embeddings)
-        self.process = surrogate_of(config.objective).process
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
         self.anchor_is_current = True
@@ -106,7 +104,7 @@ class Trainer:
         self.latent_shape = model.spec.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
-        scored = self.process.table(self.full_table)
+        scored = scored_table(self.full_table, config)
         self.equalizer = scored.equalizer(reduction).to(self.device, torch.float32)
         self.log_ratio_bias = scored.log_ratio_bias(reduction).to(self.device, torch.float32)
         self.pause: Callable[[], object] = lambda: None
@@ -127,73 +125,39 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite.
             ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
-        watch = Stopwatch(self.device)
-        table = iteration_table(self.full_table, self.config, index)
-        steps = trained_steps(table, self.config, index)
-        coefs, scored = (
-            transitions.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
-            for transitions in (table, self.process.table(table))
-        )
-
-        metrics = Metrics()
-        samples, scouts = draw_samples(self.config, self.prompts, index), self.config.sampling.scout_candidates > 0
-        if scouts:
-            with self._rollout_weights():
+        config, watch, metrics = self.config, Stopwatch(self.device), Metrics()
+        table = iteration_table(self.full_table, config, index)
+        steps = trained_steps(table, config, index)
+        samples, scouts = draw_samples(config, self.prompts, index), config.sampling.scout_candidates > 0
+        with self._rollout_weights():
+            if scouts:
                 samples, scouted = self._scout(samples, metrics, watch)
-        mine = self._deal(samples)
-        keys = [samples[i].key for i in mine]
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with self._rollout_weights(), together():
-            with watch("rollout"):
-                conditioning = self._conditions(keys, table)
-            trajectories = self._rollout([samples[i] for i in mine], table, coefs, steps, conditioning, scorer, watch)
-            scorer.finish()
-        with watch.waiting():
-            scores = scorer.gather(mine)
+            batch, scores = self._rollout(samples, table, steps, watch)
+            with watch("anchor"):
+                self.replay.score_noised(batch)
+            gated = config.train.parity_gate and surrogate_of(config.objective).scores_rollout
+            if gated and self.engine.steps == self._first_step:
+                for name, value in check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer).items():
+                    metrics.set(name, value)
 
-        rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
-        valid = rewards.isfinite()
-        objective = self.config.objective
-        std, weights = objective.advantage_std, self.config.reward.part_weights
-        compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
-        advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
-        record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
+        advantages, kept = self._advantages(scores, metrics)
         if scouts:
-            record_agreement(metrics, scouted.view_as(rewards), rewards)
-
-        kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
-        batch = Batch(
-            process=self.process,
-            table=table,
-            coefs=scored,
-            trajectories=trajectories,
-            conditioning=conditioning,
-            keys=keys,
-            advantages=advantages.flatten()[mine].float().to(self.device),
-            anchor_velocities={},
-        )
-        anchored = position_steps(self.config, steps, index)
-        gated = self.config.train.parity_gate and self.process.scores_rollout
+            record_agreement(metrics, scouted.view_as(advantages), scores.rewards.view_as(advantages))
+        batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
+        anchored = position_steps(config, steps, index)
         with watch("anchor"):
-            with self._rollout_weights():
-                self.process.score_old(self.replay, batch)
             batch.anchor_velocities = self._anchor_velocities(batch, anchored)
-        if gated and self.engine.steps == self._first_step:
-            with self._rollout_weights():
-                found = check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer)
-            for name, value in found.items():
-                metrics.set(name, value)
-        updates = update_schedule(self.config, index, samples, steps, kept.flatten().tolist())
+
+        updates = update_schedule(config, index, samples, steps, kept.flatten().tolist())
         self.forwards = forwards(
-            self.config,
+            config,
             samples=len(samples),
             steps=len(table),
             trained=len(steps),
             transitions=sum(map(len, updates)),
             anchored=0 if self.anchor is None or self.anchor_is_free else len(anchored),
         )
-        own = {number: i for i, number in enumerate(mine)}
-        shares = [[(own[sample], step) for sample, step in update if sample in own] for update in updates]
+        shares = [batch.own(update) for update in updates]
         with watch("train"), Progress("train", sum(map(len, shares)), "transition") as bar:
             for update, share in zip(updates, shares):
                 self._update(batch, share, len(update), metrics, watch, bar)
@@ -216,42 +180,12 @@ class Trainer:
         averaged = self.config.sampling.averaged_weights
         return self.engine.averaged_weights() if averaged else contextlib.nullcontext()
 
-    @property
-    def anchor_is_free(self) -> bool:
-        """Whether the anchor takes no forward in the next iteration."""
-        return self.anchor_is_current and spares_anchor(self.config)
-
-    def _tokens(self, key: Key) -> int:
-        """Token count of one forward of a sample (both passes with guidance)."""
-        return sum(self.model.spec.tokens(self.latent_shape) + length for length in self.replay.lengths[key])
-
-    def _deal(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the numbers of this rank's samples."""
-        tokens = [self._tokens(sample.key) for sample in samples]
-        return deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
-
-    def _conditions(self, keys: Sequence[Key], table: TransitionTable) -> Conditions:
-        """Compute the conditions of `keys` at every noise level of `table`."""
-        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
-        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
-        return self.policy.conditioning_table(table.sigmas[:-1], embeddings)
-
     def _scout(self, candidates: Sequence[Sample], metrics: Metrics, watch: Stopwatch) -> tuple[list[Sample], Tensor]:
         """Score cheap ODE rollouts of N candidates; return the chosen ones and their scouted rewards, float32 `[M]`.
 
         The result is the same on all ranks. Nothing but the choice of samples follows from it.
         """
-        table, mine = scouting_table(self.config), self._deal(candidates)
-        own = [candidates[i] for i in mine]
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with watch("scout"):
-            coefs = table.coefficients(math.prod(self.latent_shape)).to(self.device)
-            conditioning = self._conditions([sample.key for sample in own], table)
-        with together():
-            self._rollout(own, table, coefs, (), conditioning, scorer, watch, "scout")
-            scorer.finish()
-        with watch.waiting():
-            rewards = scorer.gather(mine).rewards
+        rewards = self._rollout(candidates, scouting_table(self.config), (), watch, "scout")[1].rewards
         record_scouting(metrics, rewards)
         size = self.config.sampling.scout_candidates
         chosen = [
@@ -265,50 +199,104 @@ class Trainer:
         self,
         samples: Sequence[Sample],
         table: TransitionTable,
-        coefs: Tensor,
         steps: Sequence[int],
-        conditioning: Conditions,
-        scorer: VideoScorer,
         watch: Stopwatch,
         phase: str = "rollout",
-    ) -> Trajectories:
-        """Generate this rank's samples; on a GPU, decoding one batch overlaps the rollout of the next.
+    ) -> tuple[Batch, Scores]:
+        """Generate and score `samples`; return this rank's, with their `steps` stored, and the scores of all.
 
-        Only `steps` are stored: nothing while scouting.
+        On a GPU, decoding one batch overlaps the rollout of the next.
         """
-        prompts, keys = [sample.prompt for sample in samples], [sample.key for sample in samples]
-        seeds = torch.tensor([sample.seed for sample in samples])
-        latent_seeds = torch.tensor([sample.latent_seed for sample in samples])
-        serves_anchor = self.anchor is not None and self.anchor_is_free and self.process.scores_rollout
-        keeps_velocities = serves_anchor or stores_rollout_velocities(self.config)
-        trajectories = Trajectories(
-            len(samples),
-            self.latent_shape,
-            self.process.successors(steps, len(table)),
-            self.device,
-            velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            offload=self.config.sampling.offload_trajectories,
-        )
-        runs = self.replay.runs(keys, self.config.sampling.batch_size)
-        with Progress(phase, len(runs) * len(table), pause=self.pause) as bar:
-            for rows, real in self.policy.states.lockstep(runs, runs[-1]):
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
+        with together():
+            with watch(phase):
+                coefs = self._coefficients(table)
+                batch = self._batch(samples, table, steps)
+            own = [samples[number] for number in batch.numbers]
+            prompts = [sample.prompt for sample in own]
+            seeds, latent_seeds = (
+                torch.tensor([getattr(sample, key) for sample in own]) for key in ("seed", "latent_seed")
+            )
+
+            def generate(rows: slice) -> Tensor:
                 with watch(phase):
                     latents = rollout(
                         self.policy,
                         table,
                         coefs,
-                        conditioning,
-                        keys[rows],
+                        batch.conditioning,
+                        batch.keys[rows],
                         seeds[rows],
                         initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                        record=functools.partial(self.process.record, trajectories, rows),
+                        record=functools.partial(batch.trajectories.record, rows),
                         on_step=bar.update,
                         graphs=self.graphs,
                     )
-                    self.process.finish(trajectories, rows, latents, seeds[rows].to(self.device), table.sigmas)
-                if real:
-                    scorer.submit(latents, prompts[rows])
-        return trajectories
+                    batch.trajectories.finish(rows, latents, seeds[rows].to(self.device), table.sigmas)
+                return latents
+
+            runs = self.replay.runs(batch.keys, self.config.sampling.batch_size)
+            with Progress(phase, len(runs) * len(table), pause=self.pause) as bar:
+                for rows in self.policy.states.lockstep(runs, lambda: generate(runs[-1])):
+                    scorer.submit(generate(rows), prompts[rows])
+            scorer.finish()
+        with watch.waiting():
+            return batch, scorer.gather(batch.numbers)
+
+    def _batch(self, samples: Sequence[Sample], table: TransitionTable, steps: Sequence[int]) -> Batch:
+        """Prepare this rank's share of `samples`: its conditions, and room for the trajectories."""
+        config, numbers = self.config, self._deal(samples)
+        keys = [samples[number].key for number in numbers]
+        scores_rollout = surrogate_of(config.objective).scores_rollout
+        serves_anchor = self.anchor is not None and self.anchor_is_free and scores_rollout
+        keeps_velocities = serves_anchor or stores_rollout_velocities(config)
+        trajectories = (Trajectories if scores_rollout else NoisedSamples)(
+            len(keys),
+            self.latent_shape,
+            steps,
+            len(table),
+            self.device,
+            velocities=self.replay.velocity_dtype if keeps_velocities else None,
+            offload=config.sampling.offload_trajectories,
+        )
+        return Batch(
+            numbers=numbers,
+            keys=keys,
+            table=table,
+            coefs=self._coefficients(scored_table(table, config)),
+            conditioning=self._conditions(keys, table),
+            trajectories=trajectories,
+            advantages=torch.zeros(len(keys), device=self.device),
+            anchor_velocities={},
+        )
+
+    def _deal(self, samples: Sequence[Sample]) -> list[int]:
+        """Return the numbers of this rank's samples, by the tokens of a forward (both passes with guidance)."""
+        video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
+        tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
+        return deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
+
+    def _conditions(self, keys: Sequence[Key], table: TransitionTable) -> Conditions:
+        """Compute the conditions of `keys` at every noise level of `table`."""
+        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
+        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
+        return self.policy.conditioning_table(table.sigmas[:-1], embeddings)
+
+    def _coefficients(self, table: TransitionTable) -> Tensor:
+        return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
+
+    # -- advantages ---------------------------------------------------------------------------------------------------
+
+    def _advantages(self, scores: Scores, metrics: Metrics) -> tuple[Tensor, Tensor]:
+        """Compare the samples of each group; return advantages and whether each sample is trained, both `[P, G]`."""
+        objective, weights = self.config.objective, self.config.reward.part_weights
+        rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
+        valid, std = rewards.isfinite(), objective.advantage_std
+        compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
+        advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
+        record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
+        kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
+        return advantages, kept
 
     # -- update -------------------------------------------------------------------------------------------------------
 
@@ -323,13 +311,15 @@ class Trainer:
         losses, sums = [], torch.zeros(4, device=self.device)
         transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
         runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
-        # The stand-in must be a trained transition: others may not be finite.
-        stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
-        for micro, real in self.policy.states.lockstep([transitions[rows] for rows in runs], stand_in):
-            loss, policy, kl = self._loss(batch, micro, metrics if real else Metrics())
-            self.engine.backward(real * loss.total.sum(), total)
-            if not real:
-                continue
+
+        def idle() -> None:  # at a trained transition: others may not be finite
+            stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
+            self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
+
+        for micro in self.policy.states.lockstep([transitions[rows] for rows in runs], idle):
+            loss, policy, kl = self._loss(batch, micro)
+            self.engine.backward(loss.total.sum(), total)
+            metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
             losses.append(dataclasses.replace(loss, total=loss.total.detach(), policy=loss.policy.detach()))
             values = (loss.total.detach(), loss.kl, policy.square(), kl.square())
             sums += torch.stack([value.sum() for value in values])
@@ -354,13 +344,13 @@ class Trainer:
         metrics.add("kl/gradient_share", torch.tensor([share]))
         self.kl.update(share if self.kl.row.holds_share else observed)
 
-    def _loss(self, batch: Batch, micro: Sequence[Transition], metrics: Metrics) -> tuple[Loss, Tensor, Tensor]:
+    def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, Tensor, Tensor]:
         """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
         scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
-        old = batch.log_prob_old(micro, log_prob)
-        config, at = self.config, Row(*batch.coefs[steps].unbind(1))
+        old = batch.trajectories.log_prob_old(micro, log_prob)
+        config, row = self.config, Row(*batch.coefs[steps].unbind(1))
         loss = sage_loss(
             *scores,
             log_prob_old=old,
@@ -370,12 +360,18 @@ class Trainer:
             kl_weight=self.kl.value,
             objective=config.objective,
             kl=config.kl,
-            at=at,
+            row=row,
         )
         numel = math.prod(self.latent_shape)
-        policy, kl = gradient_norms(loss, scores[0], old, at, numel, objective=config.objective, kl=config.kl)
-        metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
+        policy, kl = gradient_norms(loss, scores[0], old, row, numel, objective=config.objective, kl=config.kl)
         return loss, policy, kl
+
+    # -- anchor -------------------------------------------------------------------------------------------------------
+
+    @property
+    def anchor_is_free(self) -> bool:
+        """Whether the anchor takes no forward in the next iteration."""
+        return self.anchor_is_current and spares_anchor(self.config)
 
     def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
         """Return step -> the anchor's velocities `[N, ...]`.
@@ -390,8 +386,7 @@ class Trainer:
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
-        moving = strategy_of(self.config.kl).anchor == "moving"
-        if moving and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
+        if strategy_of(self.config.kl).moves and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.report.scores import Difference
+from studies.differences import Difference
 from studies.finding import LEVEL
 from studies.runs import TrainedRun, mean_interval
 

@@ -19,11 +19,12 @@ from sage_fast.cli import guarded
 from sage_fast.config.load import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
 from sage_fast.ops import implementation
-from sage_fast.report.scores import Difference, difference_of_runs, mean_and_half, means_by_prompt
+from sage_fast.report.scores import means_by_prompt
 from sage_fast.run.grid import run_many
 from sage_fast.util.console import hush, show, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
+from studies.differences import Difference, difference_of_runs, mean_and_half
 
 log = logging.getLogger("sage_fast.studies")
 

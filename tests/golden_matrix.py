@@ -46,6 +46,16 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "clipped": {"objective__clip_range": 1e-6, "train__parity_gate": False, **TWO_UPDATES},
     "log_prob": {"objective__surrogate": "log_prob"},
+    **{
+        f"reduction-{reduction}": {
+            "objective__log_prob": reduction, "objective__ratio": "centred", "objective__clip_range": 1e3,
+            **TWO_UPDATES,
+        }
+        for reduction in ("sum", "unscaled")
+    },
+    "scouting": {
+        "sampling__scout_candidates": 6, "sampling__scout_steps": 2, "train__group_size": 4, **TWO_UPDATES
+    },
     "nft": {"objective__surrogate": "nft", "kl__strategy": "moving", **TWO_UPDATES},
     "nft-ode": {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"},
     "window": {"sampling__sde_window": 2},

@@ -50,7 +50,7 @@ def test_scores_are_those_of_their_definitions(tiny: Path, height: int, width: i
     clips = videos(3, 9, height, width)
     clip_score = CLIPScoreReward(str(tiny), num_frames=3)
     pick_score = PickScoreReward(str(tiny), processor=str(tiny), num_frames=3)
-    scores = clip_score(clips, PROMPTS) | pick_score.score(clips, PROMPTS)
+    scores = clip_score.score(clips, PROMPTS) | pick_score.score(clips, PROMPTS)
     cosines = [expected_cosines(tiny, clip, [0, 4, 8], prompt) for clip, prompt in zip(clips, PROMPTS)]
     assert any((each < 0).any() for each in cosines)
     assert any((each > 0).any() for each in cosines)
@@ -82,13 +82,13 @@ def test_neither_the_prompts_nor_the_videos_beside_it_change_a_score(tiny: Path)
     reward = CLIPScoreReward(str(tiny))
     assert "mean over 8 evenly spaced frames" in reward.definitions["clipscore"]
     clips, prompts = videos(9), PROMPTS * 3
-    together = reward(clips, prompts)["clip_cosine"]
-    alone = torch.cat([reward(clips[i : i + 1], [prompts[i]])["clip_cosine"] for i in range(9)])
+    together = reward.score(clips, prompts)["clip_cosine"]
+    alone = torch.cat([reward.score(clips[i : i + 1], [prompts[i]])["clip_cosine"] for i in range(9)])
     torch.testing.assert_close(together, alone)
     assert len(alone.unique()) == 9
     clips[5, 0] = math.nan
-    assert reward(clips, prompts)["clipscore"].isfinite().tolist() == [i != 5 for i in range(9)]
-    short = reward(clips[:1, :2], prompts[:1])["clip_cosine"]
+    assert reward.score(clips, prompts)["clipscore"].isfinite().tolist() == [i != 5 for i in range(9)]
+    short = reward.score(clips[:1, :2], prompts[:1])["clip_cosine"]
     torch.testing.assert_close(
         short, expected_cosines(tiny, clips[0], [0, 1], prompts[0]).mean()[None], atol=1e-2, rtol=0
     )
@@ -126,8 +126,8 @@ def test_the_processor_may_be_in_the_form_of_the_hub(tiny: Path, tmp_path: Path)
     folder = shutil.copytree(tiny, tmp_path / "hub")
     hub_form(folder)
     clips = videos(2)
-    scores = CLIPScoreReward(str(folder))(clips, PROMPTS[:2])
-    torch.testing.assert_close(scores, CLIPScoreReward(str(tiny))(clips, PROMPTS[:2]), atol=0, rtol=0)
+    scores = CLIPScoreReward(str(folder)).score(clips, PROMPTS[:2])
+    torch.testing.assert_close(scores, CLIPScoreReward(str(tiny)).score(clips, PROMPTS[:2]), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sage_fast.config.schema import KLConfig, ObjectiveConfig, Reduction
 from sage_fast.ops import Row, transition_score
 from sage_fast.ops.philox import STREAM_TRANSITION, philox_normal
 from sage_fast.rewards import Reward
-from sage_fast.rollout.trajectories import Trajectories
+from sage_fast.rollout.trajectories import NoisedSamples
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, BrightnessReward, settings, tiny_trainer
 
@@ -85,7 +85,7 @@ class Noised:
         return sage_loss(
             log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=self.advantage, kl_weight=1.0, objective=objective,
             equalizer=TABLE.equalizer(objective.log_prob), kl=KLConfig(strategy="none"),
-            bias=TABLE.log_ratio_bias(objective.log_prob), at=Row(*coefs[steps].unbind(1)),
+            bias=TABLE.log_ratio_bias(objective.log_prob), row=Row(*coefs[steps].unbind(1)),
         )  # fmt: skip
 
     def error(self, v: torch.Tensor) -> torch.Tensor:
@@ -174,10 +174,10 @@ def test_final_samples_are_noised_by_their_own_seeds() -> None:
     """The noise of a seed is the same in any batch, new at each level, and not the noise of the rollout."""
     shape, seeds, sigmas = (2, 3, 4, 4), torch.tensor([3, 5, 7]), torch.tensor([1.0, 0.7, 0.4, 0.0])
     x0 = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    whole, parts = (Trajectories(3, shape, {0: 3, 2: 3}, CPU) for _ in range(2))
+    whole, parts = (NoisedSamples(3, shape, [0, 2], 3, CPU) for _ in range(2))
     for rows, batches in ((whole, [slice(0, 3)]), (parts, [slice(0, 1), slice(1, 3)])):
         for batch in batches:
-            rows.noise_again(batch, x0[batch], seeds[batch], sigmas)
+            rows.finish(batch, x0[batch], seeds[batch], sigmas)
     assert sorted(whole.states) == [0, 2, 3]
     assert all(torch.equal(whole.states[t], parts.states[t]) for t in whole.states)
     assert torch.equal(whole.next_states([(1, 0), (2, 2)]), x0[1:])

@@ -20,10 +20,9 @@ from sage_fast.algorithm.schedule import check_trainable, trained_steps
 from sage_fast.config.load import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.scoring import VideoScorer
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
-from sage_fast.util.metrics import Metrics, Stopwatch
+from sage_fast.util.metrics import Stopwatch
 from tests.tiny import BASE_SETTINGS, perturb, settings, tiny_trainer
 
 
@@ -215,25 +214,14 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     """A batch whose stored transitions are float64, and its transitions."""
     table = trainer.full_table
     steps = trained_steps(table, trainer.config, 0)
-    coefs = table.coefficients(2560, trainer.config.objective.log_prob).to(torch.float64)
     samples = draw_samples(trainer.config, trainer.prompts, 0)
-    conditioning = trainer.policy.conditioning_table(table.sigmas[:-1], trainer.embeddings)
-    watch = Stopwatch(trainer.device)
-    scorer = VideoScorer(trainer.model.decoder, trainer.reward, watch)
-    rows = trainer._rollout(samples, table, coefs, steps, conditioning, scorer, watch)
+    batch, _ = trainer._rollout(samples, table, steps, Stopwatch(trainer.device))
+    rows = batch.trajectories
     rows.states, rows.log_probs = (
         {t: x.double() for t, x in tensors.items()} for tensors in (rows.states, rows.log_probs)
     )
-    batch = Batch(
-        process=trainer.process,
-        table=table,
-        coefs=coefs,
-        trajectories=rows,
-        conditioning=conditioning,
-        keys=[sample.key for sample in samples],
-        advantages=torch.linspace(-1.5, 1.5, rows.count, dtype=torch.float64),
-        anchor_velocities={},
-    )
+    batch.coefs = batch.coefs.double()
+    batch.advantages = torch.linspace(-1.5, 1.5, rows.count, dtype=torch.float64)
     return batch, [(i, t) for i in range(rows.count) for t in steps]
 
 
@@ -266,7 +254,7 @@ def test_gradient_of_the_whole_loss(
     perturb(trainer, 0.02, seed=9)
 
     def loss() -> Tensor:
-        return trainer._loss(batch, transitions, Metrics())[0].total.sum()
+        return trainer._loss(batch, transitions)[0].total.sum()
 
     parameters = trainer.engine.parameters
     gradients = torch.autograd.grad(loss(), parameters)

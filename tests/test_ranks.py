@@ -19,6 +19,7 @@ from torch import Tensor
 
 import sage_fast.trainer
 from sage_fast.algorithm.iteration_samples import deal, draw_samples
+from sage_fast.algorithm.metrics import record_rewards
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.cli import main
 from sage_fast.data.embeddings import encode_cached
@@ -32,7 +33,7 @@ from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
-from sage_fast.util.metrics import Metrics, Stopwatch, record_rewards, slowest_and_fastest, straggler_line
+from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest, straggler_line
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.ranks import run_ranks, screens
 from tests.tiny import FEW_STEPS, BrightnessReward, arguments, rounding_of_advantages, settings, tiny_trainer

@@ -14,7 +14,6 @@ from sage_fast.config.load import build
 from sage_fast.config.schema import Config, KLConfig, ObjectiveConfig
 from sage_fast.ops import transition_score
 from sage_fast.util.errors import UserError
-from sage_fast.util.metrics import Metrics
 from tests.test_objective import rolled_out
 from tests.tiny import paper_trainer, perturb, settings, tiny_trainer
 
@@ -190,7 +189,7 @@ def test_gradient_norms_are_those_of_autograd(
         return scores
 
     monkeypatch.setattr("sage_fast.rollout.replay.transition_score", watched)
-    loss, policy, kl = trainer._loss(batch, transitions, Metrics())
+    loss, policy, kl = trainer._loss(batch, transitions)
     ((v, _, kl_anchor, kl_old),) = seen
 
     def norm(value: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.report.scores import format_scores, paired_table
+from sage_fast.report.scores import paired_table
+from sage_fast.report.text import format_scores
 from sage_fast.rewards.http import HttpReward
 from sage_fast.run.checkpoint import best_checkpoint
 from sage_fast.run.setup import load_setup

@@ -35,7 +35,7 @@ def roll(
     conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS))
     steps = table.stochastic_steps
     trajectories = Trajectories(
-        len(seeds), LATENT_SHAPE, {t: t + 1 for t in steps}, CPU,
+        len(seeds), LATENT_SHAPE, steps, len(table), CPU,
         velocities=torch.float32 if guidance != 1 else dtype, offload=offload,
     )  # fmt: skip
     latents = rollout(
@@ -99,7 +99,7 @@ def test_ode_is_the_euler_loop_of_diffusers() -> None:
 
 
 def test_only_trained_steps_are_stored() -> None:
-    rows = Trajectories(2, LATENT_SHAPE, {1: 2, 2: 3, 5: 6}, CPU)
+    rows = Trajectories(2, LATENT_SHAPE, [1, 2, 5], 6, CPU)
     x = [torch.randn(2, *LATENT_SHAPE) for _ in range(7)]
     for t in range(6):
         rows.record(slice(0, 2), t, x[t], x[t + 1], torch.full((2,), float(t)), x[t])

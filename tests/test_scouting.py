@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.iteration_samples import Sample, best_and_worst, draw_samples
+from sage_fast.algorithm.metrics import record_agreement
 from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.rewards.interface import Scores
+from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.tools.plan import format_plan, plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, Stopped, UserError
-from sage_fast.util.metrics import Metrics, record_agreement
+from sage_fast.util.metrics import Metrics
 from tests.tiny import BrightnessReward, settings, tiny_trainer
 
 SCOUTING: dict[str, Any] = {
@@ -37,10 +40,11 @@ class Rollouts:
         self.stored: list[Trajectories] = []
         original = trainer._rollout
 
-        def noting(samples: Sequence[Sample], *args: Any) -> Trajectories:
-            self.samples.append(samples)
-            self.stored.append(original(samples, *args))
-            return self.stored[-1]
+        def noting(samples: Sequence[Sample], *args: Any) -> tuple[Batch, Scores]:
+            batch, scores = original(samples, *args)
+            self.samples.append([samples[number] for number in batch.numbers])
+            self.stored.append(batch.trajectories)
+            return batch, scores
 
         trainer._rollout = noting  # type: ignore[method-assign]
 
@@ -87,15 +91,14 @@ def test_scouting_by_the_steps_of_the_sample_itself_foresees_it() -> None:
 
 
 def watched_scores(trainer: Trainer) -> list[Tensor]:
-    """The rewards of each group of rollouts, in the order of their samples (one rank, one text length)."""
+    """The rewards of each group of rollouts, in the order of their samples."""
     scores: list[Tensor] = []
     original = trainer._rollout
 
-    def noting(samples: Sequence[Sample], table: Any, coefs: Any, steps: Any, conditions: Any, scorer: Any,
-               *args: Any) -> Trajectories:  # fmt: skip
-        finish = scorer.finish
-        scorer.finish = lambda: (result := finish(), scores.append(result.rewards))[0]
-        return original(samples, table, coefs, steps, conditions, scorer, *args)
+    def noting(*args: Any) -> tuple[Batch, Scores]:
+        batch, found = original(*args)
+        scores.append(found.rewards)
+        return batch, found
 
     trainer._rollout = noting  # type: ignore[method-assign]
     return scores

@@ -17,9 +17,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from sage_fast.algorithm.schedule import check_trainable
-from sage_fast.report.scores import Difference, holm
 from sage_fast.util.errors import RunError
 from studies import page, runs
+from studies.differences import Difference, holm
 from studies.finding import KINDS, Claim, Finding, Material
 from studies.paper import comparisons, training
 from studies.paper.__main__ import main

@@ -25,6 +25,7 @@ from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.run.evaluation import evaluate
 from sage_fast.run.sample import generate
 from sage_fast.run.setup import Setup
+from sage_fast.run.train import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
@@ -439,6 +440,12 @@ def test_two_gpus_train_as_one(tmp_path: Path) -> None:
             assert theirs == pytest.approx(ours, rel=1e-2)
 
 
+@pytest.mark.parametrize(("surrogate", "used"), [("clip", True), ("nft_adaptive", False)])
+def test_run_json_holds_the_equalizer_only_where_the_loss_uses_it(surrogate: str, used: bool, tmp_path: Path) -> None:
+    trainer = tiny_trainer(settings(objective__surrogate=surrogate, objective__equalizer=True))
+    assert (describe(trainer, tmp_path, 0)["equalizer"] is not None) == used
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_gpu_trains_as_the_cpu(guidance: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,8 +481,7 @@ def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkey
 def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 x NaN is NaN, so a dropped sample with latents that are not finite would end the run."""
     trainer = tiny_trainer(settings(train__parity_gate=False))
-    states = trainer.policy.states
-    monkeypatch.setattr(states, "lockstep", lambda items, last: [*((item, True) for item in items), (last, False)])
+    monkeypatch.setattr(trainer.policy.states, "missing", lambda count: 1)
     update = trainer._update
 
     def dropped(batch: Batch, mine: Sequence[Transition], total: int, *others: Any) -> None:

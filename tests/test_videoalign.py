@@ -209,11 +209,11 @@ def test_scores_are_those_of_an_independent_computation(
 def test_neither_padding_nor_the_others_of_a_batch_change_a_score(reward: VideoAlignReward) -> None:
     prompts = [*PROMPTS, "x"] * 3  # 9: two batches
     clips = videos(9)
-    together = reward(clips, prompts)
-    alone = torch.cat([raw(reward(clips[i : i + 1], [prompts[i]])) for i in range(9)])
+    together = reward.score(clips, prompts)
+    alone = torch.cat([raw(reward.score(clips[i : i + 1], [prompts[i]])) for i in range(9)])
     assert (raw(together) - alone).abs().max() < 1e-5
     clips[4, 0, 1, 2, 3] = math.nan
-    spoilt = raw(reward(clips, prompts))
+    spoilt = raw(reward.score(clips, prompts))
     assert spoilt.isfinite().all(dim=1).tolist() == [i != 4 for i in range(9)]
     assert (spoilt[:4] - alone[:4]).abs().max() < 1e-5
 
@@ -223,12 +223,12 @@ def test_bfloat16_and_eager_attention_score_alike(
 ) -> None:
     base, checkpoint, _ = tiny
     clips = videos(2)
-    exact = raw(reward(clips, PROMPTS))
+    exact = raw(reward.score(clips, PROMPTS))
     eager = VideoAlignReward(str(checkpoint), base=str(base), attention="eager", **SMALL)
-    assert (raw(eager(clips, PROMPTS)) - exact).abs().max() < CLOSE
+    assert (raw(eager.score(clips, PROMPTS)) - exact).abs().max() < CLOSE
     short = VideoAlignReward(str(checkpoint), base=str(base), dtype="bfloat16", device="cpu", **SMALL)
     assert {p.dtype for p in short.network.parameters()} == {torch.bfloat16}
-    scores = raw(short(clips, PROMPTS))
+    scores = raw(short.score(clips, PROMPTS))
     assert (scores - exact).abs().max() < 0.5
     assert (scores.bfloat16().double() != scores).any(), "the head keeps float32"
 
@@ -250,11 +250,11 @@ def test_files_of_several_sizes_and_rates_score_as_their_frames_do(reward: Video
     for name, video, fps in (("wide", wide, 24), ("tall", tall, 24), ("fast", fast, 10)):
         write_lossless(tmp_path / f"{name}.mkv", video, fps)
     files = reward.score_files([tmp_path / f"{name}.mkv" for name in ("wide", "tall", "fast")], ["a", "b", "c"])
-    memory = [raw(reward(wide[None], ["a"])), raw(reward(tall[None], ["b"]))]
+    memory = [raw(reward.score(wide[None], ["a"])), raw(reward.score(tall[None], ["b"]))]
     assert reward.choose(50, 10.0) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
     assert reward.choose(50, 24.0) == [0, 16, 33, 49]
     reward.video_fps = 10.0
-    memory.append(raw(reward(fast[None], ["c"])))
+    memory.append(raw(reward.score(fast[None], ["c"])))
     reward.video_fps = 24.0
     assert (raw(files) - torch.cat(memory)).abs().max() < 1e-5
     (tmp_path / "text.mp4").write_text("no video")
@@ -320,15 +320,15 @@ def test_the_prompt_is_word_for_word_the_published_one(reward: VideoAlignReward)
 @pytest.mark.parametrize("word", ["<|TA_reward|>", "<|VQ_reward|>", "<|video_pad|>"])
 def test_a_prompt_with_a_special_token_is_refused(reward: VideoAlignReward, word: str) -> None:
     with pytest.raises(ValueError, match="holds a special token"):
-        reward(videos(1), [f"a ball {word}"])
+        reward.score(videos(1), [f"a ball {word}"])
 
 
 def test_what_is_not_a_batch_of_videos(reward: VideoAlignReward) -> None:
     for bad in (videos(1)[0], videos(1).movedim(2, -1), (videos(1) * 255).to(torch.uint8)):
         with pytest.raises(ValueError, match="expected float videos"):
-            reward(bad, ["a"])
+            reward.score(bad, ["a"])
     with pytest.raises(ValueError, match="got 2 videos and 1 prompts"):
-        reward(videos(2), ["a"])
+        reward.score(videos(2), ["a"])
 
 
 LAYER = "base_model.model.model.layers.1."

@@ -10,7 +10,7 @@ from sage_fast.models.checkpointing import RECOMPUTED
 from sage_fast.models.protocol import Cost
 
 
-def scouted(config: Config) -> int:
+def scouting_rollouts(config: Config) -> int:
     """Return the number of scouting rollouts of an iteration, all ranks together."""
     return config.train.prompts_per_iteration * config.sampling.scout_candidates
 
@@ -30,26 +30,26 @@ def forwards(
     """
     scored = trained * scores_noised_samples(config)
     counts = {"rollout": samples * steps, "training": transitions, "anchor": samples * (anchored + scored)}
-    if candidates := scouted(config):
+    if candidates := scouting_rollouts(config):
         counts = {"scout": candidates * config.sampling.scout_steps} | counts
     passes = 2 if config.sampling.guidance_scale != 1 else 1
     return {part: count * passes for part, count in counts.items()}
 
 
 def flops(
-    cost: Cost, forwards: Mapping[str, int], videos: int, *, checkpointing: str | None, frozen_base: bool
+    cost: Cost, counts: Mapping[str, int], videos: int, *, checkpointing: str | None, frozen_base: bool
 ) -> dict[str, float]:
     """Return part -> FLOPs of an iteration, all ranks together.
 
     Args:
         cost: cost of one sample.
-        forwards: part -> forwards, as `forwards` returns them.
+        counts: part -> forwards, as `forwards` returns them.
         videos: decoded videos, those of scouting included.
         checkpointing, frozen_base: as for `training_flops`.
     """
     per_training = training_flops(cost.forward, cost.attention, checkpointing=checkpointing, frozen_base=frozen_base)
     per_forward = {"training": per_training}
-    parts = {part: count * per_forward.get(part, cost.forward) for part, count in forwards.items()}
+    parts = {part: count * per_forward.get(part, cost.forward) for part, count in counts.items()}
     return parts | {"decode": videos * cost.decode}
 
 

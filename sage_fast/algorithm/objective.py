@@ -14,7 +14,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.process import FORWARD, REVERSE, Process
 from sage_fast.config.schema import (
     AdvantageStd,
     Config,
@@ -99,7 +98,7 @@ class Scored:
     Attributes:
         log_ratio: log-ratio to the rollout policy, centred and normalised where the settings say so.
         kl_old: KL to the rollout policy, in closed form.
-        drift: minus the mean of the plain log-ratio under the rollout policy: the KL times its bias.
+        drift: bias x KL, which is minus the expected plain log-ratio under the rollout policy.
         advantage: A_i.
         errors: squared errors of the velocity, for a row that uses them.
     """
@@ -184,7 +183,8 @@ class SurrogateRow:
         uses_errors: needs the squared errors of the velocity, and weighs the noise levels itself; only on noised
             samples.
         centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
-        process: scores the steps of the rollout, or the final samples with new noise.
+        scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
+            velocities; otherwise the final samples with new noise (forward process, docs/math.md).
     """
 
     value: Callable[[Scored, ObjectiveConfig], Tensor]
@@ -193,17 +193,17 @@ class SurrogateRow:
     uses_kl: bool = False
     uses_errors: bool = False
     centred: bool = False
-    process: Process = REVERSE
+    scores_rollout: bool = True
 
 
 SURROGATES = {
     "clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True),
     "kl_mask": SurrogateRow(value=_masked_ratio, held=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(value=_plain_log_prob),
-    "nft": SurrogateRow(value=_nft, centred=True, process=FORWARD),
-    "nft_adaptive": SurrogateRow(value=_nft_adaptive, centred=True, uses_errors=True, process=FORWARD),
-    "awm": SurrogateRow(value=_plain_log_prob, process=FORWARD),
-    "awm_clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True, process=FORWARD),
+    "nft": SurrogateRow(value=_nft, centred=True, scores_rollout=False),
+    "nft_adaptive": SurrogateRow(value=_nft_adaptive, centred=True, uses_errors=True, scores_rollout=False),
+    "awm": SurrogateRow(value=_plain_log_prob, scores_rollout=False),
+    "awm_clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True, scores_rollout=False),
 }
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its row in SURROGATES"
@@ -257,6 +257,11 @@ class KLStrategy:
     anchor: Literal["start", "moving"] | None
     velocity: bool
 
+    @property
+    def moves(self) -> bool:
+        """Whether the anchor is refreshed during the run."""
+        return self.anchor == "moving"
+
 
 KL_STRATEGIES = {
     "none": KLStrategy(anchor=None, velocity=False),
@@ -284,9 +289,19 @@ def kl_acts(kl: KLConfig) -> bool:
     return kl.lambda_max > 0 and (row.anchor is not None) * kl.beta_pos + row.velocity * kl.beta_vel > 0
 
 
+def has_closed_form(kl: KLConfig) -> bool:
+    """Return whether the velocity term is the KL itself, not its estimate from the rollout's noise."""
+    return kl.velocity_term == "closed_form"
+
+
 def uses_closed_form(kl: KLConfig) -> bool:
-    """Return whether there is a velocity term in closed form, not the estimate from the rollout's noise."""
-    return strategy_of(kl).velocity and kl.velocity_term == "closed_form"
+    """Return whether the loss has a velocity term in closed form."""
+    return strategy_of(kl).velocity and has_closed_form(kl)
+
+
+def equalizes(objective: ObjectiveConfig) -> bool:
+    """Return whether the policy term is weighted by S_t."""
+    return objective.equalizer and not surrogate_of(objective).uses_errors
 
 
 def centres_ratio(objective: ObjectiveConfig) -> bool:
@@ -315,11 +330,11 @@ def stores_rollout_velocities(config: Config) -> bool:
 
 
 def spares_anchor(config: Config) -> bool:
-    """Return whether an anchor with the present weights takes no forward.
+    """Return whether an anchor equal to the present weights needs no forward.
 
-    The velocities of the rollout policy are stored then, or nothing moves away from the anchor within an iteration.
+    The rollout stored its velocities, or the policy stays at the anchor within an iteration.
     """
-    stored = surrogate_of(config.objective).process.scores_rollout or stores_rollout_velocities(config)
+    stored = surrogate_of(config.objective).scores_rollout or stores_rollout_velocities(config)
     return not config.sampling.averaged_weights and (stored or not is_off_policy(config))
 
 
@@ -327,7 +342,7 @@ def scores_noised_samples(config: Config) -> bool:
     """Return whether the loss needs a forward of the rollout policy at each noised sample."""
     row = surrogate_of(config.objective)
     needed = stores_rollout_velocities(config) or (row.uses_ratio and is_off_policy(config))
-    return needed and not row.process.scores_rollout
+    return needed and not row.scores_rollout
 
 
 def sage_loss(
@@ -342,7 +357,7 @@ def sage_loss(
     objective: ObjectiveConfig,
     kl: KLConfig,
     bias: Tensor | float = 1.0,
-    at: Row | None = None,
+    row: Row | None = None,
 ) -> Loss:
     """Compute the whole loss from the outputs of `transition_score`; all tensors are `[B]`.
 
@@ -355,15 +370,14 @@ def sage_loss(
         equalizer: S_t of each transition; a normalised ratio uses it even if `objective.equalizer` is off.
         kl_weight: lambda_KL.
         bias: `TransitionTable.log_ratio_bias` of each transition.
-        at: coefficients of each transition, for a surrogate that uses errors.
+        row: coefficients of each transition, for a surrogate that uses errors.
     """
     surrogate, strategy = surrogate_of(objective), strategy_of(kl)
     log_ratio, errors = log_prob - log_prob_old, None
     if surrogate.uses_errors:
-        assert at is not None
-        errors = squared_errors(log_prob, log_prob_old, kl_old, at)
-    equalized = objective.equalizer and not surrogate.uses_errors
-    weight = equalizer if equalized else torch.ones_like(equalizer)
+        assert row is not None
+        errors = squared_errors(log_prob, log_prob_old, kl_old, row)
+    weight = equalizer if equalizes(objective) else torch.ones_like(equalizer)
     if centres_ratio(objective):
         # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
         log_ratio = log_ratio + bias * kl_old
@@ -371,7 +385,7 @@ def sage_loss(
             log_ratio, weight = equalizer * log_ratio, weight / equalizer
     scored = Scored(log_ratio=log_ratio, kl_old=kl_old, drift=bias * kl_old, advantage=advantage, errors=errors)
     policy = -weight * surrogate.value(scored, objective)
-    velocity = kl_old if kl.velocity_term == "closed_form" else log_prob_old - log_prob
+    velocity = kl_old if has_closed_form(kl) else log_prob_old - log_prob
     regularizer = torch.zeros_like(policy)
     if strategy.anchor is not None:
         regularizer = regularizer + kl.beta_pos * kl_anchor
@@ -388,17 +402,17 @@ def sage_loss(
     )
 
 
-def squared_errors(log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, at: Row) -> Errors:
+def squared_errors(log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, row: Row) -> Errors:
     """Return the squared errors behind the log-probs of noised samples, where the residual is b (target - v)."""
-    present, rollout = ((value - at.k) / (at.w * at.b.square()) for value in (log_prob, log_prob_old))
-    return Errors(present=present, rollout=rollout, moved=kl_old / at.m, sigma=at.b.abs())
+    present, rollout = ((value - row.k) / (row.w * row.b.square()) for value in (log_prob, log_prob_old))
+    return Errors(present=present, rollout=rollout, moved=kl_old / row.m, sigma=row.b.abs())
 
 
 def gradient_norms(
     loss: Loss,
     log_prob: Tensor,
     log_prob_old: Tensor,
-    at: Row,
+    row: Row,
     numel: int,
     *,
     objective: ObjectiveConfig,
@@ -419,7 +433,7 @@ def gradient_norms(
         loss: result of `sage_loss`, before its backward.
         log_prob: `[B]`, as given to `sage_loss`.
         log_prob_old: `[B]`, as given to `sage_loss`.
-        at: coefficients of the transitions.
+        row: coefficients of the transitions.
         numel: D, elements of a sample.
         objective: as given to `sage_loss`.
         kl: as given to `sage_loss`.
@@ -427,10 +441,10 @@ def gradient_norms(
     (slope,) = torch.autograd.grad(loss.policy.sum(), log_prob, retain_graph=True)
 
     def log_prob_norm(value: Tensor) -> Tensor:
-        return 2 * (at.w * at.b).abs() * (((value.detach() - at.k) / at.w).clamp(min=0) / numel).sqrt()
+        return 2 * (row.w * row.b).abs() * (((value.detach() - row.k) / row.w).clamp(min=0) / numel).sqrt()
 
     def kl_norm(value: Tensor) -> Tensor:
-        return 2 * (at.m * value / numel).sqrt()
+        return 2 * (row.m * value / numel).sqrt()
 
     policy = slope.abs() * log_prob_norm(log_prob_old if centres_ratio(objective) else log_prob)
     squares = torch.zeros_like(policy)

@@ -17,7 +17,14 @@ from sage_fast.algorithm.objective import (
     surrogate_of,
     uses_closed_form,
 )
-from sage_fast.algorithm.transitions import REDUCTIONS, SAMPLERS, TransitionTable, sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import (
+    REDUCTIONS,
+    SAMPLERS,
+    TransitionTable,
+    forward_table,
+    sigma_schedule,
+    transition_table,
+)
 from sage_fast.config.fields import require
 from sage_fast.config.schema import Config
 from sage_fast.models.sharing import check_ranks
@@ -49,12 +56,17 @@ def iteration_table(table: TransitionTable, config: Config, iteration: int) -> T
     return table.window(start, start + window)
 
 
+def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
+    """Return the transitions that training scores, one for each step of a rollout by `table`."""
+    return table if surrogate_of(config.objective).scores_rollout else forward_table(table.sigmas)
+
+
 def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
     """Return the stochastic steps an iteration trains.
 
     With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the first.
     """
-    steps = surrogate_of(config.objective).process.table(table).stochastic_steps
+    steps = scored_table(table, config).stochastic_steps
     count = math.ceil(config.train.timestep_fraction * len(steps))
     if config.train.timestep_permutation and count < len(steps):
         order = permutation(len(steps), config.seed, "trained-steps", iteration)
@@ -86,7 +98,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     trainable = min(len(trained_steps(window, config, 0)) for window in windows)
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
-        forward = [name for name, row in SURROGATES.items() if not row.process.scores_rollout]
+        forward = [name for name, row in SURROGATES.items() if not row.scores_rollout]
         raise UserError(
             f"{rows} has no stochastic step to train, so there is no policy gradient; expected any sampler but "
             f"ode, with eta above 0, or objective.surrogate = {' or '.join(forward)}"
@@ -119,7 +131,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     kl, surrogate = config.kl, surrogate_of(config.objective)
     strategy, feedback = strategy_of(kl), FEEDBACKS[kl.feedback]
     require(
-        surrogate.process.scores_rollout or not strategy.velocity or uses_closed_form(kl),
+        surrogate.scores_rollout or not strategy.velocity or uses_closed_form(kl),
         "kl.velocity_term",
         kl.velocity_term,
         f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
@@ -167,7 +179,7 @@ def check_log_prob(config: Config, numel: int) -> None:
         UserError: adjacent float32 values at the size of the sum differ by more than a tenth of the clip range.
     """
     objective = config.objective
-    c = surrogate_of(objective).process.table(configured_table(config)).c
+    c = scored_table(configured_table(config), config).c
     if not REDUCTIONS[objective.log_prob].sums or not surrogate_of(objective).uses_ratio:
         return
     size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())

@@ -149,7 +149,7 @@ SAMPLERS = {
     "cps": SamplerRow(step=_cps, largest_eta=1.0),
     "dance-precise": SamplerRow(step=_dance_precise),
     "precise": SamplerRow(step=_precise),
-    "exact": SamplerRow(step=_precise, compared=False),  # the name it had here before it was published
+    "exact": SamplerRow(step=_precise, compared=False),  # alias
     "ode": SamplerRow(step=_ode, compared=False),
 }
 assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row in SAMPLERS"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -174,8 +173,10 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
     else:
         notes = spec.notes(sampling)
     if (group := sequence_group()) is not None:
-        # Imported by name and only here: it needs DeepSpeed, which is optional.
-        policy.share_samples(pkgutil.resolve_name("sage_fast.models.sequence:SequenceParallel")(group, device))
+        # Imported only here: it needs DeepSpeed, which is optional.
+        from sage_fast.models.sequence import SequenceParallel
+
+        policy.share_samples(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling)
     return model

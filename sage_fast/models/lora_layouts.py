@@ -51,11 +51,11 @@ def converted(tensors: Mapping[str, Tensor], config: LoraConfig, place: Callable
         layer = key.removesuffix(".lora_A.weight")
         if layer == key:
             continue
-        to = place(layer)
+        target = place(layer)
         alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), layer), config.lora_alpha)
         b = tensors[f"{layer}.lora_B.weight"].float() * (alpha / (math.sqrt(len(a)) if config.use_rslora else len(a)))
-        fused[to.layer][to.part] = a.float(), torch.cat(b.chunk(2)[::-1]) if to.swapped else b
-        parts[to.layer] = to.parts
+        fused[target.layer][target.part] = a.float(), torch.cat(b.chunk(2)[::-1]) if target.swapped else b
+        parts[target.layer] = target.parts
     factors: dict[str, Tensor] = {}
     for layer, own in fused.items():
         a, b = next(iter(own.values()))

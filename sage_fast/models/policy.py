@@ -56,13 +56,16 @@ class WholeStates:
         """Return this rank's shards of whole tensors; the inverse of `gather`."""
         return whole
 
-    def lockstep(self, items: Sequence[Item], stand_in: Item) -> Iterator[tuple[Item, bool]]:
-        """Yield (item, True) for each item, one per forward or backward of this rank.
+    def missing(self, count: int) -> int:
+        """Return max(count over ranks) - count if weights are gathered, else 0. Collective before the first forward."""
+        return 0
 
-        If weights are gathered, then yield (stand_in, False) until every rank has had the same number. Collective
-        before the first item.
-        """
-        yield from ((item, True) for item in items)
+    def lockstep(self, items: Sequence[Item], idle: Callable[[], object]) -> Iterator[Item]:
+        """Yield each item, one per forward or backward; then call `idle`, one without effect, `missing` times."""
+        missing = self.missing(len(items))
+        yield from items
+        for _ in range(missing):
+            idle()
 
 
 def check_names(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
 from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
-from sage_fast.models.policy import Item, Policy, State, WholeStates, check_names
+from sage_fast.models.policy import Policy, State, WholeStates, check_names
 from sage_fast.parallel import engine_settings
 from sage_fast.parallel.muon import Spread
 from sage_fast.parallel.optimizers import make_optimizers
@@ -303,10 +303,8 @@ class _Parts(WholeStates):
     def _of(self, whole: Tensor, p: Tensor) -> Tensor:
         return _Parts.part(self, whole).to(p.device, copy=True)
 
-    def lockstep(self, items: Sequence[Item], stand_in: Item) -> Iterator[tuple[Item, bool]]:
-        most = int(all_reduce(torch.tensor(len(items)).to(_device()), "max"))
-        yield from super().lockstep(items, stand_in)
-        yield from [(stand_in, False)] * (most - len(items))
+    def missing(self, count: int) -> int:
+        return int(all_reduce(torch.tensor(count).to(_device()), "max")) - count
 
 
 class _Shards(_Parts):

@@ -13,9 +13,10 @@ from sage_fast.config.schema import Config
 from sage_fast.report.hacking import Evaluations
 from sage_fast.report.page import write_report
 from sage_fast.report.playback import read_video
-from sage_fast.report.scores import format_paired_table, paired_table, read_evaluations
+from sage_fast.report.scores import paired_table, read_evaluations
 from sage_fast.report.sheets import comparison_sheet
 from sage_fast.report.shown import scores_of, shown_pairs
+from sage_fast.report.text import format_paired_table
 from sage_fast.report.videos import numbered
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError

@@ -177,13 +177,13 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow], since: str | None = 
         dropped = float(np.nansum(column(rows, "reward/dropped")))
         look("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
     known = {row.name: row.standard_errors for row in table[1:] if row.standard_errors is not None}
-    parts = {name: by for name, by in known.items() if not name.startswith(JUDGE_PART)}
+    parts = {name: change for name, change in known.items() if not name.startswith(JUDGE_PART)}
     if len(parts) > 1:
-        risen = [name for name, by in parts.items() if by > 2]
-        fallen = [name for name, by in parts.items() if by < -2]
+        risen = [name for name, change in parts.items() if change > 2]
+        fallen = [name for name, change in parts.items() if change < -2]
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         look("One part bought with another (held-out)", text, bool(risen and fallen))
-    judged = [f"{name.removeprefix(JUDGE_PART)} {by:+.1f}" for name, by in known.items() if name not in parts]
+    judged = [f"{name.removeprefix(JUDGE_PART)} {change:+.1f}" for name, change in known.items() if name not in parts]
     if judged:
         found_hacking = hacking(table) or since
         text = found_hacking or f"judge by {', '.join(judged)} standard errors"

@@ -1,14 +1,14 @@
 """Scores of evaluations: means with errors and intervals, and paired differences.
 
 Videos share the difficulty of their prompt, votes share a pair of videos, and runs share a seed: each is a cluster.
-Standard errors are clustered; the bootstrap resamples prompts. Intervals are 95 % intervals.
+Standard errors are clustered. Intervals are 95 % intervals.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,7 +31,6 @@ TOO_FEW = f"no interval from fewer than {MIN_PROMPTS} prompts"
 LARGEST = float(np.finfo(np.float32).max)
 """Largest score: scores are float32."""
 
-RESAMPLES = 10_000
 UPPER = 0.975
 """Upper quantile of a 95 % interval."""
 
@@ -156,56 +155,6 @@ def t_quantile(count: int) -> float:
     return float(special.stdtrit(count - 1, UPPER))
 
 
-def widening(count: int, comparisons: int) -> float:
-    """Factor on the half-width of an interval over `count` clusters: Bonferroni's correction for `comparisons`."""
-    return float(special.stdtrit(count - 1, 1 - (1 - UPPER) / comparisons)) / t_quantile(count)
-
-
-def bootstrap_interval(values: Sequence[float]) -> Interval | None:
-    """Bootstrap interval of the mean of K values, one per prompt; None for fewer than `MIN_PROMPTS`.
-
-    The expanded percentile interval of Hesterberg, "What teachers should know about the bootstrap", 2015, section 3.2,
-    from 10,000 resamples with a fixed seed. With few values the 2.5 and 97.5 percentiles cover too little, so wider
-    ones are used. They are chosen such that a normal distribution of the bootstrap's width, sqrt((K - 1) / K) of the
-    standard error, gives the interval of Student's t. With many prompts they approach 2.5 and 97.5.
-    """
-    count = len(values)
-    if count < MIN_PROMPTS:
-        return None
-    array = np.asarray(values, dtype=np.float64)
-    generator = np.random.default_rng(0)
-    shares = np.full(count, 1 / count)
-    blocks = [generator.multinomial(count, shares, size=500) @ array for _ in range(RESAMPLES // 500)]
-    tail = special.ndtr(-math.sqrt(count / (count - 1)) * t_quantile(count))
-    low, high = np.quantile(np.concatenate(blocks) / count, (tail, 1 - tail))
-    return float(low), float(high)
-
-
-def share_interval(prompts: Sequence[str], votes: Sequence[float]) -> Interval | None:
-    """Wilson interval of the mean of `votes`, each 0, 1 or 1/2 (no preference).
-
-    Votes on one prompt agree more than votes on different prompts, so they count for less. The effective number of
-    votes is n divided by the design effect: the variance clustered by prompt over the binomial variance, at least 1.
-    The degrees of freedom are those of the prompts (Korn and Graubard, "Confidence intervals for proportions with small
-    expected number of positive counts estimated from survey data", 1998). If all votes are equal, each prompt counts
-    as one vote. With one vote per prompt it is the plain Wilson interval. None if a prompt has several votes and there
-    are fewer than `MIN_PROMPTS` prompts.
-    """
-    n, clusters = len(votes), len(set(prompts))
-    share = sum(votes) / n
-    effective, quantile = float(n), special.ndtri(UPPER)
-    if n > clusters:
-        if clusters < MIN_PROMPTS:
-            return None
-        binomial = share * (1 - share) / n
-        effective = n / max(1.0, clustered_variance(votes, prompts) / binomial) if binomial else float(clusters)
-        quantile = t_quantile(clusters)
-    z2 = float(quantile) ** 2
-    middle = (share + z2 / (2 * effective)) / (1 + z2 / effective)
-    half = math.sqrt(share * (1 - share) * z2 / effective + (z2 / (2 * effective)) ** 2) / (1 + z2 / effective)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 # -- paired differences of two evaluations -----------------------------------------------------------------------------
 
 
@@ -297,70 +246,6 @@ def hacking(table: Sequence[PairedRow]) -> str | None:
     return f"reward rose while the judge fell ({', '.join(fallen)}): look at the videos (reward hacking)"
 
 
-# -- differences of runs over seeds and prompts ------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Difference between the mean scores of two groups of runs.
-
-    Attributes:
-        value: first minus second.
-        low, high: 95 % interval.
-        p: two-sided p-value of no difference, uncorrected.
-        corrected: p-value after Holm's correction for multiple differences; equals `p` until `holm` sets it.
-    """
-
-    value: float
-    low: float
-    high: float
-    p: float
-    corrected: float
-
-    def __str__(self) -> str:
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
-
-def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> Difference:
-    """Compare runs with the same seeds and held-out prompts, hence the same evaluation noise.
-
-    Both prompts and seeds are random samples, so errors are clustered two ways: the variance clustered by seed, plus
-    that clustered by prompt, minus that of the (seed, prompt) cells, but at least either of the first two (Cameron,
-    Gelbach and Miller, "Robust inference with multiway clustering", 2011). Student's t has seeds - 1 degrees of
-    freedom.
-
-    Args:
-        first, second: prompt -> score, for each seed.
-    """
-    cells = {
-        (seed, prompt): score - theirs[prompt]
-        for seed, (ours, theirs) in enumerate(zip(first, second, strict=True))
-        for prompt, score in ours.items()
-    }
-    values = np.array(list(cells.values()))
-    by_seed = clustered_variance(values, [seed for seed, _ in cells])
-    by_prompt = clustered_variance(values, [prompt for _, prompt in cells])
-    by_cell = clustered_variance(values, [*cells])
-    error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
-    value, half = float(values.mean()), t_quantile(len(first)) * error
-    p = 2 * float(special.stdtr(len(first) - 1, -abs(value) / error)) if error > 0 else float(value == 0)
-    return Difference(value=value, low=value - half, high=value + half, p=p, corrected=p)
-
-
-def holm(differences: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Set `corrected` (Holm, "A simple sequentially rejective multiple test procedure", 1979)."""
-    corrected, largest = dict(differences), 0.0
-    for rank, name in enumerate(sorted(differences, key=lambda name: differences[name].p)):
-        largest = max(largest, min((len(differences) - rank) * differences[name].p, 1.0))
-        corrected[name] = dataclasses.replace(differences[name], corrected=largest)
-    return corrected
-
-
-def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of independent values and the half-width of its interval by Student's t."""
-    return fmean(values), t_quantile(len(values)) * math.sqrt(clustered_variance(values, range(len(values))))
-
-
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
@@ -368,48 +253,3 @@ def format_number(value: float, digits: int, *, sign: bool = False) -> str:
     """Format with `digits` decimals, or with two significant digits if the number would round to zero."""
     kind = ".2g" if 0 < abs(value) < 10**-digits else f".{digits}f"
     return f"{value:{'+' * sign}{kind}}"
-
-
-def _name_width(names: Iterable[str]) -> int:
-    return max([12, *(len(name) + 2 for name in names)])
-
-
-def format_paired_table(rows: Sequence[PairedRow]) -> str:
-    """Format the comparison as aligned text for a terminal."""
-    judged = any(row.standard_error is not None for row in rows)
-    width = 22 if judged else 12
-    left = _name_width(row.name for row in rows)
-    lines = [
-        f"{'held-out':<{left}}{'before':>10}{'after':>10}{'difference ± 95 %' if judged else 'difference':>{width}}"
-        + f"{'std. errors':>13}" * judged
-    ]
-    for row in rows:
-        difference = format_number(row.difference, 4, sign=True)
-        if row.margin is not None:
-            difference += f" ± {format_number(row.margin, 4)}"
-        before, after = format_number(row.before, 4), format_number(row.after, 4)
-        line = f"{row.name:<{left}}{before:>10}{after:>10}{difference:>{width}}"
-        ratio = f"{row.standard_errors:+.1f}" if row.standard_errors is not None else "-"
-        lines.append(line + f"{ratio:>13}" * judged)
-    if rows:
-        why = "" if judged else f"; {TOO_FEW}"
-        lines.append(f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds{why}")
-    if verdict := hacking(rows):
-        lines.append(verdict)
-    return "\n".join(lines)
-
-
-def format_scores(scores: Mapping[str, Any]) -> str:
-    """Format one evaluation (`eval/*.json`) as aligned text: means with 95 % intervals over prompts."""
-    lines, judged = [], False
-    left = _name_width(scores["parts"])
-    for name, values in columns_of(scores).items():
-        mean, margin = mean_and_margin(scores["prompts"], values)
-        judged = judged or margin is not None
-        width = f" ± {format_number(margin, 4)}" if margin is not None else ""
-        lines.append(f"{name:<{left}}{format_number(mean, 4):>10}{width}")
-    why = "; ± is a 95 % interval" if judged else f"; {TOO_FEW}"
-    count, scored = len(scores["prompts"]), sum(math.isfinite(as_float(value)) for value in scores["reward"])
-    counted = f"{scored} of {count}" if scored < count else f"{count}"
-    lines.append(f"{counted} videos of {len(set(scores['prompts']))} prompts{why}")
-    return "\n".join(lines)

@@ -108,10 +108,6 @@ class FrameReward:
         """
         raise NotImplementedError
 
-    def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Same as `score`."""
-        return self.score(videos, prompts)
-
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score videos; return each part, float32 `[B]`.
 

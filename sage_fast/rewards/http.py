@@ -136,10 +136,10 @@ def _at_most(seconds: float, connection: socket.socket) -> Iterator[None]:
     Raises:
         TimeoutError: the block did not end in time.
     """
-    over = threading.Event()
+    expired = threading.Event()
 
     def end() -> None:
-        over.set()
+        expired.set()
         with contextlib.suppress(OSError):  # the server has just closed it
             socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS would wait for the other side
 
@@ -150,7 +150,7 @@ def _at_most(seconds: float, connection: socket.socket) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        if over.is_set():
+        if expired.is_set():
             raise TimeoutError("no whole answer in time")
 
 

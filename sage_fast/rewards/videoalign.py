@@ -185,12 +185,12 @@ class VideoAlignReward(FrameReward):
             )
         return found
 
-    def _raw(self, ids: Tensor, at: Tensor, patches: Tensor, grids: Tensor) -> Tensor:
+    def _raw(self, ids: Tensor, places: Tensor, patches: Tensor, grids: Tensor) -> Tensor:
         """Return raw scores, float32 `[B, 3]`.
 
         Args:
             ids: token ids `[B, L]`, padded on the right.
-            at: positions of the three special tokens, `[B, 3]`.
+            places: positions of the three special tokens, `[B, 3]`.
             patches: patches of all videos, concatenated.
             grids: grid of each video, `[B, 3]`.
         """
@@ -205,7 +205,7 @@ class VideoAlignReward(FrameReward):
             video_grid_thw=grids.to(self.device),
             use_cache=False,
         ).last_hidden_state
-        read = hidden[torch.arange(rows, device=hidden.device)[:, None], at.to(hidden.device)]
+        read = hidden[torch.arange(rows, device=hidden.device)[:, None], places.to(hidden.device)]
         return (read.float() @ self.head.to(hidden.device).T)[..., 0]
 
 

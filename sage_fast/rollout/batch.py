@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sage_fast.algorithm.process import Process
 from sage_fast.algorithm.schedule import Transition
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.protocol import Conditions, Key
@@ -16,20 +15,32 @@ from sage_fast.rollout.trajectories import Trajectories, on_device
 
 @dataclasses.dataclass(kw_only=True)
 class Batch:
-    """Data shared by the updates of one iteration."""
+    """This rank's N samples of an iteration; its updates share them.
 
-    process: Process
+    Attributes:
+        numbers: number of each sample among those of all ranks.
+        keys: key of each sample's condition.
+        table: transitions of the rollouts, T steps.
+        coefs: float32 `[T, 6]` on the device, `TransitionTable.coefficients` of the scored transitions.
+        conditioning: conditions at the T noise levels.
+        trajectories: what is stored of the rollouts.
+        advantages: float32 `[N]` on the device; 0 until the rewards are known.
+        anchor_velocities: step -> `[N, C, T, H, W]`, guidance included; lacks the steps without a KL to the anchor.
+    """
+
+    numbers: Sequence[int]
+    keys: Sequence[Key]
     table: TransitionTable
     coefs: Tensor
-    trajectories: Trajectories
     conditioning: Conditions
-    keys: Sequence[Key]
+    trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[int, Tensor]
 
-    def log_prob_old(self, micro: Sequence[Transition], log_prob: Tensor) -> Tensor:
-        """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
-        return self.process.log_prob_old(self.trajectories, micro, log_prob)
+    def own(self, transitions: Sequence[Transition]) -> list[Transition]:
+        """Return the transitions of this rank's samples, renumbered from 0; those given are of all ranks' samples."""
+        places = {number: place for place, number in enumerate(self.numbers)}
+        return [(places[number], t) for number, t in transitions if number in places]
 
     def anchor_of(self, micro: Sequence[Transition]) -> Tensor | None:
         """Return the anchor's velocities; None if no transition has one.

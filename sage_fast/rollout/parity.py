@@ -65,12 +65,12 @@ def check_parity(
         transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.keys)))]
         runs = replay.runs([batch.keys[i] for i, _ in transitions], config.train.batch_size)
         micros = [transitions[rows] for rows in runs]
-        return [micro for micro, _ in policy.states.lockstep(micros, micros[-1])]
+        return [*micros, *micros[-1:] * policy.states.missing(len(micros))]
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl = replay.score(batch, micro, v_old)
         index = on_device([t for _, t in micro], policy.device)
-        return (log_prob - batch.log_prob_old(micro, log_prob)).detach(), biases[index] * kl
+        return (log_prob - batch.trajectories.log_prob_old(micro, log_prob)).detach(), biases[index] * kl
 
     delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
     metrics = {"log_prob/parity": delta}
@@ -103,12 +103,15 @@ def check_replay(delta: float, clip_range: float) -> None:
         )
 
 
-def moved(state: Mapping[str, Tensor], by: float, seed: int) -> dict[str, Tensor]:
-    """Return `state` with each element moved by plus or minus `by`, like one update of Adam; `seed` draws the signs."""
+def moved(state: Mapping[str, Tensor], distance: float, seed: int) -> dict[str, Tensor]:
+    """Return `state` with each element moved by plus or minus `distance`, like one update of Adam.
+
+    `seed` draws the signs.
+    """
     seed = derive_seed(seed, "rounding")
     generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in state.values()}
     return {
-        name: t + by * (2 * torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device]) - 1)
+        name: t + distance * (2 * torch.empty_like(t).bernoulli_(0.5, generator=generators[t.device]) - 1)
         for name, t in state.items()
     }
 
@@ -143,10 +146,9 @@ def moments_after_an_update(
         ranks; 0 at steps without a transition.
     """
     v_old = [velocity(micro) for micro in micros]
-    by = _move(config)
     near, far = (torch.zeros(steps, 3, dtype=torch.float64, device=policy.device) for _ in range(2))
-    for sums, distance in ((near, 1), (far, 2)):
-        with policy.using(moved(policy.parts(), distance * by, config.seed)):
+    for sums, factor in ((near, 1), (far, 2)):
+        with policy.using(moved(policy.parts(), factor * _move(config), config.seed)):
             for micro, v in zip(micros, v_old):
                 change, bias = log_ratio(micro, v)
                 found = torch.stack([bias, (change + bias).square(), torch.ones_like(bias)], dim=1)

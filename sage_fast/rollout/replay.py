@@ -52,17 +52,12 @@ class Replay:
 
         `v_old`, if given, replaces the rollout's stored velocity.
         """
-        rows = batch.trajectories
-        x = rows.gather(rows.states, micro)
-        return transition_score(
-            x,
-            rows.next_states(micro),
-            self.velocity(batch, micro, x),
-            batch.coefs,
-            on_device([t for _, t in micro], self.policy.device),
-            batch.anchor_of(micro),
-            rows.gather(rows.velocities, micro) if v_old is None and stores_rollout_velocities(self.config) else v_old,
-        )
+        stored = batch.trajectories
+        x = stored.gather(stored.states, micro)
+        v, step = self.velocity(batch, micro, x), on_device([t for _, t in micro], self.policy.device)
+        if v_old is None and stores_rollout_velocities(self.config):
+            v_old = stored.gather(stored.velocities, micro)
+        return transition_score(x, stored.next_states(micro), v, batch.coefs, step, batch.anchor_of(micro), v_old)
 
     def velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor | None = None) -> Tensor:
         """Return the guided velocity `[B, C, T, H, W]` at the stored latents; pass `x` if already gathered."""
@@ -93,18 +88,18 @@ class Replay:
         """
         if not scores_noised_samples(self.config):
             return
-        rows = batch.trajectories
-        rows.scored = True
-        for t, run, micro in self._work(batch, sorted(rows.log_probs)):
-            x, at = rows.gather(rows.states, micro), on_device(t, rows.device)
+        stored = batch.trajectories
+        stored.scored = True
+        for t, run, micro in self._work(batch, sorted(stored.log_probs)):
+            x, step = stored.gather(stored.states, micro), on_device(t, stored.device)
             v = self.velocity(batch, micro, x)
-            rows.log_probs[t][run] = transition_score(x, rows.next_states(micro), v, batch.coefs, at)[0]
-            if rows.velocities:
-                rows.velocities[t][run].copy_(v, non_blocking=True)
+            stored.log_probs[t][run] = transition_score(x, stored.next_states(micro), v, batch.coefs, step)[0]
+            if stored.velocities:
+                stored.velocities[t][run].copy_(v, non_blocking=True)
 
     def _work(self, batch: Batch, steps: Sequence[int]) -> Iterable[tuple[int, slice, list[Transition]]]:
         """Return (step, samples, their transitions) of the forwards at every sample and step, equally many per rank."""
         runs = self.runs(batch.keys, self.config.sampling.batch_size)
         work = [(t, run, [(i, t) for i in range(run.start, run.stop)]) for t in steps for run in runs]
-        work = [item for item, _ in self.policy.states.lockstep(work, work[-1])]
+        work += work[-1:] * self.policy.states.missing(len(work))
         return progress(work, "anchor", len(work), "forward")

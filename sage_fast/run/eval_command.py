@@ -18,7 +18,7 @@ from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
-from sage_fast.report.scores import format_scores
+from sage_fast.report.text import format_scores
 from sage_fast.report.videos import numbered
 from sage_fast.report.videoset import (
     VideoSet,

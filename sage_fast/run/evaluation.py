@@ -122,19 +122,19 @@ def video_chunks(
     runs = equal_runs([lengths[prompts[i]] for i in order], config.sampling.batch_size)
     graphs = step_graphs(model.policy) if config.sampling.cuda_graphs else None
     pending = None
+
+    def generate(texts: Sequence[str], keys: Tensor) -> Tensor:
+        conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
+        x = initial_latents(keys, shape, device)
+        return rollout(model.policy, table, coefs, conditioning, texts, keys, x, on_step=bar.update, graphs=graphs)
+
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
-        for run, real in model.policy.states.lockstep(runs, slice(0, 0)):
+        for run in model.policy.states.lockstep(runs, lambda: generate([""], seeds.new_zeros(1))):
             chosen = order[run]
-            texts, keys = ([prompts[i] for i in chosen], seeds[chosen]) if real else ([""], seeds.new_zeros(1))
-            conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings)
-            x = initial_latents(keys, shape, device)
-            latents = rollout(
-                model.policy, table, coefs, conditioning, texts, keys, x, on_step=bar.update, graphs=graphs
-            )
-            if real:
-                if pending is not None:
-                    yield pending[0], pending[1].result()
-                pending = chosen, model.decoder.submit(latents)
+            latents = generate([prompts[i] for i in chosen], seeds[chosen])
+            if pending is not None:
+                yield pending[0], pending[1].result()
+            pending = chosen, model.decoder.submit(latents)
         if pending is not None:
             yield pending[0], pending[1].result()
 

@@ -155,7 +155,8 @@ def notes_on(sources: Sequence[Source], config: Config) -> list[str]:
         if source.iteration:
             lines.append(f"weights of iteration {source.iteration}: {source.config.model.weights}")
         both = [
-            (f"sampling.{name}", *(getattr(of.sampling, name) for of in (source.config, config))) for name in SAMPLED
+            (f"sampling.{name}", *(getattr(settings.sampling, name) for settings in (source.config, config)))
+            for name in SAMPLED
         ]
         both.append(("eval.guidance_scale", source.config.eval_guidance_scale, config.eval_guidance_scale))
         lines += [

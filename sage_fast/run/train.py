@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from sage_fast.algorithm.flops import flops, scouted
+from sage_fast.algorithm.flops import flops, scouting_rollouts
+from sage_fast.algorithm.objective import equalizes
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.redact import hide_in_command
 from sage_fast.config.schema import AttentionBackend, Config
@@ -299,7 +300,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "notes": [*trainer.full_table.notes, *trainer.model.notes],
         "sigmas": trainer.full_table.sigmas.tolist(),
         "transition_std": trainer.full_table.c.tolist(),
-        "equalizer": trainer.equalizer.tolist() if trainer.config.objective.equalizer else None,
+        "equalizer": trainer.equalizer.tolist() if equalizes(trainer.config.objective) else None,
     }
     if rank() == 0:
         facts = run_facts(run, facts, iteration)
@@ -330,7 +331,7 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
     found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
         cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
-        videos = samples + scouted(config)
+        videos = samples + scouting_rollouts(config)
         done = flops(cost, trainer.forwards, videos, checkpointing=None, frozen_base=frozen_base)
         found["throughput/mfu"] = sum(done.values()) / (seconds * peak)
     return found

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from sage_fast.algorithm.flops import flops, forwards, scouted
+from sage_fast.algorithm.flops import flops, forwards, scouting_rollouts
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import strategy_of
 from sage_fast.algorithm.schedule import (
@@ -132,7 +132,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         transitions=samples * trained,
         anchored=anchored * (strategy_of(config.kl).anchor is not None),
     )
-    candidates = scouted(config)
+    candidates = scouting_rollouts(config)
     of_parts = flops(cost, counted, samples + candidates, checkpointing=mode, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}

@@ -6,17 +6,13 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.profiling import PHASES, WAIT, annotate
 from sage_fast.util.ranks import all_gather_object, world_size
-
-if TYPE_CHECKING:
-    from sage_fast.algorithm.objective import Loss
 
 REWARD_PART = "reward_part/"
 """Prefix of a reward's parts, whose names its author chooses. Statistics are under `reward/`."""
@@ -77,87 +73,6 @@ class Metrics:
                 sums[step] += total
                 counts[step] += count
         return [total / count if count else None for total, count in zip(sums, counts)]
-
-
-def record_rewards(
-    metrics: Metrics,
-    rewards: Tensor,
-    parts: Mapping[str, Tensor],
-    advantages: Tensor,
-    valid: Tensor,
-    equal: Tensor,
-    retried: int = 0,
-) -> None:
-    """Record statistics of the composite as `reward/<statistic>` and means of its parts as `reward_part/<part>`.
-
-    Args:
-        metrics: receives them.
-        rewards, advantages: `[P, G]`, of all ranks.
-        parts: part -> `[P G]`.
-        valid: bool `[P, G]`, False for a failed reward.
-        equal: bool `[P]`, True for a group without advantages.
-        retried: number of samples whose reward was retried.
-
-    Raises:
-        NonFiniteError: every reward failed.
-    """
-    counted = rewards[valid]
-    if not counted.numel():
-        raise NonFiniteError("every reward of this iteration failed; nothing can be learned from it")
-    spread = torch.stack([r[v].std(correction=0) for r, v in zip(rewards, valid) if v.any()])
-    metrics.set("reward/mean", float(counted.mean()))
-    metrics.set("reward/std", float(spread.mean()))
-    metrics.set("reward/zero_std_groups", float(equal.float().mean()))
-    metrics.set("reward/dropped", int((~valid).sum()))
-    metrics.set("reward/dropped_groups", int((valid.sum(1) < 2).sum()))
-    metrics.set("reward/retried", retried)
-    metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
-    for part, values in parts.items():
-        metrics.set(REWARD_PART + part, float(values[values.isfinite()].mean()))
-
-
-def record_scouting(metrics: Metrics, rewards: Tensor) -> None:
-    """Record the mean of the candidates' `rewards [N]` as `scout/reward`, and how many failed as `scout/dropped`.
-
-    Raises:
-        NonFiniteError: every reward failed.
-    """
-    valid = rewards.isfinite()
-    if not valid.any():
-        raise NonFiniteError("every reward of this iteration's scouting failed; no sample can be chosen")
-    metrics.set("scout/reward", float(rewards[valid].mean()))
-    metrics.set("scout/dropped", int((~valid).sum()))
-
-
-def record_agreement(metrics: Metrics, scouted: Tensor, rewards: Tensor) -> None:
-    """Record as `scout/agreement` how often a sample chosen as one of the best beats one chosen as one of the worst.
-
-    It is the share of such pairs within a group; pairs with a failed reward do not count.
-
-    Args:
-        metrics: receives it.
-        scouted: `[P, G]`, rewards of the scouting rollouts.
-        rewards: `[P, G]`, rewards of the samples.
-    """
-    ranked = rewards.where(scouted.isfinite(), torch.nan).gather(1, scouted.argsort(dim=1, stable=True))
-    worst, best = ranked.chunk(2, 1)
-    gaps = (best[:, :, None] - worst[:, None, :]).flatten()
-    if (gaps := gaps[gaps.isfinite()]).numel():
-        metrics.set("scout/agreement", float((gaps > 0).float().mean()))
-
-
-def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:
-    """Record the loss, the KLs and the ratio of an update."""
-    for loss in losses:
-        metrics.add("loss", loss.total)
-        metrics.add("loss/policy", loss.policy)
-        metrics.add("kl/anchor", loss.kl_anchor)
-        metrics.add("kl/velocity", loss.kl_velocity)
-        metrics.add("ratio/mean", loss.ratio)
-        metrics.add("ratio/min", loss.ratio, "min")
-        metrics.add("ratio/max", loss.ratio, "max")
-        metrics.add("ratio/clip_fraction", loss.clipped)
-        metrics.add("log_prob/max_delta", loss.ratio.log().abs(), "max")
 
 
 class Stopwatch:

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.report.scores import Difference, Interval, difference_of_runs, holm, widening
+from sage_fast.report.scores import Interval
+from studies.differences import Difference, difference_of_runs, holm, widening
 from studies.figures import draw_courses, draw_differences, draw_scores
 from studies.finding import LEVEL, MARGIN, Claim, Finding, Kind, Material, Verdict
 from studies.runs import TrainedRun, difference, mean_interval

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sage_fast.report.charts import BLUE, GREY, ORANGE
-from sage_fast.report.scores import holm
+from studies.differences import holm
 from studies.finding import LEVEL, Claim, Finding, Material, Verdict
 from studies.paper.comparisons import margin_of
 from studies.paper.training import config_of, protocol

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from sage_fast.report.charts import COLORS
-from sage_fast.report.scores import Difference
+from studies.differences import Difference
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.ratio import Ratio, gains, mean_of, ratio, scaled

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from sage_fast.report.scores import Difference, difference_of_runs, widening
+from studies.differences import Difference, difference_of_runs, widening
 from studies.runs import TrainedRun
 
 Scores = Sequence[Mapping[str, float]]

@@ -84,7 +84,7 @@ def used(recipe: str) -> float:
     """Return exaFLOPs of a whole run as it is made: without the anchor in the iterations after its refresh."""
     config, parts = _shipped(recipe), exaflops(_shipped(recipe))
     count, cycle = iterations(recipe), math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
-    free = math.ceil(count / cycle) * (strategy_of(config.kl).anchor == "moving" and spares_anchor(config))
+    free = math.ceil(count / cycle) * (strategy_of(config.kl).moves and spares_anchor(config))
     return count * sum(parts.values()) - free * parts["anchor"]
 
 

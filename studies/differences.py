@@ -1,0 +1,79 @@
+"""Differences of groups of runs, over their seeds and prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+from scipy import special
+
+from sage_fast.report.scores import UPPER, clustered_variance, t_quantile
+
+
+def widening(count: int, comparisons: int) -> float:
+    """Factor on the half-width of an interval over `count` clusters: Bonferroni's correction for `comparisons`."""
+    return float(special.stdtrit(count - 1, 1 - (1 - UPPER) / comparisons)) / t_quantile(count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Difference between the mean scores of two groups of runs.
+
+    Attributes:
+        value: first minus second.
+        low, high: 95 % interval.
+        p: two-sided p-value of no difference, uncorrected.
+        corrected: p-value after Holm's correction for multiple differences; equals `p` until `holm` sets it.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+    corrected: float
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> Difference:
+    """Compare runs with the same seeds and held-out prompts, hence the same evaluation noise.
+
+    Both prompts and seeds are random samples, so errors are clustered two ways: the variance clustered by seed, plus
+    that clustered by prompt, minus that of the (seed, prompt) cells, but at least either of the first two (Cameron,
+    Gelbach and Miller, "Robust inference with multiway clustering", 2011). Student's t has seeds - 1 degrees of
+    freedom.
+
+    Args:
+        first, second: prompt -> score, for each seed.
+    """
+    cells = {
+        (seed, prompt): score - theirs[prompt]
+        for seed, (ours, theirs) in enumerate(zip(first, second, strict=True))
+        for prompt, score in ours.items()
+    }
+    values = np.array(list(cells.values()))
+    by_seed = clustered_variance(values, [seed for seed, _ in cells])
+    by_prompt = clustered_variance(values, [prompt for _, prompt in cells])
+    by_cell = clustered_variance(values, [*cells])
+    error = math.sqrt(max(by_seed + by_prompt - by_cell, by_seed, by_prompt))
+    value, half = float(values.mean()), t_quantile(len(first)) * error
+    p = 2 * float(special.stdtr(len(first) - 1, -abs(value) / error)) if error > 0 else float(value == 0)
+    return Difference(value=value, low=value - half, high=value + half, p=p, corrected=p)
+
+
+def holm(differences: Mapping[str, Difference]) -> dict[str, Difference]:
+    """Set `corrected` (Holm, "A simple sequentially rejective multiple test procedure", 1979)."""
+    corrected, largest = dict(differences), 0.0
+    for rank, name in enumerate(sorted(differences, key=lambda name: differences[name].p)):
+        largest = max(largest, min((len(differences) - rank) * differences[name].p, 1.0))
+        corrected[name] = dataclasses.replace(differences[name], corrected=largest)
+    return corrected
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of independent values and the half-width of its interval by Student's t."""
+    return fmean(values), t_quantile(len(values)) * math.sqrt(clustered_variance(values, range(len(values))))
