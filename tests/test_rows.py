@@ -189,8 +189,6 @@ TABLES: dict[str, tuple[Iterable[str], ...]] = {
 ALLOWED = {
     "'linear' in recomputed": "a part of a block's FLOPs",
     "'attention' in recomputed": "a part of a block's FLOPs",
-    "strategy_of(self.config.kl).anchor == 'moving'": "an anchor, as in `KLStrategy.anchor`",
-    "strategy_of(config.kl).anchor == 'moving'": "an anchor, as in `KLStrategy.anchor`",
     "axes.get_yscale() == 'linear'": "the scale of an axis",
     "op == 'mean'": "an operation over the ranks",
     "'attention' in row": "a column of a benchmark's rows",
