@@ -101,7 +101,7 @@ class Trainer:
         self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
         self.anchor_is_current = True
         self.anchor_step = 0
-        self.latent_shape = model.spec.latent_shape(config.sampling)
+        self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
         scored = scored_table(self.full_table, config)

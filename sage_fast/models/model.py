@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention import REFERENCE
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.decoder import Decoder
@@ -38,6 +39,10 @@ class Model:
         self.checkpointing = mode
         for network in self.policy.networks.values():
             set_checkpointing(network, mode, gathered=gathered)
+
+    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
+        """(C, T, H, W) of one video's latents."""
+        return self.spec.latent_shape(sampling)
 
     def load_encoder(self) -> Encoder:
         """Load the text encoders; dropping the returned function releases them.

@@ -32,9 +32,8 @@ def random_module(spec: Spec, part: str, dtype: torch.dtype, device: torch.devic
         dtype: dtype of the weights.
         device: device they are drawn on, with a fixed seed: the same kind of device gives the same model.
     """
-    module = nn.Module.to(spec.meta(part), dtype)
+    module = nn.Module.to(spec.meta(part), dtype).to_empty(device=device)
     assert not list(module.buffers()), "they would stay uninitialised"
-    module = module.to_empty(device=device)
     generator = torch.Generator(device=next(module.parameters()).device).manual_seed(0)
     for name, p in module.named_parameters():
         if name.endswith("gamma") or ("norm" in name and p.ndim == 1 and name.endswith("weight")):

@@ -115,7 +115,7 @@ def video_chunks(
     table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
-    shape = model.spec.latent_shape(config.sampling)
+    shape = model.latent_shape(config.sampling)
     # Group prompts of equal length, so that none is padded.
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])

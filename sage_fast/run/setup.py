@@ -231,7 +231,7 @@ def _samples(config: Config) -> int:
 
 def _trajectories(config: Config, model: Model) -> int:
     """Bytes of stored rollouts per iteration on this rank."""
-    return sum(trajectory_bytes(config, math.prod(model.spec.latent_shape(config.sampling)), _samples(config)))
+    return sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), _samples(config)))
 
 
 def check_trajectories(config: Config, model: Model) -> str:

@@ -99,7 +99,7 @@ class Run:
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
         self.setup = setup = load_setup(config, attention=_attention_of(config, resume))
         trajectories = check_trajectories(config, setup.model)
-        check_log_prob(config, math.prod(setup.model.spec.latent_shape(config.sampling)))
+        check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(config)
