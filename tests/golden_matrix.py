@@ -29,7 +29,8 @@ from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens
 from tests.tiny import settings, tiny_trainer
 
-PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
+CONFIGS = Path(__file__).parent.parent / "configs"
+DEMO, PAPER = CONFIGS / "demo.yaml", CONFIGS / "recipes" / "paper.yaml"
 TWO_UPDATES = {"train__optimizer_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -87,12 +88,13 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Case -> settings of `tests.tiny`, two iterations each."""
 
-LOADED: dict[str, dict[str, Any]] = {
-    "demo": {},
-    "demo-bfloat16": {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1},
-    "demo-bfloat16-full": {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False},
+LOADED: dict[str, tuple[Path, dict[str, Any]]] = {
+    "demo": (DEMO, {"train.optimizer_steps": 2}),
+    "paper": (PAPER, {}),
+    "paper-bfloat16": (PAPER, {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1}),
+    "paper-bfloat16-full": (PAPER, {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False}),
 }
-"""Case -> settings over configs/recipes/paper.yaml: the testbed's weights, its reward and judge, and an evaluation."""
+"""Case -> file, and settings over it: the testbed's weights, its reward and judge, and an evaluation."""
 FEW = {
     "sampling.steps": 3, "train.prompts_per_iteration": 2, "train.group_size": 3, "train.optimizer_steps": 1,
     "eval.steps": 2, "eval.num_prompts": 3, "eval.seeds_per_prompt": 1,
@@ -126,9 +128,9 @@ def tiny(overrides: dict[str, Any]) -> str:
     return digest([trainer.iteration(index) for index in range(2)], trainer)
 
 
-def loaded(overrides: dict[str, Any]) -> str:
+def loaded(file: Path, overrides: dict[str, Any]) -> str:
     """As the command loads it: one iteration and an evaluation."""
-    setup = load_setup(load(PAPER, {key: str(value) for key, value in (FEW | overrides).items()}))
+    setup = load_setup(load(file, {key: str(value) for key, value in (FEW | overrides).items()}))
     setup.encode()
     trainer = Trainer(setup.config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     return digest([trainer.iteration(0), evaluate(setup, iteration=1).to_json()], trainer)
@@ -157,7 +159,7 @@ def on_two_ranks(name: str) -> str:
 def _on_a_rank(folder: Path, name: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     initialize()
-    found = loaded(RANKS[name])
+    found = loaded(PAPER, RANKS[name])
     if rank() == 0:
         (folder / "digest").write_text(found)
     shutdown()
@@ -166,8 +168,8 @@ def _on_a_rank(folder: Path, name: str) -> None:
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:
     for name, overrides in TINY.items():
         yield name, lambda overrides=overrides: tiny(overrides)
-    for name, overrides in LOADED.items():
-        yield name, lambda overrides=overrides: loaded(overrides)
+    for name, (file, overrides) in LOADED.items():
+        yield name, lambda file=file, overrides=overrides: loaded(file, overrides)
     yield "resumed", resumed
     for name in RANKS:
         yield f"two-ranks-{name}", lambda name=name: on_two_ranks(name)
