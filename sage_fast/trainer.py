@@ -22,6 +22,7 @@ from sage_fast.algorithm.objective import (
     gradient_norms,
     group_advantages,
     sage_loss,
+    scores_noised_samples,
     spares_anchor,
     stores_rollout_velocities,
     strategy_of,
@@ -133,8 +134,9 @@ class Trainer:
             if scouts:
                 samples, scouted = self._scout(samples, metrics, watch)
             batch, scores = self._rollout(samples, table, steps, watch)
-            with watch("anchor"):
-                self.replay.score_noised(batch)
+            if scores_noised_samples(config):
+                with watch("anchor"):
+                    self.replay.score_noised(batch)
             gated = config.train.parity_gate and surrogate_of(config.objective).scores_rollout
             if gated and self.engine.steps == self._first_step:
                 for name, value in check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer).items():

@@ -48,6 +48,7 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert all(times["p20"] <= times["p50"] <= times["p80"] for times in row["seconds"].values())
 
 
+@pytest.mark.soak
 def test_bench_runs_the_triton_kernels_in_the_interpreter() -> None:
     """Run the gate and the timing of the GPU path end to end, without a GPU."""
     done = subprocess.run(

@@ -60,6 +60,7 @@ class HangsOnce(BrightnessReward):
         return super().__call__(videos, prompts)
 
 
+@pytest.mark.soak
 @pytest.mark.fault(
     "a reward hangs on one of two ranks under `torchrun --max-restarts`",
     "ends after `reward.timeout_seconds`; torchrun restarts it, and it resumes",

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -164,10 +163,3 @@ def test_a_fork_has_a_thread_of_its_own() -> None:
     if child == 0:
         os._exit(7 + int(carrier.score(videos, ["a"], 60, "")["gradients"]))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_the_interface_imports_no_carrier_and_no_server() -> None:
-    code = "import sage_fast.trainer, sage_fast.run.evaluation, sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "sage_fast.rewards.composite" in loaded
-    assert not {f"sage_fast.rewards.{name}" for name in ("http", "inline", "process", "server")} & set(loaded)

@@ -54,8 +54,7 @@ class Rollouts:
         return [*(state[i] for state in stored.states.values()), *(value[i] for value in stored.log_probs.values())]
 
 
-@pytest.mark.parametrize("iteration", [0, 3])
-@pytest.mark.parametrize("overrides", [{}, {"sampling__sde_window": 2}, NFT])
+@pytest.mark.parametrize(("overrides", "iteration"), [({}, 0), ({"sampling__sde_window": 2}, 3), (NFT, 3)])
 def test_a_chosen_sample_is_to_the_bit_that_of_a_run_without_scouting(
     overrides: dict[str, Any], iteration: int
 ) -> None:

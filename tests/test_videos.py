@@ -158,6 +158,7 @@ def test_animated_pictures_hold_every_pixel(tmp_path, suffix):
     assert numbered(tmp_path) == {3: path}
 
 
+@pytest.mark.soak
 def test_a_run_needs_no_imageio_ffmpeg(tmp_path):
     """A run, its comparison and its report work without it, nvtx and argcomplete; one line mentions the videos."""
     without = "import sys; sys.modules.update(imageio_ffmpeg=None, nvtx=None, argcomplete=None); "

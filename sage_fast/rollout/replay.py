@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import scores_noised_samples, stores_rollout_velocities
+from sage_fast.algorithm.objective import stores_rollout_velocities
 from sage_fast.algorithm.schedule import Transition
 from sage_fast.config.schema import Config
 from sage_fast.models.policy import Policy, State
@@ -84,10 +84,8 @@ class Replay:
     def score_noised(self, batch: Batch) -> None:
         """Fill in the rollout's log-probs and kept velocities at the renoised final samples: one forward each.
 
-        No-op if the loss needs neither. Call it before the first update, with the rollout's weights.
+        Call it before the first update, with the rollout's weights.
         """
-        if not scores_noised_samples(self.config):
-            return
         stored = batch.trajectories
         stored.scored = True
         for t, run, micro in self._work(batch, sorted(stored.log_probs)):
