@@ -17,6 +17,8 @@ from tests.test_judging import folder_of_videos
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.tiny_rewards import published_weights, write_clip, write_qwen2_vl, write_video_reward
 
+pytestmark = pytest.mark.soak
+
 PROMPTS = ["a red ball rolls", "the blue table falls", "a red table", "the ball falls over"]
 HELD_OUT = ["a blue ball falls", "the red ball rolls over the table"]
 

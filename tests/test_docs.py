@@ -62,7 +62,14 @@ def commands(block: Block) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+LONG = ("evaluation.md",)
+"""Pages whose commands take half a minute: `make soak` runs them."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG), id=page.name) for page in PAGES],
+)
 def test_commands_and_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)

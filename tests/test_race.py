@@ -153,6 +153,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFix
     assert "did you mean 'precise'?" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("study_in_process")
 def test_from_the_recipes_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
