@@ -310,7 +310,7 @@ def overlap() -> str:
 # -- measured at small size --------------------------------------------------------------------------------------------
 
 SMALL = {
-    "as said above": {},
+    "unchanged": {},
     "33 frames": {"sampling.num_frames": 33},
     "65 frames": {"sampling.num_frames": 65},
     "64 x 64 pixels": {"sampling.height": 64, "sampling.width": 64},
@@ -364,7 +364,7 @@ def small_flops(name: str) -> float:
 
 def small() -> str:
     rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
-    base = "as said above"
+    base = "unchanged"
     return _table(
         ["testbed", "FLOPs of rollout, anchor and training", "by the formulas", "CPU seconds", "measured"],
         [

@@ -30,8 +30,10 @@ def is_secret(name: str) -> bool:
 
 
 def hide(value: Any) -> Any:
-    """Return a copy of a value without its secrets, at any depth: entries named like one, and addresses with a user
-    or a query of such a name."""
+    """Return a copy of a value without its secrets, at any depth.
+
+    These are entries named like one, and addresses with a user or with such a name in their query.
+    """
     if isinstance(value, Mapping):
         return {name: HIDDEN if is_secret(str(name)) else hide(item) for name, item in value.items()}
     if isinstance(value, str) and (_ADDRESS_WITH_USER.search(value) or any(map(is_secret, _QUERY.findall(value)))):

@@ -21,6 +21,14 @@ def _name_width(names: Iterable[str]) -> int:
     return max([12, *(len(name) + 2 for name in names)])
 
 
+def cells_of(row: PairedRow) -> tuple[str, str, str]:
+    """Format the score before, the score after, and the difference with its margin if there is one."""
+    difference = format_number(row.difference, 4, sign=True)
+    if row.margin is not None:
+        difference += f" ± {format_number(row.margin, 4)}"
+    return format_number(row.before, 4), format_number(row.after, 4), difference
+
+
 def format_paired_table(rows: Sequence[PairedRow]) -> str:
     """Format the comparison as aligned text for a terminal."""
     judged = any(row.standard_error is not None for row in rows)
@@ -31,10 +39,7 @@ def format_paired_table(rows: Sequence[PairedRow]) -> str:
         + f"{'std. errors':>13}" * judged
     ]
     for row in rows:
-        difference = format_number(row.difference, 4, sign=True)
-        if row.margin is not None:
-            difference += f" ± {format_number(row.margin, 4)}"
-        before, after = format_number(row.before, 4), format_number(row.after, 4)
+        before, after, difference = cells_of(row)
         line = f"{row.name:<{left}}{before:>10}{after:>10}{difference:>{width}}"
         ratio = f"{row.standard_errors:+.1f}" if row.standard_errors is not None else "-"
         lines.append(line + f"{ratio:>13}" * judged)

@@ -18,7 +18,8 @@ from sage_fast.config.schema import Config
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import split_path
-from sage_fast.report.scores import TOO_FEW, PairedRow, format_number, paired_table, read_evaluations
+from sage_fast.report.scores import TOO_FEW, PairedRow, paired_table, read_evaluations
+from sage_fast.report.text import cells_of
 from sage_fast.util.console import wrapped
 
 log = logging.getLogger(__name__)
@@ -114,10 +115,7 @@ def _table(rows: Sequence[PairedRow]) -> str:
     judged = any(row.margin is not None for row in rows)
     lines = [f"| score | before | after | difference{' ± 95 %' if judged else ''} |", "|---|---|---|---|"]
     for row in rows:
-        difference = format_number(row.difference, 4, sign=True)
-        if row.margin is not None:
-            difference += f" ± {format_number(row.margin, 4)}"
-        before, after = format_number(row.before, 4), format_number(row.after, 4)
+        before, after, difference = cells_of(row)
         lines.append(f"| {row.name} | {before} | {after} | {difference} |")
     count = f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds before and after"
     return "\n".join([*lines, "", f"{count}{'' if judged else f'; {TOO_FEW}'}."])

@@ -94,8 +94,8 @@ def load_setup(
     check_sequence_parallel(config.model.sequence_parallel, world_size())
     spec = find_spec(config.model.path)
     if prompts is None:
-        check_prompt_sets(config, spec)
         train_prompts, eval_prompts = configured_prompts(config)
+        check_prompt_sets(config, spec, train_prompts, eval_prompts)
     else:
         train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
     negatives = negatives_of([*train_prompts, *eval_prompts])
@@ -137,15 +137,15 @@ def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     return train_prompts, eval_prompts
 
 
-def check_prompt_sets(config: Config, spec: Spec) -> None:
-    """Check that a shipped set of prompts, or a file of its prompts, suits the model; random weights take any.
+def check_prompt_sets(config: Config, spec: Spec, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
+    """Check that prompts of a shipped set, by its name or in a file, suit the model; random weights take any.
 
     Raises:
         UserError: the set was made for another model.
     """
     unsuited = [] if is_random(spec.path) else SETS.keys() - {*spec.prompt_sets}
     captions = {prompt.text for name in unsuited for prompt in read_prompts(name, config.sampling)}
-    for key, prompts in zip(("prompts", "eval_prompts"), configured_prompts(config)):
+    for key, prompts in (("prompts", train), ("eval_prompts", heldout)):
         if captions.issuperset(prompt.text for prompt in prompts):
             raise UserError(
                 f"data.{key} = {getattr(config.data, key)!r}: captions of the testbed's moving shapes, not for "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,9 +199,8 @@ def newest_weights(run: Path) -> tuple[Path, int]:
     """
     found: list[tuple[int | None, Path]] = [(iteration_of(folder), folder) for folder in checkpoints(run)]
     if (final := run / "weights").is_dir():
-        written = iteration_of_weights(final)
-        newer = sum(written is not None and iteration_of(folder) > written for folder in checkpoints(run))
-        found.insert(len(found) - newer, (written, final))
+        found.append((iteration_of_weights(final), final))
+        found.sort(key=lambda entry: math.inf if entry[0] is None else entry[0])
     if not found:
         raise UserError(f"run {str(run)!r} has neither a checkpoint nor weights yet")
     faults = []

@@ -36,6 +36,9 @@ class Tracker:
         RunError: it does not start, for example for lack of a login.
     """
 
+    extra = ""
+    """Extra of this package that installs it; empty if the package of its name does."""
+
     def __init__(self, name: str, config: Config, run: Path, run_id: str, iteration: int) -> None:
         PartialState()  # required by the trackers' logger; it joins the process group of `ranks.initialize`
         self.config, self.run, self.run_id, self.iteration = config, run, run_id, iteration
@@ -45,9 +48,6 @@ class Tracker:
             self._store_settings()
         except Exception as error:  # each tracker has its own exceptions for a missing login or server
             raise RunError(f"tracker {name!r} does not start: {error}") from error
-
-    extra = ""
-    """Extra of this package that installs it; empty if the package of its name does."""
 
     @classmethod
     def check(cls, name: str) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage_fast.algorithm.flops import flops, forwards, scouting_rollouts
@@ -24,6 +24,7 @@ from sage_fast.algorithm.schedule import (
     trained_steps,
 )
 from sage_fast.config.schema import Config, ModelConfig
+from sage_fast.data.prompts import Prompt
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Spec
@@ -241,13 +242,14 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     """
     spec = find_spec(config.model.path)
     check_trainable(config, ranks)
-    check_prompt_sets(config, spec)
-    return f"{_format_data(config)}\n\n{format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory))}"
-
-
-def _format_data(config: Config) -> str:
-    """Format the prompts and the rewards."""
     train, heldout = configured_prompts(config)
+    check_prompt_sets(config, spec, train, heldout)
+    planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory)
+    return f"{_format_data(config, train, heldout)}\n\n{format_plan(planned)}"
+
+
+def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:
+    """Format the prompts and the rewards."""
     lines, notes = ["prompts and rewards"], []
     lines.append(f"  {config.data.prompts}: {len(train)} prompts")
     evaluated = min(config.eval.num_prompts, len(heldout))
