@@ -100,7 +100,7 @@ class WanDecoder(Decoder):
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
         config = self.vae.config
-        mean, std = (torch.tensor(of)[:, None, None, None] for of in (config.latents_mean, config.latents_std))
+        mean, std = (torch.tensor(row)[:, None, None, None] for row in (config.latents_mean, config.latents_std))
         video = self.vae.decode((latents * std + mean).to(self.vae.dtype), return_dict=False)[0]
         return (video.float() * 0.5 + 0.5).clamp(0, 1).transpose(1, 2)
 

@@ -84,7 +84,7 @@ def _family_in(path: str, source: str) -> type[Spec]:
     for class_name, name in families().items():
         cls = family(name)
         try:
-            held.append(read_layout("model.path", source, next(iter(cls.networks))).get("_class_name"))
+            held.append(read_layout("model.path", source, cls.main_network()).get("_class_name"))
         except UserError as error:
             problems.append(error)
         if class_name in held:
@@ -124,7 +124,7 @@ def make_trainable(spec: Spec, network: Any, config: ModelConfig, seed: int = 0,
     if not config.trains_adapter:
         network.requires_grad_(True)
     elif weights is not None:
-        load_lora(network, Path(weights), next(iter(spec.networks)))
+        load_lora(network, Path(weights), spec.main_network())
     else:
         targets = spec.lora_targets if config.lora_targets is None else config.lora_targets
         add_lora(network, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets, seed=seed)

@@ -145,8 +145,7 @@ class Spec:
     Attributes:
         title: name of the family, for messages.
         published: hub id of a published checkpoint, used as an example.
-        networks: part of a checkpoint -> diffusers class of a trained network. The family is found by the first one,
-            whose adapter has the name that diffusers looks for.
+        networks: part of a checkpoint -> diffusers class of a trained network. The first one is the main network.
         autoencoder: diffusers class of the part `vae`.
         condition: class of the encoder's results.
         randoms: paths `random:NAME` of models with random weights.
@@ -174,6 +173,11 @@ class Spec:
     def __init__(self, path: str = "", layouts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self.path = path
         self.layouts = layouts or {}
+
+    @classmethod
+    def main_network(cls) -> str:
+        """Return the network whose class tells the family, and whose adapter has the name that diffusers looks for."""
+        return next(iter(cls.networks))
 
     def meta(self, part: str) -> Any:
         """Return a part on the meta device: no memory, no weights."""

@@ -56,7 +56,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         f"{sampling.guidance_scale:g}, shift {sampling.shift:g}, {sampling.num_frames} frames of {sampling.width} x "
         f"{sampling.height}; evaluated at guidance scale {config.eval_guidance_scale:g} with "
         f"{config.eval.steps} ODE steps.",
-        "Use": _use(base, files, next(iter(spec.networks)), lora=lora),
+        "Use": _use(base, files, spec.main_network(), lora=lora),
         "Held-out prompts": _evaluation(run, iteration),
         "Settings": f"```yaml\n{_settings(config, base)}```",
     }

@@ -119,11 +119,11 @@ def profile_iteration(
         run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
         expected = plan(run, setup.model.spec)
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items() if part in expected.flops}
-        if trainer.anchor_is_free:
-            flops["anchor"] = 0.0
         profiler = None if window_only else torch.profiler.profile()
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
+        if "anchor" in flops:  # the plan has it run in every iteration
+            flops["anchor"] = trainer.forwards["anchor"] * expected.flops["forward"]
     flops["train"] *= _trained_share(config, row, expected.samples)
     result = {
         "environment": environment(device, implementation(device))

@@ -43,7 +43,7 @@ of_rank_8 = [
 ]
 shipped = compile_report(architectures=json.loads(sys.argv[1]))
 rows = {"shipped": shipped + compile_report(odd, [90]), "rank 8": compile_report(of_rank_8, [90])}
-print(json.dumps({name: [dataclasses.asdict(row) for row in of] for name, of in rows.items()}))
+print(json.dumps({name: [dataclasses.asdict(row) for row in found] for name, found in rows.items()}))
 """
 
 
