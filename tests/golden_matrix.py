@@ -59,6 +59,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "nft": {"objective__surrogate": "nft", "kl__strategy": "moving", **TWO_UPDATES},
     "nft-ode": {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"},
+    "nft-ode2": {"objective__surrogate": "nft", "sampling__sampler": "ode2", "kl__strategy": "none"},
     "window": {"sampling__sde_window": 2},
     "fraction": {"train__timestep_fraction": 0.5},
     "position": {"kl__position_fraction": 0.5},

@@ -41,8 +41,8 @@ def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graph
     return replays.roll(policy, embeddings(PROMPTS), prompts, index, graphs)
 
 
-def difference(graphs: StepGraphs, batches: list[list[str]]) -> str:
-    return replays.replay_problem(graphs, embeddings(PROMPTS), batches)
+def difference(graphs: StepGraphs, batches: list[list[str]], sampler: str = "sage") -> str:
+    return replays.replay_problem(graphs, embeddings(PROMPTS), batches, sampler)
 
 
 def twice(policy: HunyuanVideo15Policy, prompts: list[str], graphs: StepGraphs) -> Any:
@@ -66,6 +66,13 @@ def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
     assert len(graphs) == 1
     assert not difference(graphs, [PROMPTS[:2]] * 2)  # a prompt for each sample
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_second_order_sampler_begins_each_replayed_rollout_anew(guidance: float) -> None:
+    graphs = StepGraphs(tiny_model(settings(sampling__guidance_scale=guidance)).policy, rerun, max_memory=1000)
+    assert not difference(graphs, [[prompt] * 2 for prompt in PROMPTS], "ode2")
+    assert len(graphs) == 1
 
 
 def test_weights_in_place_and_replaced() -> None:
@@ -172,8 +179,9 @@ def test_replay_gives_the_same_bits_on_a_gpu(guidance: float, dtype: torch.dtype
     policy.transformer.cuda()
     graphs = StepGraphs(policy, CudaRecorder(), max_memory=2**30)
     assert not difference(graphs, [PROMPTS[:1] * 2] * 3)
+    assert not difference(graphs, [PROMPTS[:1] * 2] * 3, "ode2")
     assert not graphs.refused
-    assert len(graphs) == 1
+    assert len(graphs) == 2
 
 
 @pytest.mark.gpu

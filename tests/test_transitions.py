@@ -44,7 +44,9 @@ def scalar_row(sampler: str, s: float, n: float, eta: float) -> tuple[float, flo
     if sampler == "sage":
         variance = eta**2 * (-d + math.log(max(1 - n, 3e-3) / max(1 - s, 3e-3)))
     else:
-        variance = {"ode": 0.0, "dance": eta**2 * d, "flow": eta**2 * d * s / (1 - (n if s == 1 else s))}[sampler]
+        variance = {"ode": 0.0, "ode2": 0.0, "dance": eta**2 * d, "flow": eta**2 * d * s / (1 - (n if s == 1 else s))}[
+            sampler
+        ]
     return 1 - variance / (2 * s), -d - variance * (1 - s) / (2 * s), math.sqrt(variance)
 
 
@@ -206,6 +208,23 @@ def test_freezing_x0_hat_costs_more_with_noise(sampler: str, eta: float, std: fl
         velocity = (s - (1 - s) * 0.09) / ((1 - s) ** 2 * 0.09 + s**2)
         variance = float((a + b * velocity) ** 2 * variance + c**2)
     assert math.sqrt(variance) == pytest.approx(std, abs=5e-5)
+
+
+def test_the_order_of_the_ode_samplers() -> None:
+    """The error on N(0, 0.3^2), whose velocity is a multiple of x, by the step: linear, and for `ode2` square."""
+
+    def error(sampler: str, steps: int) -> float:
+        table = transition_table(sigma_schedule(steps, 3.0), sampler, 0.0)
+        x, before = 1.0, 0.0
+        for t, s in enumerate(table.sigmas[:-1].tolist()):
+            v = x * (s - (1 - s) * 0.09) / ((1 - s) ** 2 * 0.09 + s**2)
+            along = v if table.w is None else v + float(table.w[t]) * (v - before)
+            x, before = float(table.a[t] * x + table.b[t] * along), v
+        return abs(x - 0.3)
+
+    for sampler, factor in (("ode", 2), ("ode2", 4)):
+        assert error(sampler, 400) / error(sampler, 800) == pytest.approx(factor, rel=0.1)
+    assert error("ode2", 50) < error("ode", 200)
 
 
 def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:

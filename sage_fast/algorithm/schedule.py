@@ -100,8 +100,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     if trainable == 0:
         forward = [name for name, row in SURROGATES.items() if not row.scores_rollout]
         raise UserError(
-            f"{rows} has no stochastic step to train, so there is no policy gradient; expected any sampler but "
-            f"ode, with eta above 0, or objective.surrogate = {' or '.join(forward)}"
+            f"{rows} has no stochastic step to train, so there is no policy gradient; expected one that adds "
+            f"noise, with eta above 0, or objective.surrogate = {' or '.join(forward)}"
         )
     require(
         bool(table.stochastic_steps) or not s.shared_initial_noise,

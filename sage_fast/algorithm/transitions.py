@@ -3,7 +3,8 @@
 Rectified flow writes x_s = (1-s) x0 + s z with velocity v = dx/ds = z - x0, so x0_hat = x - s v,
 z_hat = x + (1-s) v and score = -z_hat / s. For every sampler of this field, a step from s = sigma_t to n = sigma_{t+1}
 is an affine Gaussian transition, and its three scalars depend only on the step. This module computes them once, on the
-host in float64; the operators in `sage_fast.ops` read the finished table.
+host in float64; the operators in `sage_fast.ops` read the finished table. A second-order sampler takes the step along
+v + w (v - v_before), with the velocity of the step before; w is a fourth scalar.
 
     SDE family, integrated variance S, d = s - n           coefficient-preserving family, r = noise that is kept
         a = 1 - S/(2s)                                          a = (1-n) + r
@@ -63,6 +64,12 @@ def _coefficient_preserving(s: Tensor, n: Tensor, kept: Tensor, c: Tensor) -> tu
 def _ode(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
     """Euler step of the ODE; `eta` has no effect."""
     return _sde(s, n, torch.zeros_like(s))
+
+
+def _two_step(s: Tensor, n: Tensor) -> Tensor:
+    """Return w of the two-step Adams-Bashforth method: half the ratio of a step to the one before; 0 for the first."""
+    d = s - n
+    return torch.cat([torch.zeros(1, dtype=d.dtype), d[1:] / (2 * d[:-1])])
 
 
 def _dance(s: Tensor, n: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,12 +139,14 @@ class SamplerRow:
     Attributes:
         step: (s, n, eta) -> a, b, c; float64 `[T]` each.
         largest_eta: largest eta for which the sampler is defined.
+        history: (s, n) -> w, float64 `[T]`; for a sampler that uses the velocity of the step before.
         notes: (s, n, c) -> sentences on clamped or unusual steps.
         compared: whether `sage-fast sde` shows it without being asked.
     """
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
     largest_eta: float = math.inf
+    history: Callable[[Tensor, Tensor], Tensor] | None = None
     notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
     compared: bool = True
 
@@ -151,6 +160,7 @@ SAMPLERS = {
     "precise": SamplerRow(step=_precise),
     "exact": SamplerRow(step=_precise, compared=False),  # alias
     "ode": SamplerRow(step=_ode, compared=False),
+    "ode2": SamplerRow(step=_ode, history=_two_step, compared=False),
 }
 assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row in SAMPLERS"
 
@@ -184,6 +194,7 @@ class TransitionTable:
         a: float64 `[T]`; the mean is a x + b v.
         b: float64 `[T]`.
         c: float64 `[T]`, the standard deviation. Rows with c = 0 are deterministic.
+        w: float64 `[T]` of a second-order sampler: v is replaced by v + w (v - v_before); otherwise None.
         notes: sentences on clamped or unusual rows.
     """
 
@@ -192,6 +203,7 @@ class TransitionTable:
     a: Tensor
     b: Tensor
     c: Tensor
+    w: Tensor | None = None
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -307,7 +319,8 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = row.step(s, n, float(eta))
-    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, notes=row.notes(s, n, c))
+    w = row.history(s, n) if row.history is not None else None
+    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, w=w, notes=row.notes(s, n, c))
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:

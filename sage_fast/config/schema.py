@@ -15,7 +15,8 @@ from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZ
 from sage_fast.config.fields import Section, is_finite, require, within
 from sage_fast.util.errors import UserError, nearest
 
-Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "exact", "ode"]
+Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "exact", "ode", "ode2"]
+ODESampler = Literal["ode", "ode2"]
 Reduction = Literal["mean", "sum", "unscaled"]
 Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm", "awm_clip"]
 Ratio = Literal["plain", "centred", "normalised"]
@@ -116,8 +117,9 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step; docs/math.md has the formulas. `exact` is `precise` under another name. `ode` adds no
-    noise and can only be trained with a surrogate that re-noises the final samples, such as nft."""
+    """Rule of a denoising step; docs/math.md has the formulas. `exact` is `precise` under another name. `ode` and
+    `ode2`, which is of second order, add no noise and can only be trained with a surrogate that re-noises the final
+    samples, such as nft."""
     eta: float = within(1.0, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
@@ -550,6 +552,8 @@ class EvalConfig(Section):
     """Iterations between evaluations; 0: only before and after the run."""
     steps: int = within(40, least=1, most=1000)
     """ODE steps."""
+    sampler: ODESampler = "ode"
+    """Euler steps, as in diffusers' pipeline, or `ode2`, which comes as near to the exact solution in fewer steps."""
     guidance_scale: float | None = within(None, least=1)
     """Classifier-free guidance scale of evaluations and of `sage-fast sample`. If not given, that of training,
     sampling.guidance_scale."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Schedule
 from sage_fast.ops import transition_step
@@ -39,6 +40,25 @@ Recorder = Callable[[Run], tuple[Callable[[], object], tuple[Tensor, ...], int]]
 """run -> (replay, the outputs that a replay fills, bytes kept allocated)."""
 
 
+class History(NamedTuple):
+    """What a second-order sampler needs of the step before.
+
+    Attributes:
+        weights: float32 `[T]`, `TransitionTable.w`.
+        velocity: float32 `[B, C, T, H, W]`, that of the step before, guidance included; zeros before the first.
+    """
+
+    weights: Tensor
+    velocity: Tensor
+
+    @classmethod
+    def of(cls, table: TransitionTable, latents: Tensor) -> History | None:
+        """Return it for a rollout from `latents`; None for a sampler of first order."""
+        if table.w is None:
+            return None
+        return cls(table.w.to(latents), torch.zeros_like(latents))
+
+
 def denoise(
     policy: Policy,
     coefs: Tensor,
@@ -46,14 +66,26 @@ def denoise(
     seeds: Tensor,
     x: Tensor,
     step: Tensor,
+    history: History | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one step of B samples; return x_next, log-prob `[B]` and the guided velocity. `step` is int64 `[1]`."""
+    """Run one step of B samples; return x_next, log-prob `[B]` and the guided velocity.
+
+    Args:
+        step: int64 `[1]`.
+        history: of a second-order sampler; it then holds this step's velocity.
+    """
     with annotate("transformer"):
         v, v_uncond = policy.velocities(x, schedule.at(step))
     with annotate("transition"):
         guidance = None if v_uncond is None else torch.full((), policy.guidance_scale, device=x.device)
-        x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, guidance)
-    return x_next, log_prob, v if v_uncond is None else guided(v, v_uncond, guidance, x.dtype)
+        if history is None:
+            x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, guidance)
+            return x_next, log_prob, v if v_uncond is None else guided(v, v_uncond, guidance, x.dtype)
+        v = guided(v, v_uncond, guidance, x.dtype)
+        along = v + history.weights[step] * (v - history.velocity)
+        history.velocity.copy_(v)
+        x_next, log_prob = transition_step(x, along, coefs, step[0], seeds)
+        return x_next, log_prob, v
 
 
 class StepGraph:
@@ -71,25 +103,28 @@ class StepGraph:
         schedule: Schedule,
         seeds: Tensor,
         latents: Tensor,
+        history: History | None,
         record: Recorder,
     ) -> None:
         coefs, schedule, seeds, x = coefs.clone(), schedule.clone(), seeds.clone(), latents.clone()
+        history = None if history is None else History(*(t.clone() for t in history))
         step = torch.zeros(1, dtype=torch.int64, device=x.device)
-        self._buffers = [coefs, *schedule.tensors(), seeds, x]
+        self._buffers = [coefs, *schedule.tensors(), seeds, x, *(history or ())]
         self._step, self._x_before = step, torch.empty_like(x)
 
         def run() -> tuple[Tensor, ...]:
             self._x_before.copy_(x)
-            outputs = denoise(policy, coefs, schedule, seeds, x, step)
+            outputs = denoise(policy, coefs, schedule, seeds, x, step, history)
             x.copy_(outputs[0])
             step.add_(1).remainder_(len(coefs))  # warm-ups and benchmarks may run more than T steps
             return outputs
 
         self._replay, self._outputs, self.memory = record(run)
 
-    def load(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor) -> None:
+    def load(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor, history: History | None) -> None:
         """Copy in a rollout's inputs and start at step 0."""
-        for buffer, value in zip(self._buffers, [coefs, *schedule.tensors(), seeds, latents], strict=True):
+        values = [coefs, *schedule.tensors(), seeds, latents, *(history or ())]
+        for buffer, value in zip(self._buffers, values, strict=True):
             buffer.copy_(value)
         self._step.zero_()
 
@@ -121,18 +156,20 @@ class StepGraphs:
         self._seen: set[tuple[Any, ...]] = set()
         self._failed = False
 
-    def prepare(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor) -> StepGraph | None:
+    def prepare(
+        self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor, history: History | None = None
+    ) -> StepGraph | None:
         """Return the graph for these shapes, loaded with these values; None if the steps run without one.
 
         A shape's first rollout runs without one: recording costs as much as a few steps, and the shape may not recur.
         """
-        inputs = (coefs, schedule, seeds, latents)
+        inputs = (coefs, schedule, seeds, latents, history)
         self.policy.refresh()  # a replay does not do this
         tokens = len(latents) * (latents[0, 0].numel() // self.policy.patch + schedule.tokens)
         if tokens > MAX_TOKENS:
-            self._refuse(("tokens",), f"a step has {tokens:,} tokens, and they pay below {MAX_TOKENS:,}")
+            self._refuse(("tokens",), f"a step has {tokens:,} tokens; graphs pay off below {MAX_TOKENS:,}")
             return None
-        shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents))
+        shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents, *(history or ())))
         key = (weights_key(self.policy), shapes)
         if key in self.refused or (self._failed and key not in self._graphs):
             return None

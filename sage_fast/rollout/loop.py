@@ -1,8 +1,8 @@
 """The denoising loop: drive a policy through a transition table and pass each step on for storage.
 
-Each step is one velocity (two with guidance) and one fused `transition_step`. Latents stay float32 between steps, so
-rollout and training see the same numbers. All randomness is a function of a sample's seed, so a sample comes out the
-same in any batch and on any rank.
+Each step is one velocity (two with guidance) and one fused `transition_step`; a second-order sampler mixes in the
+velocity of the step before. Latents stay float32 between steps, so rollout and training see the same numbers. All
+randomness is a function of a sample's seed, so a sample comes out the same in any batch and on any rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Conditions, Key
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
-from sage_fast.rollout.graphs import StepGraphs, denoise
+from sage_fast.rollout.graphs import History, StepGraphs, denoise
 from sage_fast.util.profiling import annotate
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
@@ -79,7 +79,8 @@ def rollout(
     """
     schedule = conditioning.of(keys)
     seeds = seeds.to(policy.device)
-    graph = graphs.prepare(coefs, schedule, seeds, latents) if graphs is not None else None
+    history = History.of(table, latents)
+    graph = graphs.prepare(coefs, schedule, seeds, latents, history) if graphs is not None else None
     steps = torch.arange(len(table), device=policy.device)
     x = latents
     for t in range(len(table)):
@@ -87,7 +88,7 @@ def rollout(
             if graph is not None:
                 x, x_next, log_prob, velocity = graph.step()
             else:
-                x_next, log_prob, velocity = denoise(policy, coefs, schedule, seeds, x, steps[t : t + 1])
+                x_next, log_prob, velocity = denoise(policy, coefs, schedule, seeds, x, steps[t : t + 1], history)
             if record is not None:
                 record(t, x, x_next, log_prob, velocity)
         x = x_next

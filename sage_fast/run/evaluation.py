@@ -112,7 +112,7 @@ def video_chunks(
     Args:
         pause: called after each step; an exception it raises ends the sampling.
     """
-    table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), "ode", 0.0)
+    table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), config.eval.sampler, 0.0)
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
     shape = model.latent_shape(config.sampling)

@@ -23,6 +23,7 @@ def roll(
     prompts: Sequence[str],
     index: int = 0,
     graphs: StepGraphs | None = None,
+    sampler: str = "sage",
 ) -> list[Tensor]:
     """Roll out a testbed sample per prompt in five steps; return the last latents and all tensors of every step.
 
@@ -33,7 +34,7 @@ def roll(
         index: iteration, which seeds the noise.
         graphs: recorded steps to replay; None runs each step one kernel at a time.
     """
-    table = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
+    table = transition_table(sigma_schedule(5, 3.0), sampler, 0.7)
     seeds = sample_seeds(0, index, 0, range(len(prompts)))
     recorded: list[Tensor] = []
     last = rollout(
@@ -50,14 +51,16 @@ def roll(
     return [last, *recorded]
 
 
-def replay_problem(graphs: StepGraphs, embeddings: Mapping[Any, Any], batches: Sequence[Sequence[str]]) -> str:
+def replay_problem(
+    graphs: StepGraphs, embeddings: Mapping[Any, Any], batches: Sequence[Sequence[str]], sampler: str = "sage"
+) -> str:
     """Say how rollouts with `graphs` differ from plain ones in any bit, or return an empty text.
 
     A shape is recorded at its second batch and replayed with other values at its third.
     """
     for index, prompts in enumerate(batches):
-        plain = roll(graphs.policy, embeddings, prompts, index)
-        for mine, expected in zip(roll(graphs.policy, embeddings, prompts, index, graphs), plain, strict=True):
+        ours, plain = (roll(graphs.policy, embeddings, prompts, index, on, sampler) for on in (graphs, None))
+        for mine, expected in zip(ours, plain, strict=True):
             if not torch.equal(mine, expected):
                 error = (mine.float() - expected.float()).abs().max().item()
                 return f"rollout {index + 1} differs from the one without by {error:.1e}"
