@@ -39,7 +39,9 @@ def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
     assert value == pytest.approx(share * 1e-4)
     (line,) = (" ".join(message.split()) for message in caplog.messages)
     assert f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)" in line
-    advice = "more than a tenth: the clip acts on rounding, not on the policy. Use train.optimizer_steps = 1, objective"
+    advice = (
+        "more than a tenth: the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1, objective"
+    )
     assert (advice in line) == (ratio == "plain")
 
 
@@ -52,6 +54,17 @@ def test_more_than_a_third_stops() -> None:
         check_rounding(*moments(5e-6, 3.5e-5), ones, config)  # centring would remove little of it
     with pytest.raises(ParityError, match="nan"):
         check_rounding(*moments(float("nan"), 5e-6), ones, config)
+
+
+def test_what_counts_for_a_mask_by_the_kl_is_the_kl_of_rounding() -> None:
+    """Its noise does no harm: the KL, which rounding raises, decides what is masked."""
+    given = {"objective__surrogate": "kl_mask", "objective__kl_limit": 1e-4, "train__optimizer_steps": 2}
+    assert check_rounding(*moments(2e-5, 1.0), torch.ones(3), settings(**given)) == pytest.approx(2e-5)
+    with pytest.raises(ParityError, match=r"4.0e-01 of objective.kl_limit .* a wider objective.kl_limit"):
+        check_rounding(*moments(4e-5, 0.0), torch.ones(3), settings(**given))
+    assert 0 <= first_row(tiny_trainer(settings(**given)))["log_prob/rounding"] < 1e-5
+    with pytest.raises(ParityError, match="in the KL that masks"):
+        tiny_trainer(settings(**given | {"objective__kl_limit": 1e-20})).iteration(0)
 
 
 def test_movement_of_one_update() -> None:
@@ -123,4 +136,4 @@ def test_bfloat16_takes_up_the_clip_range(tmp_path: Path, caplog: pytest.LogCapt
     else:
         said, value = " ".join(" ".join(caplog.messages).split()), row["log_prob/rounding"]
     assert value > 1e-5
-    assert "the clip acts on rounding, not on the policy. Use train.optimizer_steps = 1" in said
+    assert "the limit acts on rounding, not on the policy. Use train.optimizer_steps = 1" in said

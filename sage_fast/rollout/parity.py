@@ -60,6 +60,7 @@ def check_parity(
         ParityError: rounding would drown the ratio.
     """
     config, policy = replay.config, replay.policy
+    row = surrogate_of(config.objective)
 
     def first(samples: int) -> list[Micro]:
         transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.keys)))]
@@ -70,14 +71,14 @@ def check_parity(
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl = replay.score(batch, micro, v_old)
         index = on_device([t for _, t in micro], policy.device)
-        return (log_prob - batch.trajectories.log_prob_old(micro, log_prob)).detach(), biases[index] * kl
+        change = (log_prob - batch.trajectories.log_prob_old(micro, log_prob)).detach()
+        return change, kl if row.uses_kl else biases[index] * kl
 
     delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
     metrics = {"log_prob/parity": delta}
-    if not surrogate_of(config.objective).uses_ratio:
-        return metrics
-    check_replay(delta, config.objective.clip_range)
-    if is_off_policy(config):
+    if row.uses_ratio:
+        check_replay(delta, config.objective.clip_range)
+    if is_off_policy(config) and (row.uses_ratio or row.uses_kl):
         velocity = functools.partial(replay.velocity, batch)
         moments = moments_after_an_update(policy, config, first(4), len(batch.table), velocity, log_ratio)
         metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config)
@@ -170,7 +171,7 @@ def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config) -> float:
-    """Report how much of the clip range rounding takes up after one update; raise if it is too much.
+    """Report how much of the limit on the ratio or the KL rounding takes up after one update; raise if it is too much.
 
     Args:
         near, far: result of `moments_after_an_update`.
@@ -178,33 +179,40 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config)
         config: settings of the run.
 
     Returns:
-        Rounding in the clipped log-ratio, at the step where it is largest.
+        Rounding in the clipped log-ratio, or in the KL that masks, at the step where it is largest.
 
     Raises:
-        ParityError: rounding is above a third of the clip range.
+        ParityError: rounding is above a third of the limit.
     """
     objective = config.objective
     bias, noise = rounding_of(near, far)
-    used = noise if centres_ratio(objective) else bias + noise
-    if normalises_ratio(objective):
-        used = used * equalizer.to(used)
-    step = int(used.argmax())
+    if surrogate_of(objective).uses_kl:
+        used, limited, setting = bias, "KL that masks", "kl_limit"
+    else:
+        used, limited, setting = bias + noise, "log-ratio that is clipped", "clip_range"
+        if centres_ratio(objective):
+            used = noise
+        if normalises_ratio(objective):
+            used = used * equalizer.to(used)
+    step, limit = int(used.argmax()), getattr(objective, setting)
     value = float(used[step])
-    share = value / objective.clip_range
+    share = value / limit
     found = (
-        f"rounding after an update of {_move(config):.0e} a weight: {value:.1e} in the log-ratio that is clipped, at "
+        f"rounding after an update of {_move(config):.0e} a weight: {value:.1e} in the {limited}, at "
         f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of "
-        f"objective.clip_range ({objective.clip_range:.0e})"
+        f"objective.{setting} ({limit:.0e})"
     )
     remedies = [
         "train.optimizer_steps = 1",
-        "a wider objective.clip_range",
+        f"a wider objective.{setting}",
         "model.dtype = float32",
         "a larger sampling.eta",
     ]
-    if not centres_ratio(objective) and bias[step] > noise[step]:  # otherwise centring would change little
+    if (
+        setting == "clip_range" and not centres_ratio(objective) and bias[step] > noise[step]
+    ):  # otherwise centring would change little
         remedies.insert(1, "objective.ratio = centred")
-    advice = f"the clip acts on rounding, not on the policy. Use {', '.join(remedies[:-1])}, or {remedies[-1]}"
+    advice = f"the limit acts on rounding, not on the policy. Use {', '.join(remedies[:-1])}, or {remedies[-1]}"
     if not share <= 1 / 3:
         raise ParityError(f"{found}, more than a third: {advice}")
     log.info(wrapped(f"{found}, more than a tenth: {advice}" if share > 0.1 else found))
