@@ -84,8 +84,10 @@ def serve() -> None:
 
     import sage_fast.report.comparison
     import sage_fast.report.page
+    import sage_fast.rewards.testbed
     import sage_fast.run.trackers
     import sage_fast.run.train
+    import tests.tiny  # noqa: F401  imports the testbed's model, which a command imports late
     from sage_fast.cli import main
 
     torch.set_num_threads(1)

@@ -11,14 +11,18 @@ from typing import Any
 import torch
 
 import sage_fast.report.page
-import sage_fast.run.train  # for all ranks
+import sage_fast.run.train
+import tests.tiny  # noqa: F401  imports the testbed's model, which a command imports late
 from sage_fast.cli import main
+
+PRELOADED = [__name__, "sage_fast.parallel.zero", "deepspeed.runtime.zero.muon.muon_optimizer"]
+"""What all ranks import; DeepSpeed, if it is installed, only in the process that they are forked from."""
 
 
 def run_ranks(target: Callable[..., None], count: int, folder: Path, *arguments: Any) -> list[int | None]:
     """Exit statuses of `target(folder, *arguments)` on so many ranks; what they print is in `folder/screen-RANK`."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])
+    server.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
