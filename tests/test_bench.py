@@ -35,6 +35,20 @@ from tests.tiny import settings
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use torch.compile without Inductor, which takes seconds per graph; the same graphs are compiled as often."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+@pytest.fixture
+def inductor_in_soak(request: pytest.FixtureRequest) -> None:
+    """Use Inductor in `make soak` alone: in `make test`, test_rollout_benchmark does."""
+    if "SAGE_FAST_SOAK" not in os.environ:
+        request.getfixturevalue("dynamo_only")
+
+
+@pytest.mark.usefixtures("inductor_in_soak")
 def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--size", "tiny", "--repetitions", "2", "--json", str(tmp_path / "out" / "b.json")]) == 0
     out = capsys.readouterr().out
@@ -134,12 +148,6 @@ def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
         assert timer() == pytest.approx(1e-3 / 5)  # a millisecond lies between any two events
         assert [int(case.step) for case in cases] == [step + 1 for step in steps]
         assert device.captures == 1
-
-
-@pytest.fixture
-def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use torch.compile without Inductor, which takes seconds per graph; the same graphs are compiled as often."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 @pytest.mark.usefixtures("dynamo_only")

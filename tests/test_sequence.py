@@ -3,6 +3,7 @@ iterations, and what does not fit is said before a model is loaded."""
 
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,31 @@ from tests.ranks import run_ranks, screens
 from tests.tiny import embeddings, rounding_of_advantages, settings, tiny_model, tiny_trainer
 
 REPOSITORY = Path(__file__).parent.parent
+SOAK = "SAGE_FAST_SOAK" in os.environ
+TRAINED = (2, 4) if SOAK else (2,)
+"""Ranks to a sample, of four: with two, there are two groups, and samples are dealt out between them too."""
 
 PROMPTS = {
     "one length": ["a red circle moves left quickly"] * 2,
     "mixed lengths": ["a red circle moves left quickly", ""],
     "one token": ["", ""],
 }
+
+FORWARDS = list(
+    itertools.product(
+        (2, 4),
+        (
+            ("lora", 1.0, "one length", (5, 4, 4)),
+            ("lora", 3.0, "mixed lengths", (5, 3, 3)),
+            ("full", 1.0, "one token", (5, 3, 3)),
+            ("full", 3.0, "mixed lengths", (5, 4, 4)),
+        ),
+    )
+)
+"""Ranks to a sample, and tuning, guidance, prompts and latent shape. `make test` has all of them once, `make soak` with
+both numbers of ranks."""
+if not SOAK:
+    FORWARDS = [FORWARDS[i] for i in (1, 2, 4, 7)]
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -65,15 +85,7 @@ def forwards(folder: Path) -> None:
         return exchange(output, input, *arguments, group=group, **options)
 
     dist.all_to_all_single = counting
-    for size, (tuning, guidance, prompts, latents) in itertools.product(
-        (2, 4),
-        (
-            ("lora", 1.0, "one length", (5, 4, 4)),
-            ("lora", 3.0, "mixed lengths", (5, 3, 3)),
-            ("full", 1.0, "one token", (5, 3, 3)),
-            ("full", 3.0, "mixed lengths", (5, 4, 4)),
-        ),
-    ):
+    for size, (tuning, guidance, prompts, latents) in FORWARDS:
         join_sequence_group(size)
         torch.manual_seed(5)
         model = tiny_model(settings(model__tuning=tuning, sampling__guidance_scale=guidance))
@@ -131,11 +143,12 @@ def all_of_it(folder: Path) -> None:
     """What a rank of four does."""
     initialize()
     forwards(folder)
-    for size in (2, 4):
+    for size in TRAINED:
         rows, weights = train(folder / "embeddings", size)
         if rank() == 0:
             (folder / f"train{size}.json").write_text(json.dumps(rows))
             save_file(weights, folder / f"train{size}.safetensors")
+    join_sequence_group(4)
     config = settings(sampling__batch_size=2, sampling__steps=2, reward__on_failure="stop")
     trainer = tiny_trainer(config, FailsOnRankOne())
     trainer.policy.forward.sequence = SequenceParallel(sequence_group(), torch.device("cpu"))
@@ -206,7 +219,7 @@ def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None
     checkpointing (two ranks and guidance: with all), whose gradients are the same to the bit."""
     for number in range(4):
         rows = json.loads((four_ranks / f"rank{number}.json").read_text())
-        assert len(rows) == 8
+        assert len(rows) == len(FORWARDS)
         for case, row in rows.items():
             assert row["value"] < 2e-6, case
             assert row["count"] > 20
@@ -214,7 +227,7 @@ def test_values_and_gradients_are_those_of_one_process(four_ranks: Path) -> None
             worst = max(row["gradients"], key=row["gradients"].__getitem__)
             assert row["gradients"][worst] < 2e-5, f"{case}: {worst}"
             assert row["checkpointing"], case
-        for size in (2, 4):
+        for size in (2, 4) if SOAK else (4,):
             # Forward and backward of two samples in float32: 80 video and 7 text tokens.
             layers, one = 3, exchange_bytes(87, size, width=64, bytes_per_value=4)
             assert rows[f"{size} lora 1 one length (5, 4, 4)"]["sent"] == 2 * 2 * layers * one
@@ -231,7 +244,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("size", [2, 4], ids=["two groups of two", "one group of four"])
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(4, marks=pytest.mark.soak)], ids=["two groups of two", "one group of four"]
+)
 def test_iterations_are_those_of_one_process(four_ranks: Path, size: int, one_process: Any) -> None:
     """Rollouts, rewards, advantages, updates and an evaluation, through the trainer."""
     expected, exact = one_process
