@@ -244,8 +244,8 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     check_trainable(config, ranks)
     train, heldout = configured_prompts(config)
     check_prompt_sets(config, spec, train, heldout)
-    planned = plan(config, spec, ranks=ranks, gpu_memory=gpu_memory)
-    return f"{_format_data(config, train, heldout)}\n\n{format_plan(planned)}"
+    data = _format_data(config, train, heldout)  # before the plan, which takes a second
+    return f"{data}\n\n{format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory))}"
 
 
 def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:

@@ -7,8 +7,9 @@ one the same tests run the compiled kernels. Either way the launchers are called
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -57,6 +58,25 @@ DTYPES = [  # x, v, v_uncond or v_anchor, v_old
     pytest.param((BF16, BF16, BF16, FP16), id="16-bit"),
     pytest.param((BF16, FP16, FP32, BF16), id="bf16-mixed"),
 ]
+
+
+def crossed(names: str, ones: Sequence[Any], others: Sequence[Any], one: str, other: str) -> pytest.MarkDecorator:
+    """Parametrize with all pairs. Triton's interpreter is slow: there `make test` has those with the id `one` or
+    `other`, which are all of `ones` and of `others`, and `make soak` the rest.
+    """
+    pairs = []
+    for a, b in itertools.product(ones, others):
+        alike = DEVICE.type == "cpu" and a.id != one and b.id != other
+        marks = [pytest.mark.soak] if alike else []
+        pairs.append(pytest.param(*a.values, *b.values, id=f"{a.id}-{b.id}", marks=marks))
+    return pytest.mark.parametrize(names.split(), pairs)
+
+
+def named(names: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, id=name) for name in names]
+
+
+of_shapes_and_dtypes = crossed("shape dtypes", SHAPES, DTYPES, "odd", "bf16-mixed")
 
 
 @dataclasses.dataclass
@@ -127,16 +147,14 @@ def check_score(case: Case, anchor: Tensor | None, old: Tensor | None) -> None:
     assert_accurate(compared, **BOUNDS, logp={"absolute": 1e-6, "relative": 0.0})
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@of_shapes_and_dtypes
 def test_step_matches_the_reference(shape, dtypes):
     case = make(shape, dtypes)
     check_step(case, with_guidance=False)
     check_step(case, with_guidance=True)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@of_shapes_and_dtypes
 def test_score_and_its_gradient_match_the_reference(shape, dtypes):
     case = make(shape, dtypes)
     check_score(case, case.other, case.old)
@@ -148,8 +166,7 @@ def test_absent_velocities_score_zero(anchor, old):
     check_score(case, case.other if anchor else None, case.old if old else None)
 
 
-@pytest.mark.parametrize("reduction", get_args(Reduction))
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@crossed("sampler reduction", named(SAMPLERS), named(get_args(Reduction)), "flow", "mean")
 def test_every_sampler_and_reduction(sampler, reduction):
     case = make((5, 131), (FP32, BF16, BF16, BF16), sampler, reduction)
     if reduction == "sum":  # summed log-probs grow with the sample
