@@ -1,5 +1,6 @@
 """Gloo ranks as torchrun would start them, forked from a process that has imported everything once."""
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -29,8 +30,9 @@ def run_ranks(target: Callable[..., None], count: int, folder: Path, *arguments:
     ranks = [
         server.Process(target=_become, args=(rank, count, port, target, folder, arguments)) for rank in range(count)
     ]
-    for process in ranks:
-        process.start()
+    with contextlib.chdir(Path(__file__).parent.parent):  # where the server, started by the first, finds its imports
+        for process in ranks:
+            process.start()
     for process in ranks:
         process.join(timeout=300)
         process.kill()
