@@ -197,11 +197,13 @@ class DarknessReward(BrightnessReward):
 @pytest.mark.parametrize(
     ("reward", "surrogate"),
     [
-        (BrightnessReward(), "nft"), (DarknessReward(), "nft"), (BrightnessReward(), "nft_adaptive"),
-        (DarknessReward(), "awm"), (BrightnessReward(), "awm_clip"),
+        pytest.param(BrightnessReward(), "nft", id="bright"),
+        pytest.param(DarknessReward(), "nft", id="dark", marks=pytest.mark.soak),
+        pytest.param(BrightnessReward(), "nft_adaptive", id="adaptive", marks=pytest.mark.soak),
+        pytest.param(DarknessReward(), "awm", id="matching"),
+        pytest.param(BrightnessReward(), "awm_clip", id="clipped matching", marks=pytest.mark.soak),
     ],
-    ids=["bright", "dark", "adaptive", "matching", "clipped matching"],
-)  # fmt: skip
+)
 def test_training_with_the_ode_raises_the_reward(reward: Reward, surrogate: str) -> None:
     """Compare the reward on the first prompt and noise before and after training; it may favour bright or dark."""
     overrides = {"train__prompts_per_iteration": 1, "train__group_size": 16, "train__optimizer_steps": 3}

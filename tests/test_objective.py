@@ -1,5 +1,6 @@
 """Advantages, surrogates, KL and lambda by hand; the gradient of the whole loss by finite differences."""
 
+import itertools
 import math
 
 import pytest
@@ -225,9 +226,23 @@ def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     return batch, [(i, t) for i in range(rows.count) for t in steps]
 
 
-@pytest.mark.parametrize("velocity_term", ["rollout", "closed_form"])
-@pytest.mark.parametrize(("kind", "ratio"), [("clip", "plain"), ("clip", "normalised"), ("log_prob", "plain")])
-@pytest.mark.parametrize("strategy", KL_STRATEGIES)
+LOSSES = itertools.product(
+    KL_STRATEGIES, (("clip", "plain"), ("clip", "normalised"), ("log_prob", "plain")), ("rollout", "closed_form")
+)
+"""KL strategy, kind of loss and ratio, velocity term. `make test` has each strategy with one loss and `dual` with all,
+`make soak` the rest."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "ratio", "velocity_term"),
+    [
+        pytest.param(
+            strategy, *loss, term,
+            marks=[pytest.mark.soak] * (strategy != "dual" and loss != ("clip", "normalised")),
+        )
+        for strategy, loss, term in LOSSES
+    ],
+)  # fmt: skip
 def test_gradient_of_the_whole_loss(
     strategy: str, kind: str, ratio: str, velocity_term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,11 +174,11 @@ def test_training_flops(tuning: str) -> None:
 @pytest.mark.parametrize(
     ("tuning", "rank", "dtype"),
     [
-        ("lora", 2, torch.bfloat16),
+        pytest.param("lora", 2, torch.bfloat16, marks=pytest.mark.soak),
         ("lora", 24, torch.bfloat16),
-        ("lora", 16, torch.float32),
+        pytest.param("lora", 16, torch.float32, marks=pytest.mark.soak),
         ("full", 0, torch.float32),
-        ("full", 0, torch.bfloat16),
+        pytest.param("full", 0, torch.bfloat16, marks=pytest.mark.soak),
     ],
 )
 def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> None:

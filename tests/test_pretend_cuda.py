@@ -158,12 +158,13 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
     "overrides",
     [
         pytest.param({"model__gradient_checkpointing": "full"}, id="lora"),
-        pytest.param({"model__tuning": "full", "train__optimizer": "muon"}, id="full"),
+        pytest.param({"model__tuning": "full", "train__optimizer": "muon"}, id="full", marks=pytest.mark.soak),
         pytest.param({"model__tuning": "full", "model__dtype": "bfloat16", "objective__clip_range": 1}, id="bfloat16"),
         pytest.param({"sampling__guidance_scale": 3, "reward__on_failure": "drop"}, id="guidance"),
         pytest.param(
             {"kl__velocity_term": "closed_form", "train__optimizer_steps": 2, "train__ema_decay": 0.9},
             id="closed form",
+            marks=pytest.mark.soak,
         ),
         pytest.param({"sampling__offload_trajectories": True, "kl__anchor_interval": 1}, id="offload"),
         pytest.param(

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -56,8 +57,18 @@ def row(i, **changes):
     return keys | {key.replace("__", "/"): value for key, value in changes.items()}
 
 
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    for name in ("before", "after"):
+        (folder / name).mkdir()
+        for i, slug in enumerate(("a-b-red-b-circle", "a-blue-square")):
+            save_mp4(folder / name / f"{i:02d}-{slug}.mp4", torch.rand(3, 3, 16, 16), 8)
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path, videos) -> Path:
     """A finished run of 12 iterations with two videos on each side."""
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"train": {"iterations": 12}, "model": {"path": "testbed"}}))
     facts = {
@@ -75,9 +86,7 @@ def run(tmp_path) -> Path:
     (tmp_path / "eval").mkdir()
     for name, reward, iteration in (("before", (1.0, 2.0), 0), ("after", (1.5, 2.7), 12)):
         (tmp_path / "eval" / f"{name}.json").write_text(json.dumps(scores(reward, iteration)))
-        (tmp_path / "videos" / name).mkdir(parents=True)
-        for i, slug in enumerate(("a-b-red-b-circle", "a-blue-square")):
-            save_mp4(tmp_path / "videos" / name / f"{i:02d}-{slug}.mp4", torch.rand(3, 3, 16, 16), 8)
+    shutil.copytree(videos, tmp_path / "videos")
     return tmp_path
 
 
