@@ -60,7 +60,7 @@ soak: install
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m fault
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m soak
 	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_gpu_script.py tests/test_ranks.py tests/test_engine_deepspeed.py \
-	  tests/test_bench.py tests/test_sequence.py tests/ops/test_compile.py tests/ops/test_layouts.py
+	  tests/test_bench.py tests/test_sequence.py tests/test_new_user.py tests/ops/test_compile.py tests/ops/test_layouts.py
 
 bench: install
 	$(BIN)/python -m pytest benchmarks
