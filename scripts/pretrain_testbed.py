@@ -1,4 +1,7 @@
-"""Pre-train the testbed's base model, which ships in sage_fast/testbed/base: python scripts/pretrain_testbed.py FOLDER
+"""Pre-train a small world's base model: python scripts/pretrain_testbed.py FOLDER [--world pairs]
+
+The testbed's weights ship in sage_fast/models/testbed/base and sage_fast/testbed/base; those of the world of pairs are
+in studies/pairs/base.
 
 Trains an autoencoder on rendered videos, a flow-matching transformer on its latents, and the held-out judge, a
 classifier of clips and their corruptions.
@@ -7,24 +10,35 @@ The base is under-trained on purpose. Its shapes are recognisable, but often the
 wrong way, which leaves reinforcement learning something to improve.
 """
 
+from __future__ import annotations
+
 import argparse
 import copy
+import dataclasses
 import json
 import logging
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `studies`, which is not installed
+
+from sage_fast.models.testbed import text
 from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
-from sage_fast.models.testbed.text import embed
+from sage_fast.testbed import judge, render
+from sage_fast.testbed import world as testbed
 from sage_fast.testbed.corruptions import ATTRIBUTES, random_clip
-from sage_fast.testbed.judge import JudgeNetwork, judge_loss
-from sage_fast.testbed.render import render
-from sage_fast.testbed.world import BACKGROUND, all_scenes, parse, train_prompts
+from sage_fast.testbed.judge import JudgeNetwork
+from sage_fast.testbed.world import BACKGROUND
 from sage_fast.util.console import progress, show
+from studies.pairs import judge as pairs_judge
+from studies.pairs import model as pairs_model
+from studies.pairs import world as pairs
 
 log = logging.getLogger("sage_fast.pretrain_testbed")
 
@@ -34,19 +48,94 @@ EMA_DECAY = 0.998
 KL_WEIGHT = 5e-4
 
 
-def pretrain(
-    folder: Path,
-    *,
-    seed: int = 0,
-    vae_steps: int = 9000,
-    decoder_steps: int = 6000,
-    steps: int = 1300,
-    vae_batch: int = 4,
-    batch: int = 64,
-    videos_per_prompt: int = 32,
-    judge_steps: int = 2500,
-    judge_batch: int = 32,
-) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """How long each part is trained, and its batch size."""
+
+    vae_steps: int
+    decoder_steps: int
+    steps: int
+    vae_batch: int = 4
+    batch: int = 64
+    videos_per_prompt: int
+    judge_steps: int
+    judge_batch: int = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """What is learned.
+
+    Attributes:
+        name: value of `--world`.
+        prompts: captions that the base model is trained on.
+        video: caption -> random video, float32 [F, 3, H, W] in [0, 1].
+        embed: caption, or "" -> word vectors [L, D].
+        vae, transformer, judge: make the network that training begins with.
+        judge_loss: loss on a batch of random clips.
+        steps: how long.
+    """
+
+    name: str
+    prompts: list[str]
+    video: Callable[[str, torch.Generator], Tensor]
+    embed: Callable[[str], Tensor]
+    vae: Callable[[], AutoencoderKLHunyuanVideo15]
+    transformer: Callable[[], TestbedTransformer]
+    judge: Callable[[], JudgeNetwork]
+    judge_loss: Callable[[JudgeNetwork, int, torch.Generator], Tensor]
+    steps: Steps
+
+
+def _judge_loss(network: JudgeNetwork, batch: int, generator: torch.Generator) -> Tensor:
+    """Loss on clips of all 96 captions, clean and corrupted."""
+    scenes = testbed.all_scenes()
+    chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
+    videos, clean, visible = zip(*(random_clip(scene, generator) for scene in chosen))
+    visible_by_attribute = {name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES}
+    return judge.judge_loss(network, torch.stack(videos), chosen, torch.tensor(clean), visible_by_attribute)
+
+
+def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
+    """The testbed's autoencoder: it is convolutional and knows the shapes; only the scale of the latents differs."""
+    vae = allow_batches(tiny_vae())
+    vae.load_state_dict(load_vae().state_dict())
+    return vae
+
+
+def _judge_of_pairs() -> JudgeNetwork:
+    """A judge that begins with what the testbed's sees."""
+    network = JudgeNetwork(sizes=pairs_judge.SIZES)
+    network.body.load_state_dict(judge.load_judge().body.state_dict())
+    return network
+
+
+_TESTBED = World(
+    name="testbed",
+    prompts=testbed.train_prompts(),
+    video=lambda prompt, generator: render.render(testbed.parse(prompt), generator),
+    embed=text.embed,
+    vae=lambda: allow_batches(tiny_vae()),
+    transformer=TestbedTransformer,
+    judge=JudgeNetwork,
+    judge_loss=_judge_loss,
+    steps=Steps(vae_steps=9000, decoder_steps=6000, steps=1300, videos_per_prompt=32, judge_steps=2500),
+)
+_PAIRS = World(
+    name="pairs",
+    prompts=pairs.train_prompts(),
+    video=lambda prompt, generator: pairs.render(pairs.parse(prompt), generator),
+    embed=pairs_model.embed,
+    vae=_testbed_vae,
+    transformer=TestbedTransformer,
+    judge=_judge_of_pairs,
+    judge_loss=pairs_judge.judge_loss,
+    steps=Steps(vae_steps=0, decoder_steps=0, steps=3000, videos_per_prompt=4, judge_steps=1000, judge_batch=16),
+)
+WORLDS = {world.name: world for world in (_TESTBED, _PAIRS)}
+
+
+def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
     """Train the autoencoder, the transformer and the judge; write `vae/`, `transformer/` and `judge/` into `folder`.
 
     Runs on the CPU and is deterministic: the same seed, steps and number of threads give the same weights. A part that
@@ -60,65 +149,55 @@ def pretrain(
 
     with torch.random.fork_rng(devices=[]):
         if missing("judge"):
-            judge = train_judge(torch.Generator().manual_seed(seed), steps=judge_steps, batch=judge_batch)
-            judge.half().save_pretrained(folder / "judge")
+            train_judge(world, torch.Generator().manual_seed(seed)).half().save_pretrained(folder / "judge")
         if missing("vae"):
-            vae = train_vae(seed, steps=vae_steps, decoder_steps=decoder_steps, batch=vae_batch)
-            vae.half().save_pretrained(folder / "vae")
+            train_vae(world, seed).half().save_pretrained(folder / "vae")
         if missing("transformer"):
             vae, generator = load_vae(folder), torch.Generator().manual_seed(seed)
-            latents = vae.config.scaling_factor * encode_prompts(vae, train_prompts(), videos_per_prompt, generator)
-            transformer = train_flow(latents, generator, steps=steps, batch=batch)
+            videos = encode_prompts(world, vae, world.prompts, world.steps.videos_per_prompt, generator)
+            transformer = train_flow(world, vae.config.scaling_factor * videos, generator)
             transformer.half().save_pretrained(folder / "transformer")
 
     record = {
-        "command": f"python scripts/pretrain_testbed.py FOLDER --seed {seed}",
+        "command": f"python scripts/pretrain_testbed.py FOLDER --world {world.name} --seed {seed}",
         "seed": seed,
-        "vae_steps": vae_steps,
-        "decoder_steps": decoder_steps,
-        "steps": steps,
-        "vae_batch": vae_batch,
-        "batch": batch,
-        "videos_per_prompt": videos_per_prompt,
-        "judge_steps": judge_steps,
-        "judge_batch": judge_batch,
+        **dataclasses.asdict(world.steps),
         "torch": torch.__version__.split("+")[0],
     }
     (folder / "testbed.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def train_vae(seed: int, *, steps: int, decoder_steps: int, batch: int) -> AutoencoderKLHunyuanVideo15:
-    """Train an autoencoder on rendered videos: first both halves, then the decoder alone.
+def train_vae(world: World, seed: int) -> AutoencoderKLHunyuanVideo15:
+    """Train an autoencoder on rendered videos: first both halves, then the decoder alone; measure its latents' scale.
 
     Decoder steps are cheaper, and only the decoder's output is seen.
     """
-    vae = allow_batches(tiny_vae()).train()
+    vae = world.vae().train()
     # A shape covers a tenth of the frame; without a larger weight the autoencoder would blur it first.
-    _reconstruct(vae, seed, steps=steps, batch=batch, foreground=8.0)
+    _reconstruct(world, vae, seed, steps=world.steps.vae_steps, foreground=8.0)
     vae.half().float()  # train the decoder on the encoder as stored, in half precision
     vae.encoder.requires_grad_(False)
     # The remaining error is a haze over the background: it covers most of the frame, but each pixel weighs little.
-    _reconstruct(vae, seed, steps=decoder_steps, batch=batch, foreground=3.0)
-    latents = encode_prompts(vae.eval(), train_prompts(), 1, torch.Generator().manual_seed(seed))
+    _reconstruct(world, vae, seed, steps=world.steps.decoder_steps, foreground=3.0)
+    latents = encode_prompts(world, vae.eval(), world.prompts[:72], 1, torch.Generator().manual_seed(seed))
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
     return vae
 
 
-def _reconstruct(vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, batch: int, foreground: float) -> None:
+def _reconstruct(world: World, vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, foreground: float) -> None:
     """Train what requires gradients on freshly rendered videos. A pixel of a shape weighs 1 + `foreground`."""
     for weight in vae.parameters():
         if weight.ndim == 5:  # channels innermost, in weights and input, is a fifth faster
             weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
     generator = torch.Generator().manual_seed(seed)
-    prompts = train_prompts()
     optimizer = torch.optim.AdamW(
         [p for p in vae.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.99), weight_decay=1e-4
     )
     error = kl = torch.zeros(())
     for step in progress(range(steps), "autoencoder", steps):
         _set_cosine_lr(optimizer, 1e-3, step, steps)
-        picks = torch.randint(len(prompts), (batch,), generator=generator).tolist()
-        video = _to_vae(torch.stack([render(parse(prompts[i]), generator) for i in picks]))
+        picks = torch.randint(len(world.prompts), (world.steps.vae_batch,), generator=generator).tolist()
+        video = _to_vae(torch.stack([world.video(world.prompts[i], generator) for i in picks]))
         video = video.contiguous(memory_format=torch.channels_last_3d)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             posterior = vae.encode(video).latent_dist
@@ -129,28 +208,34 @@ def _reconstruct(vae: AutoencoderKLHunyuanVideo15, seed: int, *, steps: int, bat
         weight = 1.0 + foreground * (video > 2 * BACKGROUND - 0.9).any(dim=1, keepdim=True)
         kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
         _update(optimizer, (weight * error.abs()).mean() + KL_WEIGHT * kl)
-    rms = error.detach().square().mean().sqrt()
-    log.info(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
+    if steps:
+        rms = error.detach().square().mean().sqrt()
+        log.info(f"autoencoder: rms error {rms:.3f}, kl {kl.detach():.2f} in the last step")
 
 
 @torch.no_grad()
 def encode_prompts(
-    vae: AutoencoderKLHunyuanVideo15, prompts: list[str], videos_per_prompt: int, generator: torch.Generator
+    world: World,
+    vae: AutoencoderKLHunyuanVideo15,
+    prompts: list[str],
+    videos_per_prompt: int,
+    generator: torch.Generator,
 ) -> Tensor:
-    """Return the unscaled posterior means of freshly rendered videos, float32 [prompts, videos, *LATENT_SHAPE]."""
+    """Return the unscaled posterior means of freshly rendered videos, float32 [prompts, videos, C, T, H, W]."""
     latents = []
     for prompt in prompts:
-        videos = torch.stack([render(parse(prompt), generator) for _ in range(videos_per_prompt)])
+        videos = torch.stack([world.video(prompt, generator) for _ in range(videos_per_prompt)])
         latents.append(vae.encode(_to_vae(videos)).latent_dist.mode())
     return torch.stack(latents)
 
 
-def train_flow(latents: Tensor, generator: torch.Generator, *, steps: int, batch: int) -> TestbedTransformer:
-    """Train by flow matching on scaled latents [train prompts, videos, *LATENT_SHAPE]; return the averaged weights."""
-    model = TestbedTransformer().train()
+def train_flow(world: World, latents: Tensor, generator: torch.Generator) -> TestbedTransformer:
+    """Train by flow matching on scaled latents [prompts, videos, C, T, H, W]; return the averaged weights."""
+    steps, batch = world.steps.steps, world.steps.batch
+    model = world.transformer().train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
-    text = torch.stack([embed(prompt) for prompt in train_prompts()])
-    no_text = embed("")[None]
+    text = torch.stack([world.embed(prompt) for prompt in world.prompts])
+    no_text = world.embed("")[None]
     unprompted = round(PROMPT_DROPOUT * batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-2)
     for step in progress(range(steps), "transformer", steps):
@@ -176,24 +261,21 @@ def train_flow(latents: Tensor, generator: torch.Generator, *, steps: int, batch
     return average
 
 
-def train_judge(generator: torch.Generator, *, steps: int, batch: int) -> JudgeNetwork:
-    """Train the judge on clips of all 96 captions, clean and corrupted."""
-    judge = JudgeNetwork().train()
-    scenes = all_scenes()
-    optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3, weight_decay=1e-2)
+def train_judge(world: World, generator: torch.Generator) -> JudgeNetwork:
+    """Train the judge on clips, clean and corrupted."""
+    network, steps = world.judge().train(), world.steps.judge_steps
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=1e-2)
+    loss = torch.zeros(())
     for step in progress(range(steps), "judge", steps):
         _set_cosine_lr(optimizer, 2e-3, step, steps)
-        chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
-        videos, clean, visible = zip(*(random_clip(scene, generator) for scene in chosen))
-        visible_by_attribute = {name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES}
-        loss = judge_loss(judge, torch.stack(videos), chosen, torch.tensor(clean), visible_by_attribute)
+        loss = world.judge_loss(network, world.steps.judge_batch, generator)
         _update(optimizer, loss)
     log.info(f"judge: loss {loss.detach():.3f} in the last step")
-    return judge.eval()
+    return network.eval()
 
 
 def velocity(model: TestbedTransformer, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-    """Return the model's v [B, *LATENT_SHAPE] at latents x, noise levels sigma [B] and word vectors text [B, L, D]."""
+    """Return the model's v [B, C, T, H, W] at latents x, noise levels sigma [B] and word vectors text [B, L, D]."""
     rows = x.shape[0]
     condition_and_mask = x.new_zeros(rows, model.config.in_channels - x.shape[1], *x.shape[2:])
     output: Tensor = model(
@@ -229,10 +311,11 @@ def _update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Pre-train the testbed's base model and its judge.")
+    parser = argparse.ArgumentParser(description="Pre-train a world's base model and its judge.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where transformer/, vae/ and judge/ go")
+    parser.add_argument("--world", choices=WORLDS, default="testbed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args()
     show(quiet=options.quiet)
-    pretrain(options.folder, seed=options.seed)
+    pretrain(options.folder, WORLDS[options.world], seed=options.seed)

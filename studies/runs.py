@@ -24,6 +24,7 @@ from sage_fast.run.grid import run_many
 from sage_fast.util.console import hush, show, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
+from sage_fast.util.metrics import JUDGE_PART
 from studies.differences import Difference, difference_of_runs, mean_and_half
 
 log = logging.getLogger("sage_fast.studies")
@@ -51,7 +52,7 @@ class TrainedRun:
         While the policy still moves, a single evaluation is largely luck.
 
         Args:
-            part: `reward` (with weights 1, 1, 1, whatever the run was trained on), `vq`, `judge/alignment`, ...
+            part: `reward` (all parts with weight 1, whatever the run was trained on), `vq`, `judge/alignment`, ...
         """
         last = self.evaluations[-1]["iteration"]
         late = [evaluation for evaluation in self.evaluations if evaluation["iteration"] > 2 * last / 3]
@@ -82,12 +83,13 @@ def mean_interval(runs: Sequence[TrainedRun], part: str = "reward") -> tuple[flo
 
 
 def scores_of(evaluation: Mapping[str, Any], part: str) -> list[float]:
-    """Return the score of each video. The composite has weights 1, 1, 1 to make runs with other weights comparable.
+    """Return the score of each video. In the composite each part has weight 1: runs with other weights are comparable.
 
     Raises:
         RunError: a video has no score because its reward failed.
     """
-    columns = [evaluation["parts"][name] for name in (("vq", "mq", "ta") if part == "reward" else (part,))]
+    names = [part] if part != "reward" else [name for name in evaluation["parts"] if not name.startswith(JUDGE_PART)]
+    columns = [evaluation["parts"][name] for name in names]
     if any(None in column for column in columns):
         raise RunError(f"a held-out video of iteration {evaluation['iteration']} has no {part} that is a number")
     return [sum(values) for values in zip(*columns)]

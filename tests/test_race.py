@@ -14,7 +14,20 @@ from sage_fast.config.load import load
 from studies.race import findings, runs
 from studies.race.__main__ import main
 from studies.race.ratio import Ratio, ratio
-from studies.race.runs import EVALUATIONS, Cell, Raced, best_cell, cells, config_of, cost, iterations, settings_of, used
+from studies.race.runs import (
+    EVALUATIONS,
+    SECOND,
+    Cell,
+    Raced,
+    best_cell,
+    cells,
+    config_of,
+    cost,
+    iterations,
+    second_cells,
+    settings_of,
+    used,
+)
 from studies.runs import TrainedRun, exaflops
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
@@ -82,6 +95,18 @@ def test_a_recipe_gets_the_budget_and_no_more(recipe: str) -> None:
         assert config.train.iterations == EVALUATIONS * config.eval.interval
 
 
+def test_the_second_world_searches_the_learning_rate_alone() -> None:
+    found = second_cells(Cell("paper", 3e-3, 0.05))
+    assert {(cell.kl_weight, cell.world) for cell in found} == {(0.05, SECOND)}
+    assert len(found) == 3
+    config = settings_of(f"{found[0]}-seed10", quick=False)
+    assert config.sampling.guidance_scale == 2
+    assert config.sampling.height == 64
+    assert config.train.iterations == 36
+    assert config.train.learning_rate == 1.5e-3
+    assert sum(exaflops(config).values()) == pytest.approx(cost("paper", SECOND))
+
+
 def test_the_anchor_is_free_in_the_iterations_after_its_refresh() -> None:
     """Every 10 of 4 updates an iteration, so in one iteration of three; `nft` has no anchor."""
     anchor = exaflops(load(str(RECIPES / "paper.yaml")))["anchor"]
@@ -123,12 +148,15 @@ def raced(**scores: float) -> dict[str, Raced]:
 @pytest.mark.parametrize(("score", "verdict"), [(1.9, "held"), (1.35, "not held"), (0.6, "not held")])
 def test_the_verdict_follows_the_interval(score: float, verdict: str) -> None:
     """The paper's method gains 0.3."""
-    (claim, judge) = findings.claims(raced(paper=1.3, precise=score))
+    both = raced(paper=1.3, precise=score)
+    again = {name: dataclasses.replace(one, best=second_cells(one.best)[0]) for name, one in both.items()}
+    (claim, judge, second) = findings.claims(both, again)
     found = claim.find(None)
-    assert found.verdict == verdict
+    assert found.verdict == second.find(None).verdict == verdict
     assert judge.find(None).verdict == ("held" if score > 1 else "not held")
     factor = used("paper") / used("precise")
     expected = (score - 1) / 0.3 * factor
+    assert used("paper", SECOND) > 1.5 * used("paper") * 36 / 42  # guidance
     assert float(re.findall(r"further seeds it gains (\S+) ", found.text)[0]) == pytest.approx(expected, rel=0.05)
 
 
@@ -142,7 +170,7 @@ def test_the_confirmation_decides() -> None:
     found = raced(paper=1.3, precise=1.6, nft=1.9)
     assert runs.ahead(found) == "nft"
     fell = dataclasses.replace(found["nft"], confirmation=[made(1.3, seed, noise=0.01) for seed in range(5)])
-    assert findings.claims(found | {"nft": fell})[0].find(None).verdict == "not held"
+    assert findings.claims(found | {"nft": fell}, {})[0].find(None).verdict == "not held"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -169,7 +197,9 @@ def test_from_the_recipes_to_the_page(
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "8 runs, 8 of them to be made" in printed  # two recipes, two cells, two seeds
-    assert printed.count("4 runs, 4 of them to be made") == 2  # each recipe's best cell on two seeds, and on two more
+    # Each recipe's best cell on two seeds, and on two more; then again in the second world.
+    assert printed.count("4 runs, 4 of them to be made") == 3
+    assert "2 runs, 2 of them to be made" in printed  # the search there: one cell and one seed of each
     assert printed.splitlines()[-1] == str(tmp_path / "results.html")
     page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
     for shown in (page, text):
@@ -177,5 +207,6 @@ def test_from_the_recipes_to_the_page(
         assert "python -m studies.race precise --quick" in shown
     assert text.startswith("# Reward for compute\n")
     assert len((tmp_path / "results" / "race.csv").read_text().splitlines()) == 1 + 16
+    assert len((tmp_path / "results" / "race-pairs.csv").read_text().splitlines()) == 1 + 6
     assert main(command) == 0
     assert "to be made" not in capsys.readouterr().out

@@ -63,14 +63,14 @@ def measure(videos: Tensor) -> Measurement:
     # Each palette colour peaks at PEAK, so the largest channel gives a pixel's coverage.
     lit = (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)  # [B, F, H, W]
     area = lit.sum(dim=(2, 3))
-    center = _centroid(lit)
-    overlap = torch.stack([_overlap(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1)
+    center = centroid(lit)
+    overlap = torch.stack([soft_iou(lit, coverage(shape, center, *lit.shape[2:])) for shape in SHAPES], dim=-1)
 
-    nearby = (lit * _window(center, *lit.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
+    nearby = (lit * window(center, *lit.shape[2:])).sum(dim=(2, 3)) / area.clamp(min=1.0)
     size = torch.minimum(area, AREA * AREA / area.clamp(min=1e-3)) / AREA  # 1 at the right area, less on both sides
     presence = nearby.clamp(max=1.0) * size.clamp(0.0, 1.0)
 
-    velocity, residual = _line_fit(center)
+    velocity, residual = line_fit(center)
     return Measurement(
         overlap=overlap,
         purity=_purity(pixels, lit),
@@ -124,7 +124,7 @@ def text_alignment(seen: Measurement, prompts: list[str]) -> Tensor:
     return seen.presence.mean(dim=1) * (color_match + shape_match + direction_match + speed_match) / 4
 
 
-def _centroid(lit: Tensor) -> Tensor:
+def centroid(lit: Tensor) -> Tensor:
     """Return the centroid [B, F, 2]. Squared weights keep a faint haze from pulling it."""
     weight = lit.square()
     total = weight.sum(dim=(2, 3))
@@ -137,7 +137,7 @@ def _centroid(lit: Tensor) -> Tensor:
     return (moment + prior * middle) / (total + prior)[..., None]
 
 
-def _overlap(lit: Tensor, drawn: Tensor) -> Tensor:
+def soft_iou(lit: Tensor, drawn: Tensor) -> Tensor:
     """Return the soft intersection over union, [B, F]."""
     both = torch.minimum(lit, drawn).sum(dim=(2, 3))
     return both / (lit.sum(dim=(2, 3)) + drawn.sum(dim=(2, 3)) - both).clamp(min=1.0)
@@ -154,7 +154,7 @@ def _purity(pixels: Tensor, lit: Tensor) -> Tensor:
     return torch.stack(scores, dim=-1)
 
 
-def _window(center: Tensor, height: int, width: int) -> Tensor:
+def window(center: Tensor, height: int, width: int) -> Tensor:
     """Return a soft disc of radius REACH around the centroid, [B, F, height, width]."""
     x = torch.arange(width, device=center.device) + 0.5 - center[..., 0, None]
     y = torch.arange(height, device=center.device) + 0.5 - center[..., 1, None]
@@ -162,7 +162,7 @@ def _window(center: Tensor, height: int, width: int) -> Tensor:
     return torch.sigmoid(2.0 * (REACH - distance))
 
 
-def _line_fit(center: Tensor) -> tuple[Tensor, Tensor]:
+def line_fit(center: Tensor) -> tuple[Tensor, Tensor]:
     """Fit the centroid to the frame number by least squares; return velocity [B, 2] and rms residual [B]."""
     time = torch.arange(center.shape[1], device=center.device, dtype=center.dtype)
     time = time - time.mean()

@@ -1,5 +1,6 @@
 """The held-out judge: a small network trained on examples, independent of the training reward."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,11 +17,18 @@ SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
 
 
 class JudgeNetwork(ModelMixin, ConfigMixin):
-    """Classifier of a clip's shape, colour, direction and speed, with a score of its cleanness."""
+    """Classifier of a clip, with a score of its cleanness.
+
+    Args:
+        sizes: what is classified and the number of its classes: by default shape, colour, direction and speed.
+    """
 
     @register_to_config
-    def __init__(self, channels: tuple[int, ...] = (16, 32, 48, 48)) -> None:
+    def __init__(
+        self, channels: tuple[int, ...] = (16, 32, 48, 48), sizes: Sequence[tuple[str, int]] = tuple(SIZES.items())
+    ) -> None:
         super().__init__()
+        self.sizes = dict(sizes)
         a, b, c, d = channels
         self.body = nn.Sequential(
             nn.Conv3d(3, a, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1)),  # [17, 16, 16]
@@ -35,18 +43,18 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
             nn.Conv3d(c, d, 3, stride=2, padding=1),  # [5, 4, 4]
             nn.SiLU(),
         )
-        self.head = nn.Sequential(nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(SIZES.values()) + 1))
+        self.head = nn.Sequential(nn.Linear(2 * d, 64), nn.SiLU(), nn.Linear(64, sum(self.sizes.values()) + 1))
 
     def forward(self, videos: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return logits: attribute -> [B, words] in the order of `ATTRIBUTES`, and [B] for being clean.
+        """Return logits: attribute -> [B, classes] in the order of `sizes`, and [B] for being clean.
 
         Args:
-            videos: [B, F, 3, H, W] in [0, 1]; the network was trained on 17 frames of 32 x 32.
+            videos: [B, F, 3, H, W] in [0, 1], of the size it was trained on: 17 frames of 32 x 32 for the testbed's.
         """
         seen = self.body(4.0 * videos.transpose(1, 2) - 1.0)
         output = self.head(torch.cat([seen.mean((2, 3, 4)), seen.amax((2, 3, 4))], dim=1))
-        *words, clean = output.split([*SIZES.values(), 1], dim=1)
-        return dict(zip(SIZES, words)), clean[:, 0]
+        *words, clean = output.split([*self.sizes.values(), 1], dim=1)
+        return dict(zip(self.sizes, words)), clean[:, 0]
 
 
 def judge_loss(

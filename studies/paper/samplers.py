@@ -239,7 +239,7 @@ def _on_testbed(
     """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
     from sage_fast.models.testbed.model import allow_batches
     from sage_fast.run.setup import load_setup
-    from scripts.pretrain_testbed import encode_prompts
+    from scripts.pretrain_testbed import WORLDS, encode_prompts
 
     setup = load_setup(shipped("recipes/paper"), rewards=False)
     setup.encode()
@@ -249,7 +249,8 @@ def _on_testbed(
         for key, table in tables.items()
     }
     vae = setup.model.decoder.vae
-    latents = encode_prompts(allow_batches(vae), setup.eval_prompts, 1, torch.Generator().manual_seed(0))
+    world, generator = WORLDS["testbed"], torch.Generator().manual_seed(0)
+    latents = encode_prompts(world, allow_batches(vae), setup.eval_prompts, 1, generator)
     floor = manifold_distances(setup.model.decoder.submit(vae.config.scaling_factor * latents.flatten(0, 1)).result())
     return {key: manifold_distances(clips).numpy() for key, clips in videos.items()}, floor.numpy()
 

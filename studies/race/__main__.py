@@ -29,7 +29,7 @@ def _study(options: argparse.Namespace) -> int:
     from studies import page
     from studies.finding import Material
     from studies.race import findings, runs
-    from studies.runs import facts
+    from studies.runs import TrainedRun, facts
 
     for name in options.recipes:
         if name not in runs.recipes():
@@ -38,14 +38,16 @@ def _study(options: argparse.Namespace) -> int:
     workers, quick = workers_of(options), options.quick
     folder, archive = folders_of(options, "race")
     raced = runs.race(recipes, archive, quick=quick, workers=workers)
-    made = {str(cell): found for of in raced.values() for cell, found in of.search.items()}
-    for of in raced.values():
-        made[str(of.best)] = [*made[str(of.best)], *of.final, *of.confirmation]
+    again = runs.race_again(raced, archive, quick=quick, workers=workers)
+    made: dict[str, list[TrainedRun]] = {}
+    for found in (*raced.values(), *again.values()):
+        made |= {str(cell): list(trained) for cell, trained in found.search.items()}
+        made[str(found.best)] += [*found.final, *found.confirmation]
     provenance = facts(made, f"{PROGRAM} {shlex.join(options.recipes)}{' --quick' * quick}".rstrip())
     if others := [name for name in runs.recipes() if name not in recipes]:
         provenance["Not raced here"] = ", ".join(others)
     material = Material(quick=quick, runs=made)
-    claims, text = findings.claims(raced), runs.protocol_text()
+    claims, text = findings.claims(raced, again), runs.protocol_text()
     print(page.write_study(claims, material, folder, ABOUT, provenance, text, title="Reward for compute"))
     return 0
 

@@ -23,15 +23,26 @@ JUDGE = ("judge/alignment", "judge/naturalness")
 
 def ratios(raced: Mapping[str, Raced]) -> dict[str, Ratio]:
     """Return recipe -> ratio of its gain per FLOP to the reference's, corrected for the number of recipes."""
-    rates = {name: scaled(gains(of.final), 1 / used(name)) for name, of in raced.items()}
+    rates = {name: scaled(gains(found.final), 1 / used_by(found)) for name, found in raced.items()}
     others = [name for name in raced if name != reference()]
     return {name: ratio(rates[name], rates[reference()], comparisons=len(others)) for name in others}
+
+
+def used_by(found: Raced) -> float:
+    """Return exaFLOPs of a run."""
+    return used(found.best.recipe, found.best.world)
 
 
 def confirmed(raced: Mapping[str, Raced]) -> Ratio:
     """Return the ratio of the recipe ahead, on the seeds of the confirmation."""
     first, second = (scaled(gains(raced[name].confirmation), 1 / used(name)) for name in (ahead(raced), reference()))
     return ratio(first, second)
+
+
+def transferred(raced: Mapping[str, Raced], again: Mapping[str, Raced]) -> Ratio:
+    """Return the ratio in the second world of the recipe ahead in the first. It was chosen before: no correction."""
+    first, second = (again[name] for name in (ahead(raced), reference()))
+    return ratio(scaled(gains(first.final), 1 / used_by(first)), scaled(gains(second.final), 1 / used_by(second)))
 
 
 def judge_race(found: Ratio) -> Verdict:
@@ -61,7 +72,7 @@ def gain(runs: Sequence[TrainedRun]) -> Difference:
 def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
     found, first, base = ratios(raced), ahead(raced), reference()
     decisive, runs, others = confirmed(raced), raced[first].confirmation, raced[base].confirmation
-    edges = [name for name, of in raced.items() if of.best.learning_rate in _ends(name)]
+    edges = [name for name, one in raced.items() if one.best.learning_rate in _ends(name)]
     above = difference(runs, others)
     text = (
         f"Of the table, {first} has the highest gain per FLOP. On {len(runs)} further seeds it gains {decisive} times "
@@ -71,24 +82,62 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
         f"five seeds that chose, its intervals corrected for {len(found)} recipes. A lowest or highest learning rate "
         f"of the search was best for {', '.join(edges) or 'no recipe'}: a wider search may find more."
     )
+    return Finding(
+        verdict=judge_race(decisive),
+        text=text,
+        draw=functools.partial(_draw, raced, found),
+        rows=_rows(raced),
+        table=_table(raced, found),
+    )
+
+
+def _find_again(raced: Mapping[str, Raced], again: Mapping[str, Raced], material: Material) -> Finding:
+    found, first, base = transferred(raced, again), ahead(raced), reference()
+    runs, others = again[first].final, again[base].final
+    spent, reference_spent = used_by(again[first]), used_by(again[base])
+    above = difference(runs, others)
+    text = (
+        f"{first}, which is ahead in the first world, gains {found} times as much per FLOP as {base} here (95 % "
+        f"interval): {gain(runs)} for {spent:.1f} exaFLOPs against {gain(others)} for {reference_spent:.1f}, on "
+        f"{len(runs)} seeds. It ends {above} above (p {above.p:.2g}), and the judge gains {judge_gain(runs)} against "
+        f"{judge_gain(others)}. The table's intervals are corrected for {len(again) - 1} recipes."
+    )
+    known = ratios(again)
+    return Finding(
+        verdict=judge_race(found),
+        text=text,
+        draw=functools.partial(_draw, again, known),
+        rows=_rows(again),
+        table=_table(again, known),
+    )
+
+
+def _table(raced: Mapping[str, Raced], found: Mapping[str, Ratio]) -> Sequence[Sequence[str]]:
     heading = ("recipe", "learning rate", "lambda", "iterations", "exaFLOPs", "gain", "gain per FLOP", "judge")
-    table = [heading] + [
+    return [heading] + [
         (
             name,
-            f"{of.best.learning_rate:g}",
-            f"{of.best.kl_weight:g}",
-            str(iterations(name)),
-            f"{used(name):.1f}",
-            str(gain(of.final)),
+            f"{one.best.learning_rate:g}",
+            f"{one.best.kl_weight:g}",
+            str(iterations(name, one.best.world)),
+            f"{used_by(one):.1f}",
+            str(gain(one.final)),
             str(found.get(name, 1)),
-            str(judge_gain(of.final)),
+            str(judge_gain(one.final)),
         )
-        for name, of in raced.items()
+        for name, one in raced.items()
     ]
+
+
+def _rows(raced: Mapping[str, Raced]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for name, of in raced.items():
+    for name, found in raced.items():
         for purpose, made in (
-            {"confirmation": {of.best: of.confirmation}, "final": {of.best: of.final}, "search": of.search}
+            {
+                "confirmation": {found.best: found.confirmation},
+                "final": {found.best: found.final},
+                "search": found.search,
+            }
         ).items():
             for cell, trained in made.items():
                 for run in trained:
@@ -96,21 +145,21 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
                     row |= {"purpose": purpose, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
                     row |= {part: run.mean(part) for part in run.evaluations[0]["parts"]}
                     rows.append(row | {f"evaluation {i}": score for i, score in enumerate(run.course().values())})
+    return rows
 
-    def draw(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
-        for color, (name, of) in zip(COLORS * 3, raced.items()):
-            courses = np.array([list(run.course().values()) for run in of.final])
-            curve = courses.mean(0) - courses[:, 0].mean()
-            spent = np.array(list(of.final[0].course())) * used(name) / iterations(name)
-            left.plot(spent, curve, color=color, label=name, marker="o", markersize=2.5)
-        left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
-        left.set_ylabel("gain of the held-out composite")
-        left.legend(ncols=2)
-        shown = {name: (of.value, max(of.low, 0), min(of.high, 6)) for name, of in found.items()}
-        draw_intervals(right, shown, f"gain per FLOP over that of {reference()} (cut at 6)", lines=(1, GOAL))
 
-    return Finding(verdict=judge_race(decisive), text=text, draw=draw, rows=rows, table=table)
+def _draw(raced: Mapping[str, Raced], found: Mapping[str, Ratio], figure: Figure) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
+    for color, (name, one) in zip(COLORS * 3, raced.items()):
+        courses = np.array([list(run.course().values()) for run in one.final])
+        curve = courses.mean(0) - courses[:, 0].mean()
+        spent = np.array(list(one.final[0].course())) * used_by(one) / iterations(name, one.best.world)
+        left.plot(spent, curve, color=color, label=name, marker="o", markersize=2.5)
+    left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
+    left.set_ylabel("gain of the held-out composite")
+    left.legend(ncols=2)
+    shown = {name: (one.value, max(one.low, 0), min(one.high, 6)) for name, one in found.items()}
+    draw_intervals(right, shown, f"gain per FLOP over that of {reference()} (cut at 6)", lines=(1, GOAL))
 
 
 def _ends(recipe: str) -> set[float]:
@@ -120,7 +169,7 @@ def _ends(recipe: str) -> set[float]:
 
 def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
     first = ahead(raced)
-    rises = {name: judge_gain(of.confirmation or of.final) for name, of in raced.items()}
+    rises = {name: judge_gain(one.confirmation or one.final) for name, one in raced.items()}
     text = (
         f"Of {first}, which gains most per FLOP, both scores of the judge together gain {rises[first]}. Here {first} "
         f"and {reference()} have the seeds of the confirmation, the others those of the table."
@@ -134,8 +183,8 @@ def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
     return Finding(verdict=judge_judge(rises[first]), text=text, draw=draw, rows=rows)
 
 
-def claims(raced: Mapping[str, Raced]) -> list[Claim]:
-    """Return the claims about these runs, in the order of the page."""
+def claims(raced: Mapping[str, Raced], again: Mapping[str, Raced]) -> list[Claim]:
+    """Return the claims about the runs in both worlds, in the order of the page."""
     return [
         Claim(
             name="race",
@@ -154,5 +203,15 @@ def claims(raced: Mapping[str, Raced]) -> list[Claim]:
             source="",
             says="The judge, which no run trains on, rises with the recipe that gains most per FLOP.",
             find=functools.partial(_find_judge, raced),
+        ),
+        Claim(
+            name="race-pairs",
+            title="The second world",
+            kind="beyond",
+            source="",
+            says=f"In a second world, too, the recipe that is ahead gains at least {GOAL:g} times as much per FLOP as "
+            f"`{reference()}`, and surely more than {LEAST:g} times.",
+            find=functools.partial(_find_again, raced, again),
+            size=(10.0, 4.4),
         ),
     ]

@@ -19,6 +19,9 @@ from studies.runs import TrainedRun, exaflops, shipped, train_runs
 EVALUATIONS = 6
 """Evaluations of a run after the first; the last two are its score."""
 
+FIRST, SECOND = "testbed", "pairs"
+"""The two worlds: that of `sage_fast.testbed`, and `studies.pairs`."""
+
 
 @functools.cache
 def _protocol() -> dict[str, Any]:
@@ -40,6 +43,11 @@ def reference() -> str:
     return str(_protocol()["budget"]["recipe"])
 
 
+def _of_world(world: str) -> dict[str, Any]:
+    """Return the part of the protocol for a world."""
+    return _protocol()["second"] if world == SECOND else _protocol()
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A recipe at a point of the search. lambda_KL is constant, and 0 for a recipe without KL."""
@@ -47,60 +55,68 @@ class Cell:
     recipe: str
     learning_rate: float
     kl_weight: float
+    world: str = FIRST
 
     def __str__(self) -> str:
-        return f"{self.recipe}-lr{self.learning_rate:g}-kl{self.kl_weight:g}"
+        prefix = f"{self.world}-" if self.world != FIRST else ""
+        return f"{prefix}{self.recipe}-lr{self.learning_rate:g}-kl{self.kl_weight:g}"
 
 
 def cells(recipe: str) -> list[Cell]:
-    """Return the cells of a recipe's search."""
+    """Return the cells of a recipe's search in the first world."""
     search = _protocol()["search"]
     weights = search["kl_weight"] if kl_acts(_shipped(recipe).kl) else [0.0]
     return [Cell(recipe, rate, weight) for rate in search["learning_rate"] for weight in weights]
 
 
-def seeds(purpose: str, quick: bool) -> list[int]:
+def second_cells(best: Cell) -> list[Cell]:
+    """Return the cells of the search in the second world, with the weight of the KL that was best in the first."""
+    rates = _protocol()["search"]["learning_rate"]
+    return [dataclasses.replace(best, learning_rate=rate, world=SECOND) for rate in rates]
+
+
+def seeds(purpose: str, quick: bool, world: str = FIRST) -> list[int]:
     """Return the seeds of `search`, `final` or `confirmation`."""
-    found = _protocol()[purpose]["seeds"]
+    found = _of_world(world)[purpose]["seeds"]
     return list(found[:2] if quick else found)
 
 
 @functools.cache
-def _shipped(recipe: str) -> Config:
-    return shipped(f"recipes/{recipe}", _protocol()["base"])
+def _shipped(recipe: str, world: str = FIRST) -> Config:
+    return shipped(f"recipes/{recipe}", _protocol()["base"], *([_of_world(world)["base"]] if world != FIRST else []))
 
 
 @functools.cache
-def cost(recipe: str) -> float:
+def cost(recipe: str, world: str = FIRST) -> float:
     """Return planned exaFLOPs (1e18) of an iteration on the 8.3 B model, which share the budget.
 
     They are of rollouts, scouting, decoding, anchor and training; the plan has the anchor run in every iteration.
     """
-    return sum(exaflops(_shipped(recipe)).values())
+    return sum(exaflops(_shipped(recipe, world)).values())
 
 
 @functools.cache
-def used(recipe: str) -> float:
+def used(recipe: str, world: str = FIRST) -> float:
     """Return exaFLOPs of a whole run as it is made: without the anchor in the iterations after its refresh."""
-    config, parts = _shipped(recipe), exaflops(_shipped(recipe))
-    count, cycle = iterations(recipe), math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
+    config, parts = _shipped(recipe, world), exaflops(_shipped(recipe, world))
+    count, cycle = iterations(recipe, world), math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
     free = math.ceil(count / cycle) * (strategy_of(config.kl).moves and spares_anchor(config))
     return count * sum(parts.values()) - free * parts["anchor"]
 
 
 @functools.cache
-def iterations(recipe: str) -> int:
+def iterations(recipe: str, world: str = FIRST) -> int:
     """Return the number of iterations that the budget pays, rounded down to a multiple of the evaluations."""
-    budget = _protocol()["budget"]
-    affordable = budget["iterations"] * cost(budget["recipe"]) / cost(recipe)
+    affordable = _of_world(world)["budget"]["iterations"] * cost(reference(), world) / cost(recipe, world)
     return EVALUATIONS * max(int(affordable + 1e-9) // EVALUATIONS, 1)
 
 
 def config_of(cell: Cell, seed: int, quick: bool) -> Config:
     """Return the settings of a run."""
-    count = EVALUATIONS if quick else iterations(cell.recipe)
+    count = EVALUATIONS if quick else iterations(cell.recipe, cell.world)
     settings: Mapping[str, Any] = {
         **_protocol()["base"],
+        **(_of_world(cell.world)["base"] if cell.world != FIRST else {}),
         "seed": seed,
         "train.learning_rate": cell.learning_rate,
         "train.iterations": count,
@@ -114,7 +130,10 @@ def config_of(cell: Cell, seed: int, quick: bool) -> Config:
 def settings_of(run: str, quick: bool) -> Config:
     """Return the settings of a run by its name."""
     name, _, seed = run.rpartition("-seed")
-    (cell,) = (cell for recipe in recipes() for cell in cells(recipe) if str(cell) == name)
+    known = [cell for recipe in recipes() for cell in cells(recipe)]
+    (cell,) = (
+        cell for cell in {*known, *(other for cell in known for other in second_cells(cell))} if str(cell) == name
+    )
     return config_of(cell, int(seed), quick)
 
 
@@ -142,7 +161,7 @@ def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> d
     found: dict[str, Mapping[Cell, Sequence[TrainedRun]]] = {
         recipe: {cell: search[cell] for cell in cells(recipe)} for recipe in chosen
     }
-    best = {recipe: best_cell(of) for recipe, of in found.items()}
+    best = {recipe: best_cell(tried) for recipe, tried in found.items()}
     final = train(list(best.values()), seeds("final", quick))
     raced = {recipe: Raced(search=found[recipe], best=cell, final=final[cell]) for recipe, cell in best.items()}
     compared = reference(), ahead(raced)
@@ -153,15 +172,32 @@ def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> d
     return raced | confirmed
 
 
+def ranked(raced: Mapping[str, Raced]) -> list[str]:
+    """Return the recipes other than the reference, that with the highest gain per FLOP in the final runs first."""
+    others = [recipe for recipe in raced if recipe != reference()]
+    return sorted(others, key=lambda recipe: -mean_of(gains(raced[recipe].final)).value / used(recipe))
+
+
 def ahead(raced: Mapping[str, Raced]) -> str:
     """Return the recipe with the highest gain per FLOP in the final runs, other than the reference."""
-    others = [recipe for recipe in raced if recipe != reference()]
-    return max(others, key=lambda recipe: mean_of(gains(raced[recipe].final)).value / used(recipe))
+    return ranked(raced)[0]
 
 
 def best_cell(search: Mapping[Cell, Sequence[TrainedRun]]) -> Cell:
     """Return the cell with the highest mean held-out score over its seeds."""
     return max(search, key=lambda cell: statistics.fmean(run.mean() for run in search[cell]))
+
+
+def race_again(raced: Mapping[str, Raced], folder: Path, *, quick: bool, workers: int) -> dict[str, Raced]:
+    """Train the runs that `folder` lacks in the second world: the reference and the best recipes of the first."""
+    train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
+    chosen = [reference(), *ranked(raced)[: _protocol()["second"]["recipes"]]]
+    every = [cell for recipe in chosen for cell in second_cells(raced[recipe].best)]
+    search = train(every, seeds("search", quick, SECOND))
+    found = {recipe: {cell: search[cell] for cell in every if cell.recipe == recipe} for recipe in chosen}
+    best = {recipe: best_cell(search) for recipe, search in found.items()}
+    final = train(list(best.values()), seeds("final", quick, SECOND))
+    return {recipe: Raced(search=found[recipe], best=cell, final=final[cell]) for recipe, cell in best.items()}
 
 
 def _train(

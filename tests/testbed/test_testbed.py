@@ -1,5 +1,6 @@
 """The moving-shapes world: honest rewards, an honest base, and reproducible weights."""
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from sage_fast.run.sample import generate
 from sage_fast.testbed.render import render
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, train_prompts
 from sage_fast.util.seeding import sample_seeds
-from scripts.pretrain_testbed import pretrain
+from scripts.pretrain_testbed import WORLDS, Steps, pretrain
 from tests.tiny import embeddings
 
 REWARD = TestbedReward()
@@ -128,10 +129,14 @@ def test_transformer_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_pretraining_is_deterministic(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        pretrain(tmp_path / name, seed=3, vae_steps=2, decoder_steps=1, steps=2, vae_batch=2, batch=4,
-                 videos_per_prompt=1, judge_steps=2, judge_batch=4)  # fmt: skip
+@pytest.mark.parametrize("name", WORLDS)
+def test_pretraining_is_deterministic(tmp_path: Path, name: str) -> None:
+    steps = Steps(
+        vae_steps=2, decoder_steps=1, steps=2, vae_batch=2, batch=4, videos_per_prompt=1, judge_steps=2, judge_batch=4
+    )
+    world = dataclasses.replace(WORLDS[name], prompts=WORLDS[name].prompts[:20], steps=steps)
+    for folder in ("a", "b"):
+        pretrain(tmp_path / folder, world, seed=3)
     for part in ("transformer", "vae", "judge"):
         files = [tmp_path / name / part / "diffusion_pytorch_model.safetensors" for name in ("a", "b")]
         assert files[0].read_bytes() == files[1].read_bytes(), part

@@ -53,7 +53,7 @@ class HunyuanVideo15(Spec):
     networks: ClassVar = {"transformer": HunyuanVideo15Transformer3DModel}
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
-    randoms = ("random:hunyuanvideo15-480p",)
+    randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p",)
     lora_targets = (
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
     )

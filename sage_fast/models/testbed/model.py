@@ -128,11 +128,11 @@ class Testbed(HunyuanVideo15):
     __test__ = False
     title = "the testbed"
     networks: ClassVar = {"transformer": TestbedTransformer}
-    randoms = ("random:testbed",)
+    randoms: ClassVar[tuple[str, ...]] = ("random:testbed",)
     license = None
     fps = 8
     text_tokens = 7  # every prompt has this length
-    prompt_sets = ("testbed:train", "testbed:heldout")
+    prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
 
     def meta(self, part: str) -> Any:
         if part == "vae" and not self.layouts.get(part):
