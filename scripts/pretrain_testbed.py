@@ -46,6 +46,7 @@ SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more trainin
 PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
 EMA_DECAY = 0.998
 KL_WEIGHT = 5e-4
+SCALED = 72  # videos that the scale of the latents is measured on: one of each of the testbed's captions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def train_vae(world: World, seed: int) -> AutoencoderKLHunyuanVideo15:
     vae.encoder.requires_grad_(False)
     # The remaining error is a haze over the background: it covers most of the frame, but each pixel weighs little.
     _reconstruct(world, vae, seed, steps=world.steps.decoder_steps, foreground=3.0)
-    latents = encode_prompts(world, vae.eval(), world.prompts[:72], 1, torch.Generator().manual_seed(seed))
+    latents = encode_prompts(world, vae.eval(), world.prompts[:SCALED], 1, torch.Generator().manual_seed(seed))
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
     return vae
 

@@ -69,7 +69,6 @@ def test_words_belong_to_their_thing() -> None:
         for first, second in (("circle", "square"), ("square", "circle"))
     )
     assert one.shape == other.shape == (7, 32)
-    assert not torch.equal(one.sum(0), other.sum(0))
     assert not torch.equal(one.sort(0).values, other.sort(0).values)
 
 

@@ -231,6 +231,7 @@ def test_phases_sum_to_the_whole_and_mfu_is_what_it_says(profiled: tuple[Path, s
     config = load(PAPER, overrides | {"model.gradient_checkpointing": "none"})
     expected = plan(config, find_spec("testbed"))
     assert phases["train"]["flops"] == pytest.approx(expected.flops["training"])
+    assert phases["anchor"]["flops"] == pytest.approx(expected.flops["anchor"])
     assert result["planned_bytes"] == sum(expected.memory.values())
 
 

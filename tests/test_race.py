@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 from sage_fast.config.load import load
@@ -165,6 +166,33 @@ def test_a_ratio_that_may_be_small_decides_nothing() -> None:
     assert findings.judge_race(Ratio(value=1.9, low=1.4, high=2.4)) == "not decidable"
 
 
+def test_a_recipe_that_loses_in_the_second_world_is_drawn_and_said() -> None:
+    both = raced(paper=1.3, precise=1.6)
+    fell = {name: dataclasses.replace(one, best=second_cells(one.best)[0]) for name, one in both.items()}
+    fell["precise"] = dataclasses.replace(fell["precise"], final=[made(0.5, seed, noise=0.01) for seed in range(5)])
+    found = findings.claims(both, fell)[2].find(None)
+    assert found.verdict == "not held"
+    assert re.search(r"gain per FLOP of precise, .* is -\d\.\d+ \[-\d\.\d+, -\d\.\d+\] times that of paper", found.text)
+    figure = Figure()
+    found.draw(figure)
+    (bar, *_) = figure.axes[1].lines
+    assert list(bar.get_xdata()) == sorted(bar.get_xdata())
+    assert max(bar.get_xdata()) < 0
+
+
+def test_the_best_of_the_first_world_are_run_in_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = raced(paper=1.3, precise=1.4, nft=1.9, awm=1.2, kl_mask=1.6)
+    asked: list[set[str]] = []
+
+    def train(cells: list[Cell], over: list[int], **_: object) -> dict[Cell, list[TrainedRun]]:
+        asked.append({cell.recipe for cell in cells})
+        return {cell: [made(1.5, seed) for seed in over] for cell in cells}
+
+    monkeypatch.setattr(runs, "_train", train)
+    assert set(runs.race_again(found, RECIPES, quick=False, workers=1)) == {"paper", "nft", "kl_mask", "precise"}
+    assert asked == [{"paper", "nft", "kl_mask", "precise"}] * 2
+
+
 def test_the_confirmation_decides() -> None:
     """The five final seeds choose the recipe; what they gained does not count."""
     found = raced(paper=1.3, precise=1.6, nft=1.9)
@@ -174,6 +202,11 @@ def test_the_confirmation_decides() -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper"]) == 2
+    assert "name one more" in capsys.readouterr().err
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

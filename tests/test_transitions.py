@@ -218,7 +218,7 @@ def test_the_order_of_the_ode_samplers() -> None:
         x, before = 1.0, 0.0
         for t, s in enumerate(table.sigmas[:-1].tolist()):
             v = x * (s - (1 - s) * 0.09) / ((1 - s) ** 2 * 0.09 + s**2)
-            along = v if table.w is None else v + float(table.w[t]) * (v - before)
+            along = v if table.extrapolation is None else v + float(table.extrapolation[t]) * (v - before)
             x, before = float(table.a[t] * x + table.b[t] * along), v
         return abs(x - 0.3)
 

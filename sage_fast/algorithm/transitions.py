@@ -139,14 +139,14 @@ class SamplerRow:
     Attributes:
         step: (s, n, eta) -> a, b, c; float64 `[T]` each.
         largest_eta: largest eta for which the sampler is defined.
-        history: (s, n) -> w, float64 `[T]`; for a sampler that uses the velocity of the step before.
+        extrapolation: (s, n) -> w, float64 `[T]`; for a sampler that uses the velocity of the step before.
         notes: (s, n, c) -> sentences on clamped or unusual steps.
         compared: whether `sage-fast sde` shows it without being asked.
     """
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
     largest_eta: float = math.inf
-    history: Callable[[Tensor, Tensor], Tensor] | None = None
+    extrapolation: Callable[[Tensor, Tensor], Tensor] | None = None
     notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
     compared: bool = True
 
@@ -160,7 +160,7 @@ SAMPLERS = {
     "precise": SamplerRow(step=_precise),
     "exact": SamplerRow(step=_precise, compared=False),  # alias
     "ode": SamplerRow(step=_ode, compared=False),
-    "ode2": SamplerRow(step=_ode, history=_two_step, compared=False),
+    "ode2": SamplerRow(step=_ode, extrapolation=_two_step, compared=False),
 }
 assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row in SAMPLERS"
 
@@ -194,7 +194,7 @@ class TransitionTable:
         a: float64 `[T]`; the mean is a x + b v.
         b: float64 `[T]`.
         c: float64 `[T]`, the standard deviation. Rows with c = 0 are deterministic.
-        w: float64 `[T]` of a second-order sampler: v is replaced by v + w (v - v_before); otherwise None.
+        extrapolation: float64 `[T]`, w of a second-order sampler, which replaces v by v + w (v - v_before); else None.
         notes: sentences on clamped or unusual rows.
     """
 
@@ -203,7 +203,7 @@ class TransitionTable:
     a: Tensor
     b: Tensor
     c: Tensor
-    w: Tensor | None = None
+    extrapolation: Tensor | None = None
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -319,8 +319,10 @@ def transition_table(sigmas: Tensor, sampler: str, eta: float) -> TransitionTabl
     if sigmas.ndim != 1 or len(s) < 1 or not (bool((s > n).all()) and sigmas[-1] >= 0 and sigmas[0] <= 1):
         raise ValueError("sigmas must be a row of at least 2 strictly falling values within [0, 1]")
     a, b, c = row.step(s, n, float(eta))
-    w = row.history(s, n) if row.history is not None else None
-    return TransitionTable(sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, w=w, notes=row.notes(s, n, c))
+    extrapolation = row.extrapolation(s, n) if row.extrapolation is not None else None
+    return TransitionTable(
+        sampler=sampler, sigmas=sigmas, a=a, b=b, c=c, extrapolation=extrapolation, notes=row.notes(s, n, c)
+    )
 
 
 def forward_table(sigmas: Tensor) -> TransitionTable:

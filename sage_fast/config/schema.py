@@ -503,7 +503,7 @@ class TrainConfig(Section):
     parity_gate: bool = True
     """Replay the first rollouts and stop if their log-probs differ by more than a tenth of the clip range. With several
     updates per iteration, also measure what rounding adds to the ratio after the first one: warn above a tenth, stop
-    above a third."""
+    above a third. With `kl_mask` it is what rounding adds to the KL, compared with objective.kl_limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

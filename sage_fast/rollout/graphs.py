@@ -1,9 +1,9 @@
 """CUDA graphs of a denoising step: one launch from the host instead of thousands.
 
 A graph holds the transformer and the fused transition over buffers at fixed addresses: latents, step index, seeds,
-coefficients and conditioning. The step index advances inside the graph, so a rollout is just T replays. A graph is tied
-to the addresses of the weights. The next rollout sees in-place updates (the optimizer, `Policy.using`); if weights or
-adapters are replaced, it records a new graph.
+coefficients, conditioning and a sampler's history. The step index advances inside the graph, so a rollout is just T
+replays. A graph is tied to the addresses of the weights. The next rollout sees in-place updates (the optimizer,
+`Policy.using`); if weights or adapters are replaced, it records a new graph.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class History(NamedTuple):
     """What a second-order sampler needs of the step before.
 
     Attributes:
-        weights: float32 `[T]`, `TransitionTable.w`.
+        weights: float32 `[T]`, `TransitionTable.extrapolation`.
         velocity: float32 `[B, C, T, H, W]`, that of the step before, guidance included; zeros before the first.
     """
 
@@ -53,10 +53,10 @@ class History(NamedTuple):
 
     @classmethod
     def of(cls, table: TransitionTable, latents: Tensor) -> History | None:
-        """Return it for a rollout from `latents`; None for a sampler of first order."""
-        if table.w is None:
+        """Return the history at the start of a rollout from `latents`; None for a sampler of first order."""
+        if table.extrapolation is None:
             return None
-        return cls(table.w.to(latents), torch.zeros_like(latents))
+        return cls(table.extrapolation.to(latents), torch.zeros_like(latents))
 
 
 def denoise(

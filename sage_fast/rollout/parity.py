@@ -44,7 +44,7 @@ def check_parity(
     biases: Tensor,
     equalizer: Tensor,
 ) -> dict[str, float]:
-    """Score stored transitions with the rollout's weights, and with moved weights if the ratio will see an update.
+    """Score stored transitions with the rollout's weights, and with moved weights if a limit will see an update.
 
     Args:
         replay: scores with the rollout's weights.
@@ -57,7 +57,7 @@ def check_parity(
         `log_prob/parity` and, after a moved scoring, `log_prob/rounding`.
 
     Raises:
-        ParityError: rounding would drown the ratio.
+        ParityError: rounding would drown the ratio, or the KL that masks.
     """
     config, policy = replay.config, replay.policy
     row = surrogate_of(config.objective)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.models.policy import Policy
 from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.util.seeding import sample_seeds
+
+TABLE = transition_table(sigma_schedule(5, 3.0), "sage", 0.7)
 
 
 def roll(
@@ -23,9 +25,9 @@ def roll(
     prompts: Sequence[str],
     index: int = 0,
     graphs: StepGraphs | None = None,
-    sampler: str = "sage",
+    table: TransitionTable = TABLE,
 ) -> list[Tensor]:
-    """Roll out a testbed sample per prompt in five steps; return the last latents and all tensors of every step.
+    """Roll out a testbed sample per prompt; return the last latents and all tensors of every step.
 
     Args:
         policy: a policy of the testbed's latents.
@@ -33,8 +35,8 @@ def roll(
         prompts: prompt of each sample.
         index: iteration, which seeds the noise.
         graphs: recorded steps to replay; None runs each step one kernel at a time.
+        table: transitions of the rollout.
     """
-    table = transition_table(sigma_schedule(5, 3.0), sampler, 0.7)
     seeds = sample_seeds(0, index, 0, range(len(prompts)))
     recorded: list[Tensor] = []
     last = rollout(
@@ -52,14 +54,14 @@ def roll(
 
 
 def replay_problem(
-    graphs: StepGraphs, embeddings: Mapping[Any, Any], batches: Sequence[Sequence[str]], sampler: str = "sage"
+    graphs: StepGraphs, embeddings: Mapping[Any, Any], batches: Sequence[Sequence[str]], table: TransitionTable = TABLE
 ) -> str:
     """Say how rollouts with `graphs` differ from plain ones in any bit, or return an empty text.
 
     A shape is recorded at its second batch and replayed with other values at its third.
     """
     for index, prompts in enumerate(batches):
-        ours, plain = (roll(graphs.policy, embeddings, prompts, index, on, sampler) for on in (graphs, None))
+        ours, plain = (roll(graphs.policy, embeddings, prompts, index, on, table) for on in (graphs, None))
         for mine, expected in zip(ours, plain, strict=True):
             if not torch.equal(mine, expected):
                 error = (mine.float() - expected.float()).abs().max().item()

@@ -74,6 +74,9 @@ def format_table(table: TransitionTable) -> list[str]:
     lines.append(
         f"noise added: std {total:.3f} over all steps; excess noise predicted on the final sample: std {left:.4f}"
     )
+    if table.extrapolation is not None:
+        weights = " ".join(f"{w:.3f}" for w in table.extrapolation.tolist())
+        lines.append(f"the step goes along v + w (v - v_before), w = {weights}")
     return lines + [f"note: {note}" for note in table.notes]
 
 

@@ -15,11 +15,12 @@ KINDS = {"shape": SHAPES, "direction": tuple(DIRECTIONS)}
 SIZES = [(f"{color} {kind}", len(words) + 1) for color in COLORS for kind, words in KINDS.items()]
 """What is classified, and its classes: the words of the kind, and one more for a colour that is not there."""
 USED = {name: change for name, change in CORRUPTIONS.items() if name not in ("warp", "ghost")}
-"""Corruptions of any frame; the other two are for the testbed's size and its scenes."""
+"""All but two, which are for the testbed's size and its scenes. `pixelate` begins at half the resolution here, so the
+judge takes that for clean."""
 
 
 class PairsJudge:
-    """Scores videos float [B, 9, 3, 64, 64] in [0, 1] against one caption each: "alignment" and "naturalness", [B]."""
+    """Scores videos float [B, 5, 3, 64, 64] in [0, 1] against one caption each: "alignment" and "naturalness", [B]."""
 
     def __init__(self) -> None:
         self.network = load_judge(BASE / "judge")
@@ -43,7 +44,8 @@ def _classes(thing: Thing) -> dict[str, int]:
 def judge_loss(network: JudgeNetwork, batch: int, generator: torch.Generator) -> Tensor:
     """Draw clips of one or two things, and compute the cross-entropy with graded targets, as for the testbed's judge.
 
-    The target goes from the true word to a uniform one, the more of a clip its corruptions hide.
+    The target goes from the true word to a uniform one, the more of a clip its corruptions hide: the same for shape and
+    direction, unlike there.
     """
     videos, words, clean, legible = zip(*(_clip(generator) for _ in range(batch)))
     logits, clean_logit = network(torch.stack(videos))

@@ -37,10 +37,12 @@ def pairs_reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
     pixels = videos.float().clamp(0.0, 1.0) - BACKGROUND
     lit = (pixels.amax(dim=2) / (PEAK - BACKGROUND)).clamp(0.0, 1.0)  # [B, F, H, W]
     scenes = [parse(prompt) for prompt in prompts]
-    shape, motion, drawn = torch.zeros(len(videos)), torch.zeros(len(videos)), torch.zeros_like(lit)
+    device = lit.device
+    shape = motion = torch.zeros(len(videos), device=device)
+    drawn = torch.zeros_like(lit)
     for k in range(2):
         things = [scene[k] for scene in scenes]
-        color = torch.tensor([COLORS[thing.color] for thing in things]) - BACKGROUND
+        color = torch.tensor([COLORS[thing.color] for thing in things], device=device) - BACKGROUND
         difference = pixels - lit[:, :, None] * color[:, None, :, None, None]
         own = lit * torch.exp(difference.square().sum(dim=2) / (-2 * COLOR_TOLERANCE**2))  # [B, F, H, W]
         center = centroid(own)
@@ -51,15 +53,15 @@ def pairs_reward(videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
 
         each = torch.stack([coverage(name, center, *own.shape[2:]) for name in SHAPES])  # [shapes, B, F, H, W]
         contest = torch.softmax(torch.stack([soft_iou(own, one) for one in each]) / SHAPE_TEMPERATURE, dim=0)
-        named = torch.tensor([SHAPES.index(thing.shape) for thing in things]), torch.arange(len(things))
-        shape += (presence * contest[named]).mean(dim=1) / 2
+        named = [SHAPES.index(thing.shape) for thing in things], range(len(things))
+        shape = shape + (presence * contest[named]).mean(dim=1) / 2
         drawn = torch.maximum(drawn, each[named])
 
         velocity, residual = line_fit(center)
-        heading = torch.tensor([DIRECTIONS[thing.direction] for thing in things])
+        heading = torch.tensor([DIRECTIONS[thing.direction] for thing in things], device=device)
         speed2 = velocity.square().sum(dim=-1)
         cosine = (velocity * heading).sum(dim=-1) / (speed2 + STILL**2).sqrt()
         steady = 1.0 / (1.0 + (residual / PATH_TOLERANCE) ** 2)
         fast = 1.0 / (1.0 + ((speed2.sqrt() - SPEED) / (SPEED * SPEED_TOLERANCE)) ** 2)
-        motion += presence.mean(dim=1) * ((1.0 + cosine) / 2) ** 2 * (steady + fast) / 4
+        motion = motion + presence.mean(dim=1) * ((1.0 + cosine) / 2) ** 2 * (steady + fast) / 4
     return {"shape": shape, "motion": motion, "clean": soft_iou(lit, drawn).mean(dim=1)}

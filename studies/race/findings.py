@@ -13,11 +13,13 @@ from studies.differences import Difference
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.ratio import Ratio, gains, mean_of, ratio, scaled
-from studies.race.runs import Raced, ahead, cells, iterations, reference, used
+from studies.race.runs import Raced, ahead, iterations, reference, used
 from studies.runs import TrainedRun, difference
 
 GOAL, LEAST = 2.0, 1.3
 """Ratio of gain per FLOP to be reached, and the ratio that its interval has to exclude."""
+CUT = 6.0
+"""Ratio at which the figure cuts an interval."""
 JUDGE = ("judge/alignment", "judge/naturalness")
 
 
@@ -72,15 +74,13 @@ def gain(runs: Sequence[TrainedRun]) -> Difference:
 def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
     found, first, base = ratios(raced), ahead(raced), reference()
     decisive, runs, others = confirmed(raced), raced[first].confirmation, raced[base].confirmation
-    edges = [name for name, one in raced.items() if one.best.learning_rate in _ends(name)]
     above = difference(runs, others)
     text = (
         f"Of the table, {first} has the highest gain per FLOP. On {len(runs)} further seeds it gains {decisive} times "
         f"as much per FLOP as {base} (95 % interval): {gain(runs)} for {used(first):.1f} exaFLOPs against "
         f"{gain(others)} for {used(base):.1f}. It ends {above} above (p {above.p:.2g}), and the judge gains "
         f"{judge_gain(runs)} against {judge_gain(others)}. The table's gain per FLOP is a multiple of {base}'s on the "
-        f"five seeds that chose, its intervals corrected for {len(found)} recipes. A lowest or highest learning rate "
-        f"of the search was best for {', '.join(edges) or 'no recipe'}: a wider search may find more."
+        f"five seeds that chose, its intervals corrected for {len(found)} recipes. {_ends(raced)}"
     )
     return Finding(
         verdict=judge_race(decisive),
@@ -97,10 +97,11 @@ def _find_again(raced: Mapping[str, Raced], again: Mapping[str, Raced], material
     spent, reference_spent = used_by(again[first]), used_by(again[base])
     above = difference(runs, others)
     text = (
-        f"{first}, which is ahead in the first world, gains {found} times as much per FLOP as {base} here (95 % "
+        f"The gain per FLOP of {first}, which is ahead in the first world, is {found} times that of {base} here (95 % "
         f"interval): {gain(runs)} for {spent:.1f} exaFLOPs against {gain(others)} for {reference_spent:.1f}, on "
-        f"{len(runs)} seeds. It ends {above} above (p {above.p:.2g}), and the judge gains {judge_gain(runs)} against "
-        f"{judge_gain(others)}. The table's intervals are corrected for {len(again) - 1} recipes."
+        f"{len(runs)} seeds. The difference of their scores is {above} (p {above.p:.2g}), and the judge gains "
+        f"{judge_gain(runs)} against {judge_gain(others)}. The table's intervals are corrected for {len(again) - 1} "
+        f"recipes. {_ends(again)}"
     )
     known = ratios(again)
     return Finding(
@@ -158,13 +159,25 @@ def _draw(raced: Mapping[str, Raced], found: Mapping[str, Ratio], figure: Figure
     left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
     left.set_ylabel("gain of the held-out composite")
     left.legend(ncols=2)
-    shown = {name: (one.value, max(one.low, 0), min(one.high, 6)) for name, one in found.items()}
-    draw_intervals(right, shown, f"gain per FLOP over that of {reference()} (cut at 6)", lines=(1, GOAL))
+    shown = {name: (_cut(one.value), _cut(one.low), _cut(one.high)) for name, one in found.items()}
+    draw_intervals(right, shown, f"gain per FLOP over that of {reference()} (cut at {CUT:g})", lines=(1, GOAL))
 
 
-def _ends(recipe: str) -> set[float]:
-    rates = [cell.learning_rate for cell in cells(recipe)]
-    return {min(rates), max(rates)}
+def _cut(ratio: float) -> float:
+    return min(max(ratio, -CUT), CUT)
+
+
+def _ends(raced: Mapping[str, Raced]) -> str:
+    """Name the recipes whose best cell has the lowest or the highest learning rate of their search."""
+    at_end = []
+    for name, found in raced.items():
+        rates = [cell.learning_rate for cell in found.search]
+        if found.best.learning_rate in (min(rates), max(rates)):
+            at_end.append(name)
+    return (
+        f"A lowest or highest learning rate of the search was best for {', '.join(at_end) or 'no recipe'}: a wider "
+        "search may find more."
+    )
 
 
 def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
