@@ -102,6 +102,15 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _nobodys_rewards() -> Iterator[None]:
+    """A command that runs in this process may import the my_rewards.py of its folder, which is not the next test's."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    sys.modules.pop("my_rewards", None)
+
+
+@pytest.fixture(autouse=True)
 def _unshown() -> Iterator[None]:
     """A command that runs in this process shows messages; the next test begins as a script does, without them."""
     yield

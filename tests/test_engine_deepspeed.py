@@ -141,6 +141,7 @@ def test_the_testbed_trains_with_zero_and_goes_on_with_other_stages_and_ranks(tm
     assert scores[0]["reward"] == pytest.approx(scores[1]["reward"], abs=1e-3)
 
 
+@pytest.mark.soak
 @needs_deepspeed
 def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
     """ZeRO-1, 2 and 3, offload and a LoRA: make two updates, then let each engine resume from the other's file.

@@ -100,6 +100,7 @@ def process() -> Iterator[Any]:
             reward.sources[0].close()
 
 
+@pytest.mark.soak
 def test_a_process_that_dies_or_hangs_is_started_again_and_its_videos_are_scored_again(
     process: Any, tmp_path: Path
 ) -> None:

@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from sage_fast.util.errors import RewardError, UserError
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder, which is not on the path, as for a console script."""
     monkeypatch.chdir(tmp_path)
-    # Commands of other tests ran in folders with a my_rewards.py of their own.
-    known = [entry for entry in sys.path if entry and not (Path(entry) / "my_rewards.py").exists()]
-    monkeypatch.setattr(sys, "path", known)
-    sys.modules.pop("my_rewards", None)
-    yield tmp_path
-    sys.modules.pop("my_rewards", None)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return tmp_path
 
 
 def message(name: str) -> str:
