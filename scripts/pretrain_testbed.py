@@ -94,7 +94,11 @@ def _judge_loss(network: JudgeNetwork, batch: int, generator: torch.Generator) -
     chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
     videos, clean, visible = zip(*(random_clip(scene, generator) for scene in chosen))
     visible_by_attribute = {name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES}
-    return judge.judge_loss(network, torch.stack(videos), chosen, torch.tensor(clean), visible_by_attribute)
+    words = {
+        name: torch.tensor([known.index(getattr(scene, name)) for scene in chosen])
+        for name, known in ATTRIBUTES.items()
+    }
+    return judge.judge_loss(network, torch.stack(videos), words, torch.tensor(clean), visible_by_attribute)
 
 
 def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
@@ -130,7 +134,7 @@ _PAIRS = World(
     vae=_testbed_vae,
     transformer=TestbedTransformer,
     judge=_judge_of_pairs,
-    judge_loss=pairs_judge.judge_loss,
+    judge_loss=pairs_judge.loss_of_clips,
     steps=Steps(vae_steps=0, decoder_steps=0, steps=3000, videos_per_prompt=4, judge_steps=1000, judge_batch=16),
 )
 WORLDS = {world.name: world for world in (_TESTBED, _PAIRS)}

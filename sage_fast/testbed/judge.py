@@ -1,6 +1,6 @@
 """The held-out judge: a small network trained on examples, independent of the training reward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from sage_fast.testbed.corruptions import ATTRIBUTES
-from sage_fast.testbed.world import Scene
 
 JUDGE = Path(__file__).parent / "base" / "judge"  # the trained weights that ship with the package
 SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
@@ -58,24 +57,23 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
 
 
 def judge_loss(
-    network: JudgeNetwork, videos: Tensor, scenes: list[Scene], clean: Tensor, legible: dict[str, Tensor]
+    network: JudgeNetwork, videos: Tensor, words: Mapping[str, Tensor], clean: Tensor, legible: Mapping[str, Tensor]
 ) -> Tensor:
     """Compute the cross-entropy with graded targets, from the true word (legible) to a uniform one (erased).
 
     Args:
         network: network in training.
         videos: [B, F, 3, H, W].
-        scenes: B scenes.
+        words: what is classified -> int64 [B], the class.
         clean: [B], from 1 for a rendered clip to 0 for a clip that is fully corrupted.
-        legible: attribute -> [B], from 1 for a legible attribute to 0 for an erased one.
+        legible: what is classified -> [B], from 1 for a legible attribute to 0 for an erased one.
     """
     logits, clean_logit = network(videos)
     loss = 4.0 * binary_cross_entropy_with_logits(clean_logit, clean)
-    for attribute, words in ATTRIBUTES.items():
-        word = torch.tensor([words.index(getattr(scene, attribute)) for scene in scenes])
-        share = legible[attribute][:, None]
-        target = share * one_hot(word, len(words)) + (1 - share) / len(words)
-        loss = loss - (target * logits[attribute].log_softmax(dim=1)).sum(dim=1).mean()
+    for name, size in network.sizes.items():
+        share = legible[name][:, None]
+        target = share * one_hot(words[name], size) + (1 - share) / size
+        loss = loss - (target * logits[name].log_softmax(dim=1)).sum(dim=1).mean()
     return loss
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from sage_fast.testbed.corruptions import CLEAN_SHARE, CORRUPTIONS, TWICE_SHARE
-from sage_fast.testbed.judge import JudgeNetwork, load_judge
+from sage_fast.testbed.judge import JudgeNetwork, judge_loss, load_judge
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES
 from studies.pairs.world import BASE, Thing, paint, parse, paths, scenes
 
@@ -41,21 +40,16 @@ def _classes(thing: Thing) -> dict[str, int]:
     return {f"{thing.color} {kind}": words.index(getattr(thing, kind)) for kind, words in KINDS.items()}
 
 
-def judge_loss(network: JudgeNetwork, batch: int, generator: torch.Generator) -> Tensor:
-    """Draw clips of one or two things, and compute the cross-entropy with graded targets, as for the testbed's judge.
+def loss_of_clips(network: JudgeNetwork, batch: int, generator: torch.Generator) -> Tensor:
+    """Draw clips of one or two things, and compute the judge's loss.
 
-    The target goes from the true word to a uniform one, the more of a clip its corruptions hide: the same for shape and
-    direction, unlike there.
+    Shape and direction are equally legible in a clip, unlike the testbed's.
     """
     videos, words, clean, legible = zip(*(_clip(generator) for _ in range(batch)))
-    logits, clean_logit = network(torch.stack(videos))
-    share = torch.tensor(legible)[:, None]
-    loss = 4.0 * binary_cross_entropy_with_logits(clean_logit, torch.tensor(clean))
-    for name, size in SIZES:
-        word = torch.tensor([found.get(name, size - 1) for found in words])
-        target = share * one_hot(word, size) + (1 - share) / size
-        loss = loss - (target * logits[name].log_softmax(dim=1)).sum(dim=1).mean()
-    return loss
+    classes = {name: torch.tensor([found.get(name, size - 1) for found in words]) for name, size in SIZES}
+    return judge_loss(
+        network, torch.stack(videos), classes, torch.tensor(clean), dict.fromkeys(classes, torch.tensor(legible))
+    )
 
 
 def _clip(generator: torch.Generator) -> tuple[Tensor, dict[str, int], float, float]:

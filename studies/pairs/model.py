@@ -11,8 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Encoder
 from sage_fast.models.testbed.model import Testbed
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES
@@ -51,10 +49,4 @@ class Pairs(Testbed):
     title = "the world of pairs"
     randoms: ClassVar[tuple[str, ...]] = ()
     prompt_sets: ClassVar[tuple[str, ...]] = ()
-
-    def check_prompt(self, prompt: str) -> None:
-        embed(prompt)
-
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
-        no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
-        return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
+    embed = staticmethod(embed)

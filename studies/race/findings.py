@@ -25,7 +25,7 @@ JUDGE = ("judge/alignment", "judge/naturalness")
 
 def ratios(raced: Mapping[str, Raced]) -> dict[str, Ratio]:
     """Return recipe -> ratio of its gain per FLOP to the reference's, corrected for the number of recipes."""
-    rates = {name: scaled(gains(found.final), 1 / used_by(found)) for name, found in raced.items()}
+    rates = {name: _rate(found, found.final) for name, found in raced.items()}
     others = [name for name in raced if name != reference()]
     return {name: ratio(rates[name], rates[reference()], comparisons=len(others)) for name in others}
 
@@ -35,16 +35,21 @@ def used_by(found: Raced) -> float:
     return used(found.best.recipe, found.best.world)
 
 
+def _rate(found: Raced, runs: Sequence[TrainedRun]) -> list[dict[str, float]]:
+    """Return the gain per exaFLOP of a recipe's runs: prompt -> value, for each of them."""
+    return scaled(gains(runs), 1 / used_by(found))
+
+
 def confirmed(raced: Mapping[str, Raced]) -> Ratio:
     """Return the ratio of the recipe ahead, on the seeds of the confirmation."""
-    first, second = (scaled(gains(raced[name].confirmation), 1 / used(name)) for name in (ahead(raced), reference()))
+    first, second = (_rate(raced[name], raced[name].confirmation) for name in (ahead(raced), reference()))
     return ratio(first, second)
 
 
 def transferred(raced: Mapping[str, Raced], again: Mapping[str, Raced]) -> Ratio:
     """Return the ratio in the second world of the recipe ahead in the first. It was chosen before: no correction."""
-    first, second = (again[name] for name in (ahead(raced), reference()))
-    return ratio(scaled(gains(first.final), 1 / used_by(first)), scaled(gains(second.final), 1 / used_by(second)))
+    first, second = (_rate(again[name], again[name].final) for name in (ahead(raced), reference()))
+    return ratio(first, second)
 
 
 def judge_race(found: Ratio) -> Verdict:
@@ -82,13 +87,7 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
         f"{judge_gain(runs)} against {judge_gain(others)}. The table's gain per FLOP is a multiple of {base}'s on the "
         f"five seeds that chose, its intervals corrected for {len(found)} recipes. {_ends(raced)}"
     )
-    return Finding(
-        verdict=judge_race(decisive),
-        text=text,
-        draw=functools.partial(_draw, raced, found),
-        rows=_rows(raced),
-        table=_table(raced, found),
-    )
+    return _finding(raced, found, judge_race(decisive), text)
 
 
 def _find_again(raced: Mapping[str, Raced], again: Mapping[str, Raced], material: Material) -> Finding:
@@ -103,14 +102,13 @@ def _find_again(raced: Mapping[str, Raced], again: Mapping[str, Raced], material
         f"{judge_gain(runs)} against {judge_gain(others)}. The table's intervals are corrected for {len(again) - 1} "
         f"recipes. {_ends(again)}"
     )
-    known = ratios(again)
-    return Finding(
-        verdict=judge_race(found),
-        text=text,
-        draw=functools.partial(_draw, again, known),
-        rows=_rows(again),
-        table=_table(again, known),
-    )
+    return _finding(again, ratios(again), judge_race(found), text)
+
+
+def _finding(raced: Mapping[str, Raced], found: Mapping[str, Ratio], verdict: Verdict, text: str) -> Finding:
+    """Return the finding of a world, with its figure and its table."""
+    draw = functools.partial(_draw, raced, found)
+    return Finding(verdict=verdict, text=text, draw=draw, rows=_rows(raced), table=_table(raced, found))
 
 
 def _table(raced: Mapping[str, Raced], found: Mapping[str, Ratio]) -> Sequence[Sequence[str]]:

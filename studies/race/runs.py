@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ def _of_world(world: str) -> dict[str, Any]:
     return _protocol()["second"] if world == SECOND else _protocol()
 
 
+def _base(world: str) -> dict[str, Any]:
+    """Return the settings of all runs in a world."""
+    return _protocol()["base"] | _of_world(world)["base"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A recipe at a point of the search. lambda_KL is constant, and 0 for a recipe without KL."""
@@ -83,7 +88,7 @@ def seeds(purpose: str, quick: bool, world: str = FIRST) -> list[int]:
 
 @functools.cache
 def _shipped(recipe: str, world: str = FIRST) -> Config:
-    return shipped(f"recipes/{recipe}", _protocol()["base"], *([_of_world(world)["base"]] if world != FIRST else []))
+    return shipped(f"recipes/{recipe}", _base(world))
 
 
 @functools.cache
@@ -115,8 +120,7 @@ def config_of(cell: Cell, seed: int, quick: bool) -> Config:
     """Return the settings of a run."""
     count = EVALUATIONS if quick else iterations(cell.recipe, cell.world)
     settings: Mapping[str, Any] = {
-        **_protocol()["base"],
-        **(_of_world(cell.world)["base"] if cell.world != FIRST else {}),
+        **_base(cell.world),
         "seed": seed,
         "train.learning_rate": cell.learning_rate,
         "train.iterations": count,
@@ -130,11 +134,9 @@ def config_of(cell: Cell, seed: int, quick: bool) -> Config:
 def settings_of(run: str, quick: bool) -> Config:
     """Return the settings of a run by its name."""
     name, _, seed = run.rpartition("-seed")
-    known = [cell for recipe in recipes() for cell in cells(recipe)]
-    (cell,) = (
-        cell for cell in {*known, *(other for cell in known for other in second_cells(cell))} if str(cell) == name
-    )
-    return config_of(cell, int(seed), quick)
+    first = [cell for recipe in recipes() for cell in cells(recipe)]
+    known = {str(cell): cell for cell in (*first, *(other for cell in first for other in second_cells(cell)))}
+    return config_of(known[name], int(seed), quick)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,17 +159,11 @@ class Raced:
 def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> dict[str, Raced]:
     """Train the runs that `folder` lacks: each recipe's search, its best cell on new seeds, then the confirmation."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
-    search = train([cell for recipe in chosen for cell in cells(recipe)], seeds("search", quick))
-    found: dict[str, Mapping[Cell, Sequence[TrainedRun]]] = {
-        recipe: {cell: search[cell] for cell in cells(recipe)} for recipe in chosen
-    }
-    best = {recipe: best_cell(tried) for recipe, tried in found.items()}
-    final = train(list(best.values()), seeds("final", quick))
-    raced = {recipe: Raced(search=found[recipe], best=cell, final=final[cell]) for recipe, cell in best.items()}
+    raced = _search({recipe: cells(recipe) for recipe in chosen}, train, quick, FIRST)
     compared = reference(), ahead(raced)
-    confirmation = train([best[recipe] for recipe in compared], seeds("confirmation", quick))
+    confirmation = train([raced[recipe].best for recipe in compared], seeds("confirmation", quick))
     confirmed = {
-        recipe: dataclasses.replace(raced[recipe], confirmation=confirmation[best[recipe]]) for recipe in compared
+        recipe: dataclasses.replace(raced[recipe], confirmation=confirmation[raced[recipe].best]) for recipe in compared
     }
     return raced | confirmed
 
@@ -192,12 +188,23 @@ def race_again(raced: Mapping[str, Raced], folder: Path, *, quick: bool, workers
     """Train the runs that `folder` lacks in the second world: the reference and the best recipes of the first."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
     chosen = [reference(), *ranked(raced)[: _protocol()["second"]["recipes"]]]
-    every = [cell for recipe in chosen for cell in second_cells(raced[recipe].best)]
-    search = train(every, seeds("search", quick, SECOND))
-    found = {recipe: {cell: search[cell] for cell in every if cell.recipe == recipe} for recipe in chosen}
-    best = {recipe: best_cell(search) for recipe, search in found.items()}
-    final = train(list(best.values()), seeds("final", quick, SECOND))
-    return {recipe: Raced(search=found[recipe], best=cell, final=final[cell]) for recipe, cell in best.items()}
+    return _search({recipe: second_cells(raced[recipe].best) for recipe in chosen}, train, quick, SECOND)
+
+
+def _search(
+    tried: Mapping[str, Sequence[Cell]],
+    train: Callable[[Sequence[Cell], Sequence[int]], dict[Cell, list[TrainedRun]]],
+    quick: bool,
+    world: str,
+) -> dict[str, Raced]:
+    """Train each recipe's cells on the seeds of the search, and its best cell on those of the final."""
+    search = train([cell for recipe in tried.values() for cell in recipe], seeds("search", quick, world))
+    best = {recipe: best_cell({cell: search[cell] for cell in found}) for recipe, found in tried.items()}
+    final = train(list(best.values()), seeds("final", quick, world))
+    return {
+        recipe: Raced(search={cell: search[cell] for cell in tried[recipe]}, best=cell, final=final[cell])
+        for recipe, cell in best.items()
+    }
 
 
 def _train(

@@ -133,6 +133,7 @@ class Testbed(HunyuanVideo15):
     fps = 8
     text_tokens = 7  # every prompt has this length
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
+    embed = staticmethod(embed)
 
     def meta(self, part: str) -> Any:
         if part == "vae" and not self.layouts.get(part):
@@ -145,13 +146,13 @@ class Testbed(HunyuanVideo15):
 
     def check_prompt(self, prompt: str) -> None:
         if not is_random(self.path):
-            embed(prompt)
+            self.embed(prompt)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
         if is_random(self.path):
             return super().load_encoder(dtype, device)
         no_glyphs = torch.zeros(0, self.transformer_config.text_embed_2_dim)
-        return lambda prompt: TextEmbedding(text=embed(prompt), glyphs=no_glyphs)
+        return lambda prompt: TextEmbedding(text=self.embed(prompt), glyphs=no_glyphs)
 
     def encoder_version(self) -> str:
         return ""
