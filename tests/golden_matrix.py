@@ -88,6 +88,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Case -> settings of `tests.tiny`, two iterations each."""
+FRAMES = {"sampling__num_frames": 17}  # as many as the testbed's videos have
 
 LOADED: dict[str, tuple[Path, dict[str, Any]]] = {
     "demo": (DEMO, {"train.optimizer_steps": 2}),
@@ -125,7 +126,7 @@ def digest(rows: list[dict[str, Any]], trainer: Trainer) -> str:
 
 
 def tiny(overrides: dict[str, Any]) -> str:
-    trainer = tiny_trainer(settings(**overrides))
+    trainer = tiny_trainer(settings(**FRAMES | overrides))
     return digest([trainer.iteration(index) for index in range(2)], trainer)
 
 
@@ -139,7 +140,7 @@ def loaded(file: Path, overrides: dict[str, Any]) -> str:
 
 def resumed() -> str:
     """The second of two iterations, in a trainer that has loaded the checkpoint of the first."""
-    config = settings(train__ema_decay=0.9, train__weight_decay=0.01)
+    config = settings(**FRAMES, train__ema_decay=0.9, train__weight_decay=0.01)
     with tempfile.TemporaryDirectory() as folder:
         first, second = tiny_trainer(config), tiny_trainer(config)
         rows = [first.iteration(0)]

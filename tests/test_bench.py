@@ -108,6 +108,7 @@ def test_nothing_is_copied_to_the_device_while_a_contender_runs(operator: str) -
             assert contender(case) is not None, name
 
 
+@pytest.mark.usefixtures("inductor_in_soak")
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
 def test_each_contender_reads_inputs_of_its_own(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rotations: list[list[bench.Case]] = []

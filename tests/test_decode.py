@@ -292,4 +292,4 @@ def test_trainer_scores_by_chunks() -> None:
     assert reward.sizes == [4, 2]
     assert row["reward/dropped"] == 0
     held = plan(config, tiny_model(config).spec).other_memory
-    assert held["decoded videos (during decode and reward)"] == 4 * (4 * 17 * 3 * 32 * 32)
+    assert held["decoded videos (during decode and reward)"] == 4 * (4 * 9 * 3 * 32 * 32)

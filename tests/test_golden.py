@@ -16,6 +16,7 @@ from tests.tiny import settings, tiny_trainer
 
 SETTINGS = {
     "train__optimizer_steps": 2, "train__learning_rate": 2e-2, "kl__lambda_min": 1e-3, "kl__lambda_max": 0.1,
+    "sampling__num_frames": 17,
 }  # fmt: skip
 """Large updates and a KL that acts, so that every metric is far above rounding."""
 FILE = Path(__file__).parent / "golden" / "tiny_metrics.json"

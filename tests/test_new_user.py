@@ -145,14 +145,14 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
     assert "\r" not in out + err
     assert any(line.strip().startswith("1/1000  reward ") for line in out.splitlines())
     done = len(read_metrics(run / "metrics.jsonl"))
-    user.run(*words, *SMALL, "--train.iterations", str(done + 1), "--resume")
+    user.run_or_call(*words, *SMALL, "--train.iterations", str(done + 1), "--resume")
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(done + 1))
     parts = [row["reward_part/direction"] + row["reward_part/whole"] for row in rows]
     assert [row["reward/mean"] for row in rows] == pytest.approx(parts)
 
     eval_, sample = commands(look)
-    user.run(*eval_)
+    user.run_or_call(*eval_)
     user.run_or_call(*sample)
     assert (user.folder / "samples" / "00-a-red-circle-moves-left-quickly.mp4").stat().st_size > 500
     own: dict[str, Any] = {}

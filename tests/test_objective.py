@@ -104,7 +104,8 @@ def test_balanced_rewards_do_not_follow_the_scale_of_a_part() -> None:
             return {"vq": videos.mean((1, 2, 3, 4)), "mq": self.by * videos[:, -1].std((1, 2, 3))}
 
     def norm(by: float, balanced: bool) -> float:
-        config = build(BASE_SETTINGS | {"reward.weights": {"vq": 1, "mq": 1}, "objective.balanced_rewards": balanced})
+        weights = {"reward.weights": {"vq": 1, "mq": 1}, "sampling.num_frames": 17}
+        config = build(BASE_SETTINGS | weights | {"objective.balanced_rewards": balanced})
         return tiny_trainer(config, Scaled(by)).iteration(0)["grad_norm"]
 
     assert norm(100.0, True) == pytest.approx(norm(0.01, True), rel=1e-3)
@@ -253,7 +254,7 @@ def test_gradient_of_the_whole_loss(
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
         objective__surrogate=kind, objective__ratio=ratio, objective__clip_range=0.05, sampling__steps=3,
-        train__group_size=2, train__optimizer_steps=2,
+        sampling__num_frames=17, train__group_size=2, train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
     monkeypatch.setattr(

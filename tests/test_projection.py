@@ -185,6 +185,7 @@ def test_an_optimizer_that_writes_behind_autograd_is_heard(monkeypatch: pytest.M
         assert not torch.allclose(policy.velocity(x, policy.condition(sigma, text)), before)
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`")  # our layers have no bias
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_other_adapters_run_as_peft_runs_them(options: dict[str, Any]) -> None:
     model = layers(0.1, torch.float32, **options).eval()

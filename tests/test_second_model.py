@@ -226,7 +226,7 @@ def test_the_plan_counts_this_model(folder: Path, capsys: pytest.CaptureFixture[
     trained = sum(p.numel() for p in model.policy.parameters().values())
     assert f"= {base:,}" in text
     assert f"= {trained:,}" in text
-    assert "16 x 5 x 4 x 4" in text
+    assert "16 x 3 x 4 x 4" in text
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

@@ -314,12 +314,13 @@ KEPT = "runs that are whole are kept, and the same command goes on"
     ("how", "status", "says"),
     [
         ("Ctrl-C", 130, ""),
-        ("SIGTERM", 0, ""),  # as for a run that a scheduler stops
-        (
+        pytest.param("SIGTERM", 0, "", marks=pytest.mark.soak),  # as for a run that a scheduler stops
+        pytest.param(
             "killed",
             1,
             f"process 1 ended with status -9; killed, as by the system when memory runs out: fewer --workers "
             f"take less; {KEPT}",
+            marks=pytest.mark.soak,
         ),
         ("fails", 1, f"process 1 ended with status 1; {KEPT}"),
     ],

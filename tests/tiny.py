@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.load import build, load
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, ModelConfig
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
@@ -33,7 +35,7 @@ BASE_SETTINGS: dict[str, Any] = {
     "sampling.eta": 0.7,
     "sampling.steps": 5,
     "sampling.shift": 3.0,
-    "sampling.num_frames": 17,
+    "sampling.num_frames": 9,
     "sampling.height": 32,
     "sampling.width": 32,
     "sampling.batch_size": 8,
@@ -58,7 +60,7 @@ def arguments(**overrides: Any) -> list[str]:
     return [text for key, value in overrides.items() for text in (f"--{key.replace('__', '.')}", str(value))]
 
 
-FEW_STEPS = arguments(sampling__steps=3, train__optimizer_steps=2, eval__steps=2)
+FEW_STEPS = arguments(sampling__num_frames=9, sampling__steps=3, train__optimizer_steps=2, eval__steps=2)
 """For a run of the command from `configs/recipes/paper.yaml` that takes seconds."""
 
 
@@ -74,18 +76,35 @@ class BrightnessReward:
 
 
 def tiny_spec(policy: HunyuanVideo15Policy) -> Testbed:
-    return Testbed("tiny", {"transformer": policy.transformer.config})
+    spec = Testbed("tiny", {"transformer": policy.transformer.config})
+    spec.vae = _tiny_autoencoder()
+    return spec
+
+
+@functools.cache
+def _tiny_autoencoder() -> Any:
+    """The sizes of the autoencoder, on the meta device."""
+    return Testbed().meta("vae")
+
+
+@functools.lru_cache(maxsize=4)
+def _made(settings: tuple[tuple[str, Any], ...]) -> tuple[Any, Any, Tensor]:
+    """Make the transformer, the autoencoder (which all share), and the state of the random numbers after them."""
+    config = ModelConfig(**dict(settings))
+    torch.manual_seed(1)
+    transformer = TestbedTransformer().eval()
+    if config.tuning == "lora":
+        make_trainable(Testbed(), transformer, config)
+    return transformer, allow_batches(tiny_vae().eval()), torch.get_rng_state()
 
 
 def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Model:
-    torch.manual_seed(1)
-    transformer = TestbedTransformer().eval()
-    if config.model.tuning == "lora":
-        make_trainable(Testbed(), transformer, config.model)
-    policy = HunyuanVideo15Policy(
-        torch.nn.Module.to(transformer, device, dtype), dtype=dtype, guidance_scale=config.sampling.guidance_scale
-    )
-    decoder = VideoDecoder(allow_batches(tiny_vae().eval().to(device)))
+    transformer, vae, numbers = _made(tuple(vars(config.model).items()))
+    transformer = torch.nn.Module.to(copy.deepcopy(transformer), device, dtype)
+    vae = vae if device == CPU else copy.deepcopy(vae).to(device)
+    torch.set_rng_state(numbers)
+    policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=config.sampling.guidance_scale)
+    decoder = VideoDecoder(vae)
     model = Model(spec=tiny_spec(policy), policy=policy, decoder=decoder)
     model.set_checkpointing(config.model.gradient_checkpointing, gathered=config.train.engine == "zero3")
     return model

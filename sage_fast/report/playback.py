@@ -6,6 +6,7 @@ import io
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,13 @@ _PLAYED = ("h264", "vp8", "vp9", "av1")
 """Codecs that browsers play in 4:2:0."""
 
 
-def _frames(path: Path) -> Iterator[np.ndarray]:
-    """Yield frames, uint8 `[H, W, 3]`.
+def _frames(path: Path, about: dict[str, Any] | None = None) -> Iterator[np.ndarray]:
+    """Yield frames, uint8 `[H, W, 3]`; put what ffmpeg says of the file into `about`.
 
     Raises:
         UserError: the file cannot be read, or ends earlier than its header says.
     """
+    about = {} if about is None else about
     try:
         if path.suffix.lower() in ANIMATIONS:
             with Image.open(path) as animation:
@@ -35,7 +37,7 @@ def _frames(path: Path) -> Iterator[np.ndarray]:
         import imageio_ffmpeg
 
         reader = imageio_ffmpeg.read_frames(str(path))
-        about = next(reader)
+        about |= next(reader)
         width, height = about["size"]
         count = 0
         for frame in reader:
@@ -68,15 +70,11 @@ def for_browser(path: Path) -> tuple[str, bytes]:
     Raises:
         UserError: the file cannot be read, or is cut off.
     """
-    frames = sum(1 for _ in _frames(path))
+    about: dict[str, Any] = {}
+    frames = sum(1 for _ in _frames(path, about))
     suffix = path.suffix.lower()
     if suffix in ANIMATIONS:
         return f"image/{suffix[1:]}", path.read_bytes()
-    import imageio_ffmpeg
-
-    reader = imageio_ffmpeg.read_frames(str(path))
-    about = next(reader)
-    reader.close()
     if suffix in (".mp4", ".webm") and about["codec"] in _PLAYED and about["pix_fmt"].split("(")[0] == "yuv420p":
         return f"video/{suffix[1:]}", path.read_bytes()
     with tempfile.TemporaryDirectory() as folder:
