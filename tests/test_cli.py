@@ -29,7 +29,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 PAPER = CONFIGS / "recipes" / "paper.yaml"
 SMALL = [
     *("--train.iterations", "2", "--train.prompts_per_iteration", "2", "--train.group_size", "3"),
-    *("--sampling.steps", "4", "--train.timestep_fraction", "1.0", "--eval.steps", "2", "--eval.num_prompts", "2"),
+    *("--sampling.num_frames", "9", "--sampling.steps", "4", "--train.timestep_fraction", "1.0"),
+    *("--eval.steps", "2", "--eval.num_prompts", "2"),
     *("--eval.seeds_per_prompt", "1", "--eval.num_videos", "1", "--train.batch_size", "16"),
     *("--train.ema_decay", "0", "--train.schedule", "constant"),  # so that an extended run stays on its curve
 ]
@@ -473,7 +474,7 @@ def test_a_failing_reward_is_found_before_the_run_and_shows_its_own_traceback(
 ) -> None:
     assert train(tmp_path / "run", "--reward.name", "tests.test_trainer:RaisingReward") == 2
     error = capsys.readouterr().err
-    assert "reward.name = 'tests.test_trainer:RaisingReward': failed on made-up videos [2, 17, 3, 32, 32]" in error
+    assert "reward.name = 'tests.test_trainer:RaisingReward': failed on made-up videos [2, 9, 3, 32, 32]" in error
     assert re.search(r"test_trainer.py:\d+: OSError: scoring server went away\n", error)
     assert 'raise OSError("scoring server went away")' in error, "its own line of source"
     assert "sage_fast/rewards" not in error, "no frame of ours"

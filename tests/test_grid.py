@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).parent.parent
 PAPER = REPOSITORY / "configs" / "grids" / "paper.yaml"
 TINY: dict[str, Any] = {
     "base": str(REPOSITORY / "configs" / "recipes" / "paper.yaml"),
-    "sampling": {"steps": 2},
+    "sampling": {"num_frames": 5, "steps": 2},
     "train": {"iterations": 500, "prompts_per_iteration": 2, "group_size": 2, "optimizer_steps": 1,
               "checkpoint_interval": 1, "parity_gate": False},
     "eval": {"steps": 1, "num_prompts": 5, "seeds_per_prompt": 1, "num_videos": 1, "interval": 0},

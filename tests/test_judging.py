@@ -102,7 +102,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("eval")
     run = folder / "run"
     train = ["--train.iterations", "1", "--train.prompts_per_iteration", "2", "--train.group_size", "2"]
-    train += ["--sampling.steps", "4", "--train.batch_size", "16", "--train.learning_rate", "0.02", "--quiet"]
+    train += ["--sampling.num_frames", "9", "--sampling.steps", "4", "--train.batch_size", "16"]
+    train += ["--train.learning_rate", "0.02", "--quiet"]
     assert main(["train", PAPER, "--output", str(run), *train, *SMALL]) == 0
     prompts = json.loads((run / "eval" / "before.json").read_text())["prompts"]
     theirs = folder_of_videos(folder / "theirs", [prompts[1], "a prompt that is not asked for", *prompts[2:]])

@@ -36,8 +36,8 @@ PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
 SMALL = arguments(
     train__iterations=6, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=2,
     train__batch_size=16, train__ema_decay=0.9, train__checkpoint_interval=2, train__parity_gate="false",
-    kl__anchor_interval=3, sampling__steps=2, eval__steps=1, eval__num_prompts=2, eval__seeds_per_prompt=1,
-    eval__num_videos=1, eval__interval=0, eval__judge="null", tracking__trackers="[]",
+    kl__anchor_interval=3, sampling__num_frames=5, sampling__steps=2, eval__steps=1, eval__num_prompts=2,
+    eval__seeds_per_prompt=1, eval__num_videos=1, eval__interval=0, eval__judge="null", tracking__trackers="[]",
 )  # fmt: skip
 
 
