@@ -93,9 +93,9 @@ def test_rows_of_16_bits_stay_whole_vectors(dtype: torch.dtype, rank: int, room:
 @pytest.mark.soak
 def test_a_small_adapter_is_heard_in_bfloat16() -> None:
     """The share of the float32 response of the velocity; an adapter added to a rounded value gave 0.3 at 1e-4."""
-    share, error = responses([1e-4], "ours", seeds=12)[1e-4]
+    share, error = responses([1e-4], "ours", seeds=18)[1e-4]
     assert abs(share - 1) < 3 * error < 0.4
-    dead, error = responses([1e-4], "peft", seeds=12)[1e-4]
+    dead, error = responses([1e-4], "peft", seeds=18)[1e-4]
     assert dead + 3 * error < 0.7  # the test can see a dead zone
 
 
