@@ -19,11 +19,11 @@ SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
 WHEELS ?= wheels
 OUT ?= runs/gpu
-WORKERS ?= 3
+WORKERS ?= 4
 CLAIMS ?= all
 RECIPES ?=
 
-.PHONY: install demo test check docs soak bench reproduce race gpu gpu-stack clean
+.PHONY: install demo test check suite docs soak bench reproduce race gpu gpu-stack clean
 
 install: $(VENV)/installed
 
@@ -48,8 +48,11 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three workers, on two cores too: a test that waits for a process leaves its core to another one.
-test: check
+# Lint and types beside the suite, and four workers on two cores: a test that waits leaves its core to another one.
+test: install
+	+$(MAKE) --no-print-directory --jobs 2 check suite
+
+suite: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Silences the theme's notice of its own end of life, in May 2027.
