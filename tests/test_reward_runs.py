@@ -32,8 +32,8 @@ PAPER = REPOSITORY / "configs" / "recipes" / "paper.yaml"
 SMALL = arguments(
     train__iterations=2, train__prompts_per_iteration=2, train__group_size=2, train__optimizer_steps=1,
     train__batch_size=16, train__parity_gate="false", sampling__num_frames=5, sampling__steps=2,
-    sampling__batch_size=1, eval__steps=1,
-    eval__num_prompts=4, eval__seeds_per_prompt=1, eval__num_videos=1, eval__judge="null", tracking__trackers="[]",
+    sampling__batch_size=1, eval__steps=1, eval__num_prompts=4, eval__seeds_per_prompt=1, eval__num_videos=1,
+    eval__judge="null", tracking__trackers="[]",
     reward__name="tests.reward_faults:Fingerprint", reward__weights="{print: 1}", reward__max_dropped=0.25,
 )  # fmt: skip
 
