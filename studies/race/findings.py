@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -149,11 +150,12 @@ def _rows(raced: Mapping[str, Raced]) -> list[dict[str, object]]:
 
 def _draw(raced: Mapping[str, Raced], found: Mapping[str, Ratio], figure: Figure) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
-    for color, (name, one) in zip(COLORS * 3, raced.items()):
+    styles = itertools.product(("-", "--", ":"), COLORS)  # colors come round again, with another line
+    for (line, color), (name, one) in zip(styles, raced.items()):
         courses = np.array([list(run.course().values()) for run in one.final])
         curve = courses.mean(0) - courses[:, 0].mean()
         spent = np.array(list(one.final[0].course())) * used_by(one) / iterations(name, one.best.world)
-        left.plot(spent, curve, color=color, label=name, marker="o", markersize=2.5)
+        left.plot(spent, curve, color=color, linestyle=line, label=name, marker="o", markersize=2.5)
     left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
     left.set_ylabel("gain of the held-out composite")
     left.legend(ncols=2)
