@@ -31,24 +31,25 @@ from sage_fast.algorithm.objective import (
 from sage_fast.algorithm.schedule import (
     Transition,
     configured_table,
-    iteration_table,
+    iteration_tables,
     position_steps,
     scored_table,
     scouting_table,
     trained_steps,
+    transitions_of,
     update_schedule,
 )
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.config.schema import Config
 from sage_fast.models.model import Model
 from sage_fast.models.policy import State
-from sage_fast.models.protocol import Condition, Conditions, Key
+from sage_fast.models.protocol import Condition
 from sage_fast.ops import Row
 from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
@@ -127,36 +128,37 @@ class Trainer:
             ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
         config, watch, metrics = self.config, Stopwatch(self.device), Metrics()
-        table = iteration_table(self.full_table, config, index)
-        steps = trained_steps(table, config, index)
+        tables = iteration_tables(self.full_table, config, index)
+        steps = [trained_steps(table, config, index) for table in tables]
         samples, scouts = draw_samples(config, self.prompts, index), config.sampling.scout_candidates > 0
-        with self._rollout_weights():
+        averaged = config.sampling.averaged_weights
+        with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
             if scouts:
                 samples, scouted = self._scout(samples, metrics, watch)
-            batch, scores = self._rollout(samples, table, steps, watch)
+            batch, scores = self._rollout(samples, tables, steps, watch)
             if scores_noised_samples(config):
                 with watch("anchor"):
                     self.replay.score_noised(batch)
             gated = config.train.parity_gate and surrogate_of(config.objective).scores_rollout
             if gated and self.engine.steps == self._first_step:
-                for name, value in check_parity(self.replay, batch, steps, self.log_ratio_bias, self.equalizer).items():
+                for name, value in check_parity(self.replay, batch, self.log_ratio_bias, self.equalizer).items():
                     metrics.set(name, value)
 
         advantages, kept = self._advantages(scores, metrics)
         if scouts:
             record_agreement(metrics, scouted.view_as(advantages), scores.rewards.view_as(advantages))
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
-        anchored = position_steps(config, steps, index)
+        anchored = transitions_of(samples, [position_steps(config, of_group, index) for of_group in steps])
         with watch("anchor"):
-            batch.anchor_velocities = self._anchor_velocities(batch, anchored)
+            batch.anchor_velocities = self._anchor_velocities(batch, batch.own(anchored))
 
         updates = update_schedule(config, index, samples, steps, kept.flatten().tolist())
         self.forwards = forwards(
             config,
             samples=len(samples),
-            steps=len(table),
-            trained=len(steps),
-            transitions=sum(map(len, updates)),
+            steps=config.sampling.steps,
+            stored=len(transitions_of(samples, steps)),
+            trained=sum(map(len, updates)),
             anchored=0 if self.anchor is None or self.anchor_is_free else len(anchored),
         )
         shares = [batch.own(update) for update in updates]
@@ -169,7 +171,7 @@ class Trainer:
         row |= metrics.reduce()
         row["kl/lambda"] = self.kl.value
         row["learning_rate"] = self.engine.learning_rate
-        row["velocity_grad_norm"] = metrics.by_step(len(table))
+        row["velocity_grad_norm"] = metrics.by_step(config.sampling.steps)
         seconds = watch.seconds()
         if world_size() > 1:
             row["time/ranks"] = slowest_and_fastest(all_gather_object(seconds))
@@ -177,17 +179,13 @@ class Trainer:
 
     # -- rollout ------------------------------------------------------------------------------------------------------
 
-    def _rollout_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Run with the weights of the rollout policy: the present ones, or their average."""
-        averaged = self.config.sampling.averaged_weights
-        return self.engine.averaged_weights() if averaged else contextlib.nullcontext()
-
     def _scout(self, candidates: Sequence[Sample], metrics: Metrics, watch: Stopwatch) -> tuple[list[Sample], Tensor]:
         """Score cheap ODE rollouts of N candidates; return the chosen ones and their scouted rewards, float32 `[M]`.
 
         The result is the same on all ranks. Nothing but the choice of samples follows from it.
         """
-        rewards = self._rollout(candidates, scouting_table(self.config), (), watch, "scout")[1].rewards
+        tables = [scouting_table(self.config)] * self.config.train.prompts_per_iteration
+        rewards = self._rollout(candidates, tables, [()] * len(tables), watch, "scout")[1].rewards
         record_scouting(metrics, rewards)
         size = self.config.sampling.scout_candidates
         chosen = [
@@ -200,32 +198,31 @@ class Trainer:
     def _rollout(
         self,
         samples: Sequence[Sample],
-        table: TransitionTable,
-        steps: Sequence[int],
+        tables: Sequence[TransitionTable],
+        steps: Sequence[Sequence[int]],
         watch: Stopwatch,
         phase: str = "rollout",
     ) -> tuple[Batch, Scores]:
-        """Generate and score `samples`; return this rank's, with their `steps` stored, and the scores of all.
+        """Generate and score `samples`; return this rank's, with the `steps` of each group stored, and all scores.
 
         On a GPU, decoding one batch overlaps the rollout of the next.
         """
         scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
         with together():
             with watch(phase):
-                coefs = self._coefficients(table)
-                batch = self._batch(samples, table, steps)
-            own = [samples[number] for number in batch.numbers]
-            prompts = [sample.prompt for sample in own]
-            seeds, latent_seeds = (
-                torch.tensor([getattr(sample, key) for sample in own]) for key in ("seed", "latent_seed")
-            )
+                coefs = {table: self._coefficients(table) for table in set(tables)}
+                numbers = self._deal(samples)
+                own = [samples[number] for number in numbers]
+                batch = self._batch(numbers, own, tables[0].sigmas, steps)
+            seeds, latent_seeds = torch.tensor([[one.seed for one in own], [one.latent_seed for one in own]])
 
             def generate(rows: slice) -> Tensor:
+                table = tables[own[rows.start].group]
                 with watch(phase):
                     latents = rollout(
                         self.policy,
                         table,
-                        coefs,
+                        coefs[table],
                         batch.conditioning,
                         batch.keys[rows],
                         seeds[rows],
@@ -237,36 +234,38 @@ class Trainer:
                     batch.trajectories.finish(rows, latents, seeds[rows].to(self.device), table.sigmas)
                 return latents
 
-            runs = self.replay.runs(batch.keys, self.config.sampling.batch_size)
-            with Progress(phase, len(runs) * len(table), pause=self.pause) as bar:
+            alike = [(self.replay.lengths[sample.key], tables[sample.group]) for sample in own]
+            runs = equal_runs(alike, self.config.sampling.batch_size)
+            with Progress(phase, len(runs) * len(tables[0]), pause=self.pause) as bar:
                 for rows in self.policy.states.lockstep(runs, lambda: generate(runs[-1])):
-                    scorer.submit(generate(rows), prompts[rows])
+                    scorer.submit(generate(rows), [sample.prompt for sample in own[rows]])
             scorer.finish()
         with watch.waiting():
             return batch, scorer.gather(batch.numbers)
 
-    def _batch(self, samples: Sequence[Sample], table: TransitionTable, steps: Sequence[int]) -> Batch:
-        """Prepare this rank's share of `samples`: its conditions, and room for the trajectories."""
-        config, numbers = self.config, self._deal(samples)
-        keys = [samples[number].key for number in numbers]
+    def _batch(
+        self, numbers: Sequence[int], own: Sequence[Sample], sigmas: Tensor, steps: Sequence[Sequence[int]]
+    ) -> Batch:
+        """Prepare this rank's samples: their conditions, and room for the trajectories."""
+        config, keys = self.config, [sample.key for sample in own]
         scores_rollout = surrogate_of(config.objective).scores_rollout
         serves_anchor = self.anchor is not None and self.anchor_is_free and scores_rollout
         keeps_velocities = serves_anchor or stores_rollout_velocities(config)
         trajectories = (Trajectories if scores_rollout else NoisedSamples)(
-            len(keys),
             self.latent_shape,
-            steps,
-            len(table),
+            transitions_of(own, steps),
+            len(sigmas) - 1,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
             offload=config.sampling.offload_trajectories,
         )
+        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
+        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
         return Batch(
             numbers=numbers,
             keys=keys,
-            table=table,
-            coefs=self._coefficients(scored_table(table, config)),
-            conditioning=self._conditions(keys, table),
+            coefs=self._coefficients(scored_table(self.full_table, config)),
+            conditioning=self.policy.conditioning_table(sigmas[:-1], embeddings),
             trajectories=trajectories,
             advantages=torch.zeros(len(keys), device=self.device),
             anchor_velocities={},
@@ -277,12 +276,6 @@ class Trainer:
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
         tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
         return deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
-
-    def _conditions(self, keys: Sequence[Key], table: TransitionTable) -> Conditions:
-        """Compute the conditions of `keys` at every noise level of `table`."""
-        needed = {*keys, *(self.embeddings[key].negative for key in keys)}
-        embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
-        return self.policy.conditioning_table(table.sigmas[:-1], embeddings)
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
         return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
@@ -315,7 +308,7 @@ class Trainer:
         runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
 
         def idle() -> None:  # at a trained transition: others may not be finite
-            stand_in = transitions[:1] or [(0, min(batch.trajectories.steps))]
+            stand_in = transitions[:1] or batch.trajectories.trained[:1]
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
         for micro in self.policy.states.lockstep([transitions[rows] for rows in runs], idle):
@@ -375,16 +368,13 @@ class Trainer:
         """Whether the anchor takes no forward in the next iteration."""
         return self.anchor_is_current and spares_anchor(self.config)
 
-    def _anchor_velocities(self, batch: Batch, steps: Sequence[int]) -> dict[int, Tensor]:
-        """Return step -> the anchor's velocities `[N, ...]`.
-
-        One forward each; none while `anchor_is_free`.
-        """
+    def _anchor_velocities(self, batch: Batch, transitions: Sequence[Transition]) -> dict[Transition, Tensor]:
+        """Return transition -> the anchor's velocity: one forward each; none while `anchor_is_free`."""
         if self.anchor is None:
             return {}
         if self.anchor_is_free:
             return batch.trajectories.velocities
-        return self.replay.anchor_velocities(batch, steps, self.anchor)
+        return self.replay.anchor_velocities(batch, transitions, self.anchor)
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""

@@ -61,6 +61,7 @@ TINY: dict[str, dict[str, Any]] = {
     "nft-ode": {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"},
     "nft-ode2": {"objective__surrogate": "nft", "sampling__sampler": "ode2", "kl__strategy": "none"},
     "window": {"sampling__sde_window": 2},
+    "windows": {"sampling__sde_window": 2, "sampling__window_per_prompt": True},
     "fraction": {"train__timestep_fraction": 0.5},
     "position": {"kl__position_fraction": 0.5},
     "refreshed-anchor": {"kl__anchor_interval": 1, **TWO_UPDATES},
@@ -105,6 +106,10 @@ FEW = {
 RANKS: dict[str, dict[str, Any]] = {
     "plain": {}, "zero2": {"train.engine": "zero2"}, "zero3": {"train.engine": "zero3"},
     "zero3-full": {"train.engine": "zero3", "model.tuning": "full"}, "sequence": {"model.sequence_parallel": 2},
+    "zero3-windows": {
+        "train.engine": "zero3", "sampling.sampler": "precise", "sampling.sde_window": 2,
+        "sampling.window_per_prompt": "true", "kl.position_fraction": 0.5, "kl.anchor_interval": 1,
+    },
     "zero3-averaged": {
         "train.engine": "zero3", "model.tuning": "full", "sampling.averaged_weights": "true", "train.ema_decay": 0.5,
         "train.optimizer_steps": 2,

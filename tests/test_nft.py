@@ -1,5 +1,6 @@
 """Surrogates on noised samples: losses by hand in float64, the noise, and training with the ODE."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,14 +175,16 @@ def test_final_samples_are_noised_by_their_own_seeds() -> None:
     """The noise of a seed is the same in any batch, new at each level, and not the noise of the rollout."""
     shape, seeds, sigmas = (2, 3, 4, 4), torch.tensor([3, 5, 7]), torch.tensor([1.0, 0.7, 0.4, 0.0])
     x0 = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    whole, parts = (NoisedSamples(3, shape, [0, 2], 3, CPU) for _ in range(2))
+    trained = list(itertools.product(range(3), [0, 2]))
+    whole, parts = (NoisedSamples(shape, trained, 3, CPU) for _ in range(2))
     for rows, batches in ((whole, [slice(0, 3)]), (parts, [slice(0, 1), slice(1, 3)])):
         for batch in batches:
             rows.finish(batch, x0[batch], seeds[batch], sigmas)
-    assert sorted(whole.states) == [0, 2, 3]
-    assert all(torch.equal(whole.states[t], parts.states[t]) for t in whole.states)
+    assert sorted(whole.states) == list(itertools.product(range(3), [0, 2, 3]))
+    assert all(torch.equal(whole.states[key], parts.states[key]) for key in whole.states)
     assert torch.equal(whole.next_states([(1, 0), (2, 2)]), x0[1:])
-    noise = {t: (whole.states[t] - (1 - sigmas[t]) * x0) / sigmas[t] for t in (0, 2)}
+    states = {t: torch.stack([whole.states[i, t] for i in range(3)]) for t in (0, 2)}
+    noise = {t: (state - (1 - sigmas[t]) * x0) / sigmas[t] for t, state in states.items()}
     rolled = {t: philox_normal(seeds, torch.tensor(t), shape, STREAM_TRANSITION) for t in (0, 2)}
     every = torch.stack([*noise.values(), *rolled.values()]).flatten(1)
     torch.testing.assert_close(every.corrcoef(), torch.eye(4), rtol=0, atol=0.3)

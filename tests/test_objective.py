@@ -17,7 +17,7 @@ from sage_fast.algorithm.objective import (
     group_advantages,
     sage_loss,
 )
-from sage_fast.algorithm.schedule import check_trainable, trained_steps
+from sage_fast.algorithm.schedule import check_trainable, iteration_tables, trained_steps
 from sage_fast.config.load import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch
@@ -214,17 +214,17 @@ def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
 
 def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     """A batch whose stored transitions are float64, and its transitions."""
-    table = trainer.full_table
-    steps = trained_steps(table, trainer.config, 0)
+    tables = iteration_tables(trainer.full_table, trainer.config, 0)
+    steps = [trained_steps(table, trainer.config, 0) for table in tables]
     samples = draw_samples(trainer.config, trainer.prompts, 0)
-    batch, _ = trainer._rollout(samples, table, steps, Stopwatch(trainer.device))
+    batch, _ = trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
     rows = batch.trajectories
     rows.states, rows.log_probs = (
-        {t: x.double() for t, x in tensors.items()} for tensors in (rows.states, rows.log_probs)
+        {key: x.double() for key, x in tensors.items()} for tensors in (rows.states, rows.log_probs)
     )
     batch.coefs = batch.coefs.double()
-    batch.advantages = torch.linspace(-1.5, 1.5, rows.count, dtype=torch.float64)
-    return batch, [(i, t) for i in range(rows.count) for t in steps]
+    batch.advantages = torch.linspace(-1.5, 1.5, len(batch.keys), dtype=torch.float64)
+    return batch, sorted(rows.trained)
 
 
 LOSSES = itertools.product(
@@ -266,7 +266,7 @@ def test_gradient_of_the_whole_loss(
     batch, transitions = rolled_out(trainer)
     if trainer.anchor is not None:
         trainer.anchor_is_current = False
-        batch.anchor_velocities = trainer._anchor_velocities(batch, trained_steps(batch.table, config, 0))
+        batch.anchor_velocities = trainer._anchor_velocities(batch, transitions)
     perturb(trainer, 0.02, seed=9)
 
     def loss() -> Tensor:

@@ -177,6 +177,7 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
             id="noised again",
         ),
         pytest.param({"sampling__cuda_graphs": False, "sampling__sde_window": 2}, id="no graphs"),
+        pytest.param({"sampling__sde_window": 2, "sampling__window_per_prompt": True}, id="windows"),
     ],
 )
 def test_training_gives_the_metrics_of_the_cpu(

@@ -104,6 +104,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
          "train__parity_gate": False},
         BrightnessReward,
     ),
+    "a window for each prompt": (
+        ALONE | {"sampling__sampler": "precise", "sampling__steps": 4, "sampling__sde_window": 2, "seed": 7,
+                 "sampling__window_per_prompt": True, "kl__position_fraction": 0.5, "kl__anchor_interval": 1},
+        BrightnessReward,
+    ),
     "scouting": (
         ALONE | {"sampling__scout_candidates": 8, "sampling__scout_steps": 1, "train__group_size": 4,
                  "sampling__steps": 2, "reward__max_dropped": 1},

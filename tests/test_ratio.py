@@ -179,7 +179,7 @@ def test_gradient_norms_are_those_of_autograd(
     batch, transitions = rolled_out(trainer)
     if trainer.anchor is not None:
         trainer.anchor_is_current = False
-        batch.anchor_velocities = trainer._anchor_velocities(batch, [0, 1, 2])
+        batch.anchor_velocities = trainer._anchor_velocities(batch, transitions)
     perturb(trainer, 0.02, seed=9)
     seen: list[tuple[Tensor, ...]] = []
 

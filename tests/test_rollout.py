@@ -34,9 +34,9 @@ def roll(
     table = transition_table(sigma_schedule(steps, 3.0), sampler, 0.7)
     coefs = table.coefficients(2560)
     conditioning = model.policy.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS))
-    steps = table.stochastic_steps
+    trained = list(itertools.product(range(len(seeds)), table.stochastic_steps))
     trajectories = Trajectories(
-        len(seeds), LATENT_SHAPE, steps, len(table), CPU,
+        LATENT_SHAPE, trained, len(table), CPU,
         velocities=torch.float32 if guidance != 1 else dtype, offload=offload,
     )  # fmt: skip
     latents = rollout(
@@ -47,7 +47,7 @@ def roll(
         [PROMPTS[i % 2] for i in range(len(seeds))],
         seeds,
         initial_latents(seeds, LATENT_SHAPE, CPU),
-        record=functools.partial(trajectories.record, slice(None)),
+        record=functools.partial(trajectories.record, slice(0, len(seeds))),
     )
     return trajectories, table.sigmas.float(), coefs, model.policy, latents
 
@@ -62,11 +62,14 @@ def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None
     text = collate([texts[PROMPTS[i % 2]] for i in range(4)], CPU, torch.float32)
     negative = collate([texts[""]] * 4, CPU, torch.float32)
     assert rows.log_probs
-    for t, old in rows.log_probs.items():
+    for t in sorted({t for _, t in rows.trained}):
+        micro = [(i, t) for i in range(4)]
+        x, old = rows.gather(rows.states, micro), rows.gather(rows.log_probs, micro)
         conditioning = policy.condition(sigmas[t].expand(4), text, negative if guidance != 1 else None)
-        v = policy.guided_velocity(rows.states[t], conditioning)
+        v = policy.guided_velocity(x, conditioning)
         assert v.requires_grad
-        new, kl, _ = transition_score(rows.states[t], rows.states[t + 1], v, coefs, torch.tensor(t), rows.velocities[t])
+        stored = rows.gather(rows.velocities, micro)
+        new, kl, _ = transition_score(x, rows.next_states(micro), v, coefs, torch.tensor(t), stored)
         torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
         assert float(kl.detach().abs().max()) < 1e-9
 
@@ -117,16 +120,17 @@ def test_ode2_takes_the_step_along_an_extrapolated_velocity(guidance: float) -> 
 
 
 def test_only_trained_steps_are_stored() -> None:
-    rows = Trajectories(2, LATENT_SHAPE, [1, 2, 5], 6, CPU)
+    trained = list(itertools.product(range(2), [1, 2, 5]))
+    rows = Trajectories(LATENT_SHAPE, trained, 6, CPU)
     x = [torch.randn(2, *LATENT_SHAPE) for _ in range(7)]
     for t in range(6):
         rows.record(slice(0, 2), t, x[t], x[t + 1], torch.full((2,), float(t)), x[t])
-    assert sorted(rows.states) == [1, 2, 3, 5, 6]
-    assert sorted(rows.log_probs) == [1, 2, 5]
+    assert sorted(rows.states) == list(itertools.product(range(2), [1, 2, 3, 5, 6]))
+    assert sorted(rows.log_probs) == trained
     assert not rows.velocities
-    for t, state in rows.states.items():
+    for (i, t), state in rows.states.items():
         assert state.dtype == torch.float32
-        assert torch.equal(state, x[t])
+        assert torch.equal(state, x[t][i])
     gathered = rows.next_states([(1, 5), (0, 2)])
     assert torch.equal(gathered, torch.stack([x[6][1], x[3][0]]))
 
@@ -135,8 +139,8 @@ def test_offloaded_trajectories_hold_the_same() -> None:
     seeds = sample_seeds(0, 0, 0, range(2))
     (here, *_, latents), (there, *_, same) = roll(seeds), roll(seeds, offload=True)
     assert torch.equal(latents, same)
-    assert all(torch.equal(here.states[t], there.states[t]) for t in here.states)
-    assert all(torch.equal(here.velocities[t], there.velocities[t]) for t in here.velocities)
+    assert all(torch.equal(here.states[key], there.states[key]) for key in here.states)
+    assert all(torch.equal(here.velocities[key], there.velocities[key]) for key in here.velocities)
 
 
 def test_runs_never_mix_lengths() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_samples import draw_samples
 from sage_fast.algorithm.objective import stores_rollout_velocities
-from sage_fast.algorithm.schedule import Transition, check_trainable, iteration_table, trained_steps, update_schedule
+from sage_fast.algorithm.schedule import Transition, check_trainable, update_schedule
 from sage_fast.ops import transition_score
 from sage_fast.rewards import Scores, join_scores
 from sage_fast.rollout.batch import Batch
@@ -128,19 +128,6 @@ def test_fixed_anchor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(trainer.anchor[name], start[name]) for name in start)
 
 
-def test_window_trains_contiguous_steps() -> None:
-    trainer = tiny_trainer(settings(sampling__steps=8, sampling__sde_window=3))
-    starts = set()
-    for index in range(6):
-        steps = trained_steps(iteration_table(trainer.full_table, trainer.config, index), trainer.config, index)
-        assert steps == list(range(steps[0], steps[0] + 3))
-        starts.add(steps[0])
-    assert len(starts) > 1
-    norms = trainer.iteration(0)["velocity_grad_norm"]
-    trained = trained_steps(iteration_table(trainer.full_table, trainer.config, 0), trainer.config, 0)
-    assert [t for t, value in enumerate(norms) if value is not None] == trained
-
-
 def test_shared_initial_noise() -> None:
     samples = draw_samples(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
     assert len({sample.seed for sample in samples}) == len(samples) == 6
@@ -157,7 +144,7 @@ def test_no_seed_is_used_twice() -> None:
 def test_every_kept_sample_is_in_every_update() -> None:
     config = settings(train__optimizer_steps=2, sampling__steps=6)
     samples = draw_samples(config, PROMPTS, 0)
-    schedule = update_schedule(config, 0, samples, list(range(6)), [True, False, True, True, True, True])
+    schedule = update_schedule(config, 0, samples, [range(6)] * 2, [True, False, True, True, True, True])
     assert [len(update) for update in schedule] == [15, 15]
     assert {i for i, _ in schedule[0]} == {i for i, _ in schedule[1]} == {0, 2, 3, 4, 5}
     assert sorted(schedule[0] + schedule[1]) == [(i, t) for i in (0, 2, 3, 4, 5) for t in range(6)]
@@ -485,8 +472,8 @@ def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(m
     update = trainer._update
 
     def dropped(batch: Batch, mine: Sequence[Transition], total: int, *others: Any) -> None:
-        for state in batch.trajectories.states.values():
-            state[0] = math.nan
+        for (sample, _), state in batch.trajectories.states.items():
+            state[:] = math.nan if sample == 0 else state
         update(batch, [transition for transition in mine if transition[0] != 0], total, *others)
 
     monkeypatch.setattr(trainer, "_update", dropped)

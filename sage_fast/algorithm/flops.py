@@ -15,21 +15,19 @@ def scouting_rollouts(config: Config) -> int:
     return config.train.prompts_per_iteration * config.sampling.scout_candidates
 
 
-def forwards(
-    config: Config, *, samples: int, steps: int, trained: int, transitions: int, anchored: int
-) -> dict[str, int]:
+def forwards(config: Config, *, samples: int, steps: int, stored: int, trained: int, anchored: int) -> dict[str, int]:
     """Return part -> forwards of one sample in an iteration, all ranks together; guidance counts twice.
 
     Args:
         config: the settings.
         samples: samples of the iteration.
         steps: denoising steps of a rollout.
-        trained: steps that may be trained.
-        transitions: trained transitions, over all samples and updates.
-        anchored: steps at which the anchor runs; 0 while it is free.
+        stored: transitions that may be trained.
+        trained: transitions that are trained.
+        anchored: transitions at which the anchor runs; 0 while it is free.
     """
-    scored = trained * scores_noised_samples(config)
-    counts = {"rollout": samples * steps, "training": transitions, "anchor": samples * (anchored + scored)}
+    scored = stored * scores_noised_samples(config)
+    counts = {"rollout": samples * steps, "training": trained, "anchor": anchored + scored}
     if candidates := scouting_rollouts(config):
         counts = {"scout": candidates * config.sampling.scout_steps} | counts
     passes = 2 if config.sampling.guidance_scale != 1 else 1

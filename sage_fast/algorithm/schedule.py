@@ -47,13 +47,17 @@ def scouting_table(config: Config) -> TransitionTable:
     return transition_table(sigma_schedule(config.sampling.scout_steps, config.sampling.shift), "ode", 0.0)
 
 
-def iteration_table(table: TransitionTable, config: Config, iteration: int) -> TransitionTable:
-    """Return the iteration's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
-    window, steps = config.sampling.sde_window, config.sampling.steps
-    if window == 0:
-        return table
-    start = derive_seed(config.seed, "window", iteration) % (steps - window + 1)
-    return table.window(start, start + window)
+def iteration_tables(table: TransitionTable, config: Config, iteration: int) -> list[TransitionTable]:
+    """Return each group's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
+    tables, alone = windows(table, config), config.sampling.window_per_prompt
+    keys = [(iteration, group) if alone else (iteration,) for group in range(config.train.prompts_per_iteration)]
+    return [tables[derive_seed(config.seed, "window", *key) % len(tables)] for key in keys]
+
+
+def windows(table: TransitionTable, config: Config) -> list[TransitionTable]:
+    """Return the table of every window; without `sampling.sde_window` there is one, of all steps."""
+    length = config.sampling.sde_window or len(table)
+    return [table.window(start, start + length) for start in range(len(table) - length + 1)]
 
 
 def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
@@ -72,6 +76,11 @@ def trained_steps(table: TransitionTable, config: Config, iteration: int) -> lis
         order = permutation(len(steps), config.seed, "trained-steps", iteration)
         steps = sorted(steps[i] for i in order[:count])
     return steps[:count]
+
+
+def longest_window(config: Config) -> list[int]:
+    """Return the trained steps of the window that has most of them."""
+    return max((trained_steps(table, config, 0) for table in windows(configured_table(config), config)), key=len)
 
 
 def check_trainable(config: Config, ranks: int | None = None) -> None:
@@ -93,9 +102,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         s.eta <= largest, "sampling.eta", s.eta, f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
     )
     table = configured_table(config)
-    starts = range(s.steps - s.sde_window + 1) if s.sde_window else [0]
-    windows = [table.window(start, start + s.sde_window) if s.sde_window else table for start in starts]
-    trainable = min(len(trained_steps(window, config, 0)) for window in windows)
+    trainable = min(len(trained_steps(window, config, 0)) for window in windows(table, config))
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
         forward = [name for name, row in SURROGATES.items() if not row.scores_rollout]
@@ -193,6 +200,12 @@ def check_log_prob(config: Config, numel: int) -> None:
     )
 
 
+def transitions_of(samples: Sequence[Sample], steps: Sequence[Sequence[int]]) -> list[Transition]:
+    """Return the transitions of `samples`, numbered from 0, at the `steps` of their groups; ordered by step."""
+    found = [(number, t) for number, sample in enumerate(samples) for t in steps[sample.group]]
+    return sorted(found, key=lambda transition: transition[::-1])
+
+
 def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list[int]:
     """Return the trained steps with a KL to the anchor: a random share `kl.position_fraction`, at least one step."""
     count = max(round(config.kl.position_fraction * len(steps)), 1)
@@ -200,7 +213,7 @@ def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list
 
 
 def update_schedule(
-    config: Config, iteration: int, samples: Sequence[Sample], steps: Sequence[int], kept: Sequence[bool]
+    config: Config, iteration: int, samples: Sequence[Sample], steps: Sequence[Sequence[int]], kept: Sequence[bool]
 ) -> list[list[Transition]]:
     """Return the transitions of each optimizer step. Each step has every kept sample, at timesteps of its own.
 
@@ -208,21 +221,22 @@ def update_schedule(
         config: validated settings.
         iteration: seeds the order of the timesteps.
         samples: all samples of the iteration; a transition refers to a sample by its index here.
-        steps: trained steps.
+        steps: trained steps of each group.
         kept: whether each sample is trained.
     """
     orders = []
     for sample in samples:
-        index = (iteration, sample.group, sample.index)
+        own, index = steps[sample.group], (iteration, sample.group, sample.index)
         permuted = config.train.timestep_permutation
-        orders.append(permutation(len(steps), config.seed, "timesteps", *index) if permuted else range(len(steps)))
+        order = permutation(len(own), config.seed, "timesteps", *index) if permuted else range(len(own))
+        orders.append([own[i] for i in order])
     updates = config.train.optimizer_steps
     return [
         [
-            (sample, steps[orders[sample][position]])
-            for position in range(u * len(steps) // updates, (u + 1) * len(steps) // updates)
-            for sample in range(len(orders))
-            if kept[sample]
+            (sample, order[position])
+            for position in range(max(map(len, orders)))
+            for sample, order in enumerate(orders)
+            if kept[sample] and u * len(order) // updates <= position < (u + 1) * len(order) // updates
         ]
         for u in range(updates)
     ]

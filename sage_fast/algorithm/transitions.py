@@ -184,7 +184,7 @@ assert tuple(REDUCTIONS) == get_args(Reduction), (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # tensors have no equality that is a bool
 class TransitionTable:
     """The T transitions of a sampler on a schedule.
 

@@ -135,8 +135,10 @@ class SamplingConfig(Section):
     width: int = within(832, least=16, every=16)
     """Video width in pixels."""
     sde_window: int = within(0, least=0)
-    """Length of a random contiguous window of SDE steps, the same for a whole group; the ODE is used outside it. 0: all
-    steps are SDE steps."""
+    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps.
+    Surrogates that re-noise the final samples, such as nft, train all steps whatever the window."""
+    window_per_prompt: bool = False
+    """Draw the window anew for each prompt, instead of one for all prompts of an iteration."""
     averaged_weights: bool = False
     """Roll out, and score the old policy, with the average of the weights, as DiffusionNFT does. Needs train.ema_decay
     above 0, which sets how slowly the average follows. The ratio then differs from 1 in the first update already."""
@@ -161,6 +163,12 @@ class SamplingConfig(Section):
             "sampling.sde_window",
             self.sde_window,
             f"expected 0 (all steps) to sampling.steps; the nearest is {self.steps}",
+        )
+        require(
+            self.sde_window > 0 or not self.window_per_prompt,
+            "sampling.window_per_prompt",
+            self.window_per_prompt,
+            "there is no window with sampling.sde_window = 0; the nearest choice is false",
         )
         if self.scout_candidates:
             require(

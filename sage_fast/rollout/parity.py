@@ -8,6 +8,7 @@ by the KL of that movement (bias) and scatters (noise).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -37,19 +38,12 @@ Micro = Sequence[tuple[int, int]]
 """Transitions (sample, step) that are scored together: a micro-batch."""
 
 
-def check_parity(
-    replay: Replay,
-    batch: Batch,
-    steps: Sequence[int],
-    biases: Tensor,
-    equalizer: Tensor,
-) -> dict[str, float]:
+def check_parity(replay: Replay, batch: Batch, biases: Tensor, equalizer: Tensor) -> dict[str, float]:
     """Score stored transitions with the rollout's weights, and with moved weights if a limit will see an update.
 
     Args:
         replay: scores with the rollout's weights.
         batch: batch of the first iteration.
-        steps: trained steps.
         biases: minus the expected log-ratio by step, in units of the KL, `[T]`.
         equalizer: S_t by step, `[T]`.
 
@@ -63,7 +57,9 @@ def check_parity(
     row = surrogate_of(config.objective)
 
     def first(samples: int) -> list[Micro]:
-        transitions = [(i, t) for t in steps for i in range(min(samples, len(batch.keys)))]
+        """Return micro-batches of the first samples that each step has."""
+        by_step = itertools.groupby(batch.trajectories.trained, key=lambda transition: transition[1])
+        transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
         runs = replay.runs([batch.keys[i] for i, _ in transitions], config.train.batch_size)
         micros = [transitions[rows] for rows in runs]
         return [*micros, *micros[-1:] * policy.states.missing(len(micros))]
@@ -80,7 +76,7 @@ def check_parity(
         check_replay(delta, config.objective.clip_range)
     if is_off_policy(config) and (row.uses_ratio or row.uses_kl):
         velocity = functools.partial(replay.velocity, batch)
-        moments = moments_after_an_update(policy, config, first(4), len(batch.table), velocity, log_ratio)
+        moments = moments_after_an_update(policy, config, first(4), len(biases), velocity, log_ratio)
         metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config)
     return metrics
 

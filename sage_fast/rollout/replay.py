@@ -72,12 +72,15 @@ class Replay:
         return batch.conditioning.at(keys, on_device(steps[:1] if same else steps, self.policy.device))
 
     @torch.no_grad()
-    def anchor_velocities(self, batch: Batch, steps: Sequence[int], anchor: State) -> dict[int, Tensor]:
-        """Return step -> velocities `[N, C, T, H, W]` under the anchor's weights: one forward per sample and step."""
-        velocities = {t: batch.trajectories.empty(self.velocity_dtype) for t in steps}
+    def anchor_velocities(
+        self, batch: Batch, transitions: Sequence[Transition], anchor: State
+    ) -> dict[Transition, Tensor]:
+        """Return transition -> velocity `[C, T, H, W]` under the anchor's weights: one forward each."""
+        stored = batch.trajectories
+        velocities = stored.empty(transitions, self.velocity_dtype)
         with self.policy.using(anchor):
-            for t, run, micro in self._work(batch, steps):
-                velocities[t][run].copy_(self.velocity(batch, micro), non_blocking=True)
+            for micro in self._work(batch, transitions):
+                stored.put(velocities, micro, self.velocity(batch, micro))
         return velocities
 
     @torch.no_grad()
@@ -88,16 +91,20 @@ class Replay:
         """
         stored = batch.trajectories
         stored.scored = True
-        for t, run, micro in self._work(batch, sorted(stored.log_probs)):
-            x, step = stored.gather(stored.states, micro), on_device(t, stored.device)
+        for micro in self._work(batch, stored.trained):
+            x, step = stored.gather(stored.states, micro), on_device(micro[0][1], stored.device)
             v = self.velocity(batch, micro, x)
-            stored.log_probs[t][run] = transition_score(x, stored.next_states(micro), v, batch.coefs, step)[0]
+            log_probs = transition_score(x, stored.next_states(micro), v, batch.coefs, step)[0]
+            stored.log_probs |= zip(micro, log_probs, strict=True)
             if stored.velocities:
-                stored.velocities[t][run].copy_(v, non_blocking=True)
+                stored.put(stored.velocities, micro, v)
 
-    def _work(self, batch: Batch, steps: Sequence[int]) -> Iterable[tuple[int, slice, list[Transition]]]:
-        """Return (step, samples, their transitions) of the forwards at every sample and step, equally many per rank."""
-        runs = self.runs(batch.keys, self.config.sampling.batch_size)
-        work = [(t, run, [(i, t) for i in range(run.start, run.stop)]) for t in steps for run in runs]
+    def _work(self, batch: Batch, transitions: Sequence[Transition]) -> Iterable[Sequence[Transition]]:
+        """Return the transitions of each forward, which are of one step; equally many forwards per rank.
+
+        `transitions` are ordered by step.
+        """
+        alike = [(t, self.lengths[batch.keys[i]]) for i, t in transitions]
+        work = [transitions[run] for run in equal_runs(alike, self.config.sampling.batch_size)]
         work += work[-1:] * self.policy.states.missing(len(work))
         return progress(work, "anchor", len(work), "forward")

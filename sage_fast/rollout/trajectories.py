@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from sage_fast.algorithm.objective import stores_rollout_velocities, strategy_of, surrogate_of
-from sage_fast.algorithm.schedule import Transition, configured_table, iteration_table, trained_steps
+from sage_fast.algorithm.schedule import Transition, longest_window
 from sage_fast.config.schema import Config
 from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
 
 
 class Trajectories:
-    """The trained transitions of N rollouts, allocated once. Reverse process: x_t -> x_{t+1}, scored by the rollout.
+    """Trained transitions of rollouts, allocated once. Reverse process: x_t -> x_{t+1}, scored by the rollout.
 
     Args:
-        count: N.
         shape: (C, T, H, W) of a sample's latents.
-        steps: trained steps.
+        trained: the transitions, ordered by step.
         length: steps of a rollout.
         device: device of the policy.
         velocities: dtype in which to keep the rollout policy's velocities; None keeps none.
         offload: keep states and velocities in pinned host memory.
 
     Attributes:
-        states: step -> float32 `[N, C, T, H, W]` latents before that step, for the trained steps and their successors.
-        log_probs: step -> float32 `[N]` on the device, under the rollout policy.
+        trained: the transitions, as given.
+        states: (sample, step) -> float32 `[C, T, H, W]`, latents before that step: of the trained transitions and of
+            those that follow them.
+        log_probs: transition -> float32 scalar on the device, under the rollout policy.
         scored: whether they are known.
-        velocities: step -> `[N, C, T, H, W]` under the rollout policy, guidance included; empty if none are kept.
+        velocities: transition -> `[C, T, H, W]` under the rollout policy, guidance included; empty if none are kept.
     """
 
     scored = True
 
     def __init__(
         self,
-        count: int,
         shape: Sequence[int],
-        steps: Sequence[int],
+        trained: Sequence[Transition],
         length: int,
         device: torch.device,
         *,
@@ -46,34 +46,39 @@ class Trajectories:
         offload: bool = False,
     ) -> None:
         self.device = device
-        self.count, self.shape = count, tuple(shape)
-        self.steps = frozenset(steps)
-        self.offload = offload
-        self._after = self._successors(steps, length)
-        self.states = {t: self.empty(torch.float32) for t in sorted({*steps, *self._after.values()})}
-        self.log_probs = {t: torch.empty(count, device=device) for t in steps}
-        self.velocities = {} if velocities is None else {t: self.empty(velocities) for t in steps}
+        self.shape, self.offload = tuple(shape), offload
+        self.trained = list(trained)
+        self._after = self._successors(length)
+        self.states = self.empty({*trained, *self._after.values()}, torch.float32)
+        self.log_probs: dict[Transition, Tensor] = {}
+        self.velocities = {} if velocities is None else self.empty(trained, velocities)
 
-    def _successors(self, steps: Sequence[int], length: int) -> dict[int, int]:
-        """Return step -> index of the latents that its transition leads to."""
-        return {t: t + 1 for t in steps}
+    def _successors(self, length: int) -> dict[Transition, Transition]:
+        """Return transition -> (sample, step) of the latents that it leads to."""
+        return {(i, t): (i, t + 1) for i, t in self.trained}
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """Allocate `[N, C, T, H, W]` on the device, or in pinned host memory if offloaded."""
-        if not self.offload:
-            return torch.empty(self.count, *self.shape, dtype=dtype, device=self.device)
-        return torch.empty(self.count, *self.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+    def empty(self, transitions: Collection[Transition], dtype: torch.dtype) -> dict[Transition, Tensor]:
+        """Allocate transition -> `[C, T, H, W]` on the device, or in pinned host memory if offloaded."""
+        device, pinned = ("cpu", self.device.type == "cuda") if self.offload else (self.device, False)
+        return {key: torch.empty(self.shape, dtype=dtype, device=device, pin_memory=pinned) for key in transitions}
+
+    @staticmethod
+    def put(stored: dict[Transition, Tensor], transitions: Iterable[Transition], values: Tensor) -> None:
+        """Copy `values [M, C, T, H, W]` to the entries of `stored` for M (sample, step)."""
+        for transition, value in zip(transitions, values, strict=True):
+            stored[transition].copy_(value, non_blocking=True)
 
     def record(self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor) -> None:
-        """Store a step of samples `rows`; no-op for a step that is not trained."""
-        if step not in self.steps:
+        """Store a step of samples `rows`, which train the same steps; no-op for a step that is not trained."""
+        before, now, after = ([(i, t) for i in range(rows.start, rows.stop)] for t in (step - 1, step, step + 1))
+        if now[0] not in self._after:
             return
-        if step - 1 not in self.steps:
-            self.states[step][rows].copy_(x, non_blocking=True)
-        self.states[step + 1][rows].copy_(x_next, non_blocking=True)
-        self.log_probs[step][rows].copy_(log_prob)
+        if before[0] not in self._after:
+            self.put(self.states, now, x)
+        self.put(self.states, after, x_next)
+        self.log_probs |= zip(now, log_prob.clone())  # the next step may overwrite it
         if self.velocities:
-            self.velocities[step][rows].copy_(velocity, non_blocking=True)
+            self.put(self.velocities, now, velocity)
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         """Store what training needs of the final latents of samples `rows`."""
@@ -82,18 +87,18 @@ class Trajectories:
         """Return the log-probs `[B]` under the rollout policy; `log_prob` is under the policy in training."""
         if not self.scored:  # both policies are equal, or the loss needs the old one's log-prob up to a constant only
             return log_prob.detach()
-        return torch.stack([self.log_probs[t][i] for i, t in micro])
+        return torch.stack([self.log_probs[transition] for transition in micro])
 
     def next_states(self, transitions: Sequence[Transition]) -> Tensor:
         """Return the latents that M (sample, step) lead to, `[M, C, T, H, W]` on the device."""
-        return self.gather(self.states, [(i, self._after[t]) for i, t in transitions])
+        return self.gather(self.states, [self._after[transition] for transition in transitions])
 
-    def gather(self, stored: dict[int, Tensor], transitions: Sequence[Transition]) -> Tensor:
+    def gather(self, stored: dict[Transition, Tensor], transitions: Sequence[Transition]) -> Tensor:
         """Return the entries of `stored`, such as `states`, for M (sample, step), `[M, C, T, H, W]` on the device.
 
         Offloaded entries are copied one by one in stream order, so the host never reads what the device still writes.
         """
-        return torch.stack([stored[t][i].to(self.device, non_blocking=True) for i, t in transitions])
+        return torch.stack([stored[transition].to(self.device, non_blocking=True) for transition in transitions])
 
 
 class NoisedSamples(Trajectories):
@@ -104,19 +109,21 @@ class NoisedSamples(Trajectories):
 
     scored = False
 
-    def _successors(self, steps: Sequence[int], length: int) -> dict[int, int]:
-        return dict.fromkeys(steps, length)
+    def _successors(self, length: int) -> dict[Transition, Transition]:
+        return {(i, t): (i, length) for i, t in self.trained}
 
     def record(self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor) -> None:
         """No-op: no step of the rollout is trained."""
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         """Store the final latents of samples `rows` and, for each trained step, (1-s) latents + s new noise."""
-        for t in set(self._after.values()):  # one for all steps, none if nothing is trained
-            self.states[t][rows].copy_(latents, non_blocking=True)
-        for t in self._after:
+        samples = range(rows.start, rows.stop)
+        steps = [t for i, t in self.trained if i == rows.start]  # the same for all of `rows`
+        for t in steps:
             noise = philox_normal(seeds, on_device(t, self.device), self.shape, STREAM_FORWARD)
-            self.states[t][rows].copy_(latents.lerp(noise, float(sigmas[t])), non_blocking=True)
+            self.put(self.states, [(i, t) for i in samples], latents.lerp(noise, float(sigmas[t])))
+        if steps:  # all lead to the same latents
+            self.put(self.states, [self._after[i, steps[0]] for i in samples], latents)
 
 
 def on_device(values: float | Sequence[float] | Tensor, device: torch.device) -> Tensor:
@@ -127,9 +134,9 @@ def on_device(values: float | Sequence[float] | Tensor, device: torch.device) ->
 
 def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
     """Return the bytes of stored states and of stored velocities: `samples` rollouts, `numel` elements per latent."""
-    trained = len(trained_steps(iteration_table(configured_table(config), config, 0), config, 0))
+    trained = len(longest_window(config))
     # With untrained steps in between, a trained transition stores up to two states of its own.
-    shared = trained == config.sampling.steps or not surrogate_of(config.objective).scores_rollout
+    shared = config.train.timestep_fraction == 1 or not surrogate_of(config.objective).scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
     velocities = int(strategy_of(config.kl).anchor is not None) + int(stores_rollout_velocities(config))
     width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4

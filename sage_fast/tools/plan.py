@@ -18,10 +18,8 @@ from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import strategy_of
 from sage_fast.algorithm.schedule import (
     check_trainable,
-    configured_table,
-    iteration_table,
+    longest_window,
     position_steps,
-    trained_steps,
 )
 from sage_fast.config.schema import Config, ModelConfig
 from sage_fast.data.prompts import Prompt
@@ -67,7 +65,7 @@ class Plan:
         ranks: GPUs that share the iteration.
         iterations: iterations of the run.
         samples: trained samples per iteration, over all ranks.
-        trained_steps: trained transitions per sample.
+        trained_steps: trained transitions per sample; in the longest window, if windows differ.
         forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts twice. Without the
             decode.
         flops: part -> FLOPs per iteration, over all ranks; `forward` is one forward of one sample.
@@ -113,7 +111,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
 
     samples = train.prompts_per_iteration * train.group_size
-    steps = trained_steps(iteration_table(configured_table(config), config, 0), config, 0)
+    steps = longest_window(config)
     trained, anchored = len(steps), len(position_steps(config, steps, 0))
     mine = len(share_of(samples, ranks // sharing, 0))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
@@ -129,9 +127,9 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         config,
         samples=samples,
         steps=s.steps,
-        trained=trained,
-        transitions=samples * trained,
-        anchored=anchored * (strategy_of(config.kl).anchor is not None),
+        stored=samples * trained,
+        trained=samples * trained,
+        anchored=samples * anchored * (strategy_of(config.kl).anchor is not None),
     )
     candidates = scouting_rollouts(config)
     of_parts = flops(cost, counted, samples + candidates, checkpointing=mode, frozen_base=config.model.trains_adapter)

@@ -181,7 +181,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
             watch: Stopwatch,
             bar: Progress,
         ) -> None:
-            found.extend(_gradients(self, batch, t) for t in range(len(batch.table)))
+            found.extend(_gradients(self, batch, t) for t in range(config.sampling.steps))
 
     overlay = {
         **SETTINGS,

@@ -1,0 +1,155 @@
+"""Windows of SDE steps: their draws, the rollouts by them, and what is trained."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sage_fast.algorithm.iteration_samples import draw_samples
+from sage_fast.algorithm.schedule import check_trainable, iteration_tables, trained_steps, update_schedule
+from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.parity import check_parity
+from sage_fast.rollout.trajectories import trajectory_bytes
+from sage_fast.tools.plan import plan
+from sage_fast.trainer import Trainer
+from sage_fast.util.errors import UserError
+from sage_fast.util.metrics import Stopwatch
+from tests.tiny import settings, tiny_trainer
+
+ALONE: dict[str, Any] = {
+    "sampling__sampler": "precise",  # its last step adds no noise, so the last window trains one step less
+    "sampling__steps": 6,
+    "sampling__sde_window": 3,
+    "sampling__window_per_prompt": True,
+    "sampling__batch_size": 1,  # other batches round differently
+    "train__prompts_per_iteration": 4,
+    "train__group_size": 2,
+}
+
+
+def steps_of(trainer: Trainer, iteration: int) -> list[list[int]]:
+    """Trained steps of each group."""
+    tables = iteration_tables(trainer.full_table, trainer.config, iteration)
+    return [trained_steps(table, trainer.config, iteration) for table in tables]
+
+
+def rolled_out(trainer: Trainer, tables: list[Any]) -> Batch:
+    samples = draw_samples(trainer.config, trainer.prompts, 0)
+    steps = [trained_steps(table, trainer.config, 0) for table in tables]
+    return trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))[0]
+
+
+def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:
+    trainer = tiny_trainer(settings(sampling__steps=8, sampling__sde_window=3))
+    starts = set()
+    for index in range(6):
+        steps, same = steps_of(trainer, index)
+        assert steps == same == list(range(steps[0], steps[0] + 3))
+        starts.add(steps[0])
+    assert len(starts) > 1
+    norms = trainer.iteration(0)["velocity_grad_norm"]
+    assert [t for t, value in enumerate(norms) if value is not None] == steps_of(trainer, 0)[0]
+
+
+def test_each_prompt_has_a_window_of_its_own() -> None:
+    trainer = tiny_trainer(settings(**ALONE))
+    draws = [steps_of(trainer, index) for index in range(8)]
+    assert draws == [steps_of(trainer, index) for index in range(8)]
+    assert {tuple(steps) for groups in draws for steps in groups} == {(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4)}
+    assert any(len({tuple(steps) for steps in groups}) > 2 for groups in draws)
+    norms = trainer.iteration(1)["velocity_grad_norm"]
+    trained = sorted({t for steps in draws[1] for t in steps})
+    assert [t for t, value in enumerate(norms) if value is not None] == trained
+
+
+def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
+    """To the bit."""
+    trainer = tiny_trainer(settings(**ALONE))
+    tables = iteration_tables(trainer.full_table, trainer.config, 0)
+    assert len(set(tables)) > 1
+    batch = rolled_out(trainer, tables)
+    assert len(batch.trajectories.trained) == 2 * sum(map(len, steps_of(trainer, 0)))
+    group = {place: number // 2 for place, number in enumerate(batch.numbers)}
+    for table in set(tables):
+        alone = rolled_out(trainer, [table] * 4)
+        assert alone.numbers == batch.numbers
+        for name in ("states", "log_probs"):
+            found, expected = (getattr(each.trajectories, name) for each in (batch, alone))
+            keys = [key for key in found if tables[group[key[0]]] is table]
+            assert keys
+            assert all(torch.equal(found[key], expected[key]) for key in keys)
+
+
+def test_training_scores_every_stored_transition_as_the_rollout_did() -> None:
+    """Also where a batch would hold prompts with different windows."""
+    trainer = tiny_trainer(settings(**ALONE | {"sampling__batch_size": 8}))
+    batch = rolled_out(trainer, iteration_tables(trainer.full_table, trainer.config, 0))
+    assert set(batch.trajectories.log_probs) == set(batch.trajectories.trained)
+    with torch.no_grad():
+        for transition in batch.trajectories.trained:
+            log_prob, _, _ = trainer.replay.score(batch, [transition])
+            torch.testing.assert_close(log_prob[0], batch.trajectories.log_probs[transition], rtol=1e-5, atol=1e-5)
+
+
+def test_the_gate_on_rounding_sees_the_steps_of_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(settings(**ALONE, train__optimizer_steps=2))
+    seen: set[int] = set()
+    score = trainer.replay.score
+
+    def noting(batch: Batch, micro: Any, *others: Any) -> Any:
+        seen.update(t for _, t in micro)
+        return score(batch, micro, *others)
+
+    monkeypatch.setattr(trainer.replay, "score", noting)
+    batch = rolled_out(trainer, iteration_tables(trainer.full_table, trainer.config, 0))
+    check_parity(trainer.replay, batch, trainer.log_ratio_bias, trainer.equalizer)
+    assert seen == {t for steps in steps_of(trainer, 0) for t in steps}
+    assert len(seen) > 3
+
+
+def test_the_anchor_runs_in_the_windows_alone() -> None:
+    trainer = tiny_trainer(settings(**ALONE, kl__position_fraction=0.5, train__parity_gate=False))
+    trainer.anchor_is_current = False
+    seen: list[Batch] = []
+    update = trainer._update
+
+    def noting(batch: Batch, *others: Any) -> None:
+        seen.append(batch)
+        update(batch, *others)
+
+    trainer._update = noting  # type: ignore[method-assign]
+    trainer.iteration(1)
+    batch, steps = seen[0], steps_of(trainer, 1)
+    assert set(batch.anchor_velocities) < set(batch.trajectories.trained)
+    for place, number in enumerate(batch.numbers):
+        own = [(place, t) for t in steps[number // 2]]
+        weights = batch.position_weight(own)
+        assert 0 < int((weights > 0).sum()) < len(own)
+        assert float(weights.sum()) == pytest.approx(len(own)), "its mean over the sample's steps is 1"
+    assert trainer.forwards["anchor"] == len(batch.anchor_velocities)
+
+
+def test_windows_of_unequal_length_are_spread_over_all_updates() -> None:
+    config = settings(**ALONE, train__optimizer_steps=2)
+    steps = [[0, 1, 2], [3, 4], [1, 2, 3], [3, 4]]
+    updates = update_schedule(config, 0, draw_samples(config, ["a", "b", "c"], 0), steps, [True] * 8)
+    assert [{sample for sample, _ in update} for update in updates] == [set(range(8))] * 2
+    assert sorted(updates[0] + updates[1]) == [(sample, t) for sample in range(8) for t in steps[sample // 2]]
+
+
+def test_the_plan_has_room_for_the_longest_window() -> None:
+    """The first iteration of this seed has short windows alone."""
+    config = settings(**ALONE | {"sampling__sde_window": 2, "train__prompts_per_iteration": 2, "seed": 11})
+    trainer = tiny_trainer(config)
+    lengths = [[len(steps) for steps in steps_of(trainer, iteration)] for iteration in range(20)]
+    assert lengths[0] == [1, 1]
+    longest = max(max(of_groups) for of_groups in lengths)
+    assert longest == plan(config).trained_steps == 2
+    assert trajectory_bytes(config, numel=10, samples=4)[0] == 4 * 10 * 4 * (longest + 1)
+
+
+def test_a_window_for_each_prompt_needs_a_window() -> None:
+    with pytest.raises(UserError, match=r"window_per_prompt = True: .*no window with .*sde_window = 0; .* is false"):
+        settings(sampling__window_per_prompt=True)
+    with pytest.raises(UserError, match=r"optimizer_steps = 3: .*gives 2 trained transition"):
+        check_trainable(settings(**ALONE, train__optimizer_steps=3))
