@@ -101,19 +101,19 @@ def shipped(name: str, *overlays: Mapping[str, Any]) -> Config:
 
 
 def full_size(config: Config) -> Config:
-    """Return the same algorithm with a LoRA on the 8.3 B model, for videos of 480 x 832 and 81 frames."""
+    """Return the same algorithm on the 8.3 B model, a LoRA or all weights, for videos of 480 x 832 and 81 frames."""
     large = shipped("hunyuanvideo15-480p")
     size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
     return dataclasses.replace(
         config,
-        model=large.model,
+        model=dataclasses.replace(large.model, tuning=config.model.tuning),
         sampling=dataclasses.replace(config.sampling, **size),
         train=dataclasses.replace(config.train, batch_size=large.train.batch_size),
     )
 
 
 def exaflops(config: Config) -> dict[str, float]:
-    """Return part -> exaFLOPs (1e18) of an iteration with a LoRA on the 8.3 B model, at 480 x 832 and 81 frames."""
+    """Return part -> exaFLOPs (1e18) of an iteration of `full_size`."""
     from sage_fast.tools.plan import plan
 
     return {part: flops / 1e18 for part, flops in plan(full_size(config)).flops.items() if part != "forward"}

@@ -169,7 +169,8 @@ def test_a_ratio_that_may_be_small_decides_nothing() -> None:
 def test_a_recipe_that_loses_in_the_second_world_is_drawn_and_said() -> None:
     both = raced(paper=1.3, precise=1.6)
     fell = {name: dataclasses.replace(one, best=second_cells(one.best)[0]) for name, one in both.items()}
-    fell["precise"] = dataclasses.replace(fell["precise"], final=[made(0.5, seed, noise=0.01) for seed in range(5)])
+    lost = [made(0.5, seed, noise=0.01) for seed in range(5)]
+    fell["precise"] = dataclasses.replace(fell["precise"], final=lost, confirmation=lost)
     found = findings.claims(both, fell)[2].find(None)
     assert found.verdict == "not held"
     assert re.search(r"gain per FLOP of precise, .* is -\d\.\d+ \[-\d\.\d+, -\d\.\d+\] times that of paper", found.text)
@@ -181,7 +182,7 @@ def test_a_recipe_that_loses_in_the_second_world_is_drawn_and_said() -> None:
 
 
 def test_the_best_of_the_first_world_are_run_in_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = raced(paper=1.3, precise=1.4, nft=1.9, awm=1.2, kl_mask=1.6)
+    found = raced(paper=1.3, precise=1.4, nft=1.9, awm=1.2, kl_mask=1.6, nft_half=1.7)
     asked: list[set[str]] = []
 
     def train(cells: list[Cell], over: list[int], **_: object) -> dict[Cell, list[TrainedRun]]:
@@ -189,16 +190,23 @@ def test_the_best_of_the_first_world_are_run_in_the_second(monkeypatch: pytest.M
         return {cell: [made(1.5, seed) for seed in over] for cell in cells}
 
     monkeypatch.setattr(runs, "_train", train)
-    assert set(runs.race_again(found, RECIPES, quick=False, workers=1)) == {"paper", "nft", "kl_mask", "precise"}
-    assert asked == [{"paper", "nft", "kl_mask", "precise"}] * 2
+    best = {"paper", "nft", "nft_half", "kl_mask", "precise"}
+    again = runs.race_again(found, RECIPES, quick=False, workers=1)
+    assert set(again) == best
+    assert asked == [best, best, {"paper", "nft"}]
+    assert {name for name, one in again.items() if len(one.confirmation) == 10} == {"paper", "nft"}
 
 
 def test_the_confirmation_decides() -> None:
-    """The five final seeds choose the recipe; what they gained does not count."""
+    """The five final seeds choose the recipe; what they gained does not count, in either world."""
     found = raced(paper=1.3, precise=1.6, nft=1.9)
     assert runs.ahead(found) == "nft"
     fell = dataclasses.replace(found["nft"], confirmation=[made(1.3, seed, noise=0.01) for seed in range(5)])
     assert findings.claims(found | {"nft": fell}, {})[0].find(None).verdict == "not held"
+    again = {name: dataclasses.replace(one, best=second_cells(one.best)[0]) for name, one in found.items()}
+    assert findings.claims(found, again)[2].find(None).verdict == "held"
+    again["nft"] = dataclasses.replace(again["nft"], confirmation=fell.confirmation)
+    assert findings.claims(found, again)[2].find(None).verdict == "not held"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -231,7 +239,7 @@ def test_from_the_recipes_to_the_page(
     printed = capsys.readouterr().out
     assert "8 runs, 8 of them to be made" in printed  # two recipes, two cells, two seeds
     # Each recipe's best cell on two seeds, and on two more; then again in the second world.
-    assert printed.count("4 runs, 4 of them to be made") == 3
+    assert printed.count("4 runs, 4 of them to be made") == 4
     assert "2 runs, 2 of them to be made" in printed  # the search there: one cell and one seed of each
     assert printed.splitlines()[-1] == str(tmp_path / "results.html")
     page, text = (tmp_path / "results.html").read_text(), (tmp_path / "results.md").read_text()
@@ -240,6 +248,6 @@ def test_from_the_recipes_to_the_page(
         assert "python -m studies.race precise --quick" in shown
     assert text.startswith("# Reward for compute\n")
     assert len((tmp_path / "results" / "race.csv").read_text().splitlines()) == 1 + 16
-    assert len((tmp_path / "results" / "race-pairs.csv").read_text().splitlines()) == 1 + 6
+    assert len((tmp_path / "results" / "race-pairs.csv").read_text().splitlines()) == 1 + 10
     assert main(command) == 0
     assert "to be made" not in capsys.readouterr().out

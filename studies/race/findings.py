@@ -14,7 +14,7 @@ from studies.differences import Difference
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material, Verdict
 from studies.race.ratio import Ratio, gains, mean_of, ratio, scaled
-from studies.race.runs import Raced, ahead, iterations, reference, used
+from studies.race.runs import Raced, ahead, comparisons, iterations, reference, used
 from studies.runs import TrainedRun, difference
 
 GOAL, LEAST = 2.0, 1.3
@@ -43,14 +43,18 @@ def _rate(found: Raced, runs: Sequence[TrainedRun]) -> list[dict[str, float]]:
 
 def confirmed(raced: Mapping[str, Raced]) -> Ratio:
     """Return the ratio of the recipe ahead, on the seeds of the confirmation."""
-    first, second = (_rate(raced[name], raced[name].confirmation) for name in (ahead(raced), reference()))
-    return ratio(first, second)
+    return _confirmed(raced, ahead(raced))
 
 
 def transferred(raced: Mapping[str, Raced], again: Mapping[str, Raced]) -> Ratio:
-    """Return the ratio in the second world of the recipe ahead in the first. It was chosen before: no correction."""
-    first, second = (_rate(again[name], again[name].final) for name in (ahead(raced), reference()))
-    return ratio(first, second)
+    """Return the ratio in the second world of the recipe ahead in the first, on the seeds of the confirmation there."""
+    return _confirmed(again, ahead(raced))
+
+
+def _confirmed(raced: Mapping[str, Raced], name: str) -> Ratio:
+    """Return the ratio of a recipe on the seeds of the confirmation, corrected for how often that was decided."""
+    first, second = (_rate(raced[one], raced[one].confirmation) for one in (name, reference()))
+    return ratio(first, second, comparisons=comparisons())
 
 
 def judge_race(found: Ratio) -> Verdict:
@@ -83,25 +87,26 @@ def _find_race(raced: Mapping[str, Raced], material: Material) -> Finding:
     above = difference(runs, others)
     text = (
         f"Of the table, {first} has the highest gain per FLOP. On {len(runs)} further seeds it gains {decisive} times "
-        f"as much per FLOP as {base} (95 % interval): {gain(runs)} for {used(first):.1f} exaFLOPs against "
-        f"{gain(others)} for {used(base):.1f}. It ends {above} above (p {above.p:.2g}), and the judge gains "
-        f"{judge_gain(runs)} against {judge_gain(others)}. The table's gain per FLOP is a multiple of {base}'s on the "
-        f"five seeds that chose, its intervals corrected for {len(found)} recipes. {_ends(raced)}"
+        f"as much per FLOP as {base} (95 % interval, corrected for {comparisons()} comparisons): {gain(runs)} for "
+        f"{used(first):.1f} exaFLOPs against {gain(others)} for {used(base):.1f}. It ends {above} above "
+        f"(p {above.p:.2g}), and the judge gains {judge_gain(runs)} against {judge_gain(others)}. The table's gain per "
+        f"FLOP is a multiple of {base}'s on the five seeds that chose, its intervals corrected for {len(found)} "
+        f"recipes. {_ends(raced)}"
     )
     return _finding(raced, found, judge_race(decisive), text)
 
 
 def _find_again(raced: Mapping[str, Raced], again: Mapping[str, Raced], material: Material) -> Finding:
     found, first, base = transferred(raced, again), ahead(raced), reference()
-    runs, others = again[first].final, again[base].final
+    runs, others = again[first].confirmation, again[base].confirmation
     spent, reference_spent = used_by(again[first]), used_by(again[base])
     above = difference(runs, others)
     text = (
         f"The gain per FLOP of {first}, which is ahead in the first world, is {found} times that of {base} here (95 % "
-        f"interval): {gain(runs)} for {spent:.1f} exaFLOPs against {gain(others)} for {reference_spent:.1f}, on "
-        f"{len(runs)} seeds. The difference of their scores is {above} (p {above.p:.2g}), and the judge gains "
-        f"{judge_gain(runs)} against {judge_gain(others)}. The table's intervals are corrected for {len(again) - 1} "
-        f"recipes. {_ends(again)}"
+        f"interval, corrected for {comparisons()} comparisons): {gain(runs)} for {spent:.1f} exaFLOPs against "
+        f"{gain(others)} for {reference_spent:.1f}, on {len(runs)} seeds that chose nothing. The difference of their "
+        f"scores is {above} (p {above.p:.2g}), and the judge gains {judge_gain(runs)} against {judge_gain(others)}. "
+        f"The table's intervals are corrected for {len(again) - 1} recipes. {_ends(again)}"
     )
     return _finding(again, ratios(again), judge_race(found), text)
 

@@ -69,15 +69,23 @@ class Cell:
 
 def cells(recipe: str) -> list[Cell]:
     """Return the cells of a recipe's search in the first world."""
-    search = _protocol()["search"]
-    weights = search["kl_weight"] if kl_acts(_shipped(recipe).kl) else [0.0]
-    return [Cell(recipe, rate, weight) for rate in search["learning_rate"] for weight in weights]
+    weights = _protocol()["search"]["kl_weight"] if kl_acts(_shipped(recipe).kl) else [0.0]
+    return [Cell(recipe, rate, weight) for rate in _rates(recipe) for weight in weights]
+
+
+def _rates(recipe: str) -> list[float]:
+    """Return the learning rates of a recipe's search: other ones for a LoRA than for all weights."""
+    return list(_protocol()["search"]["learning_rate"][_shipped(recipe).model.tuning])
 
 
 def second_cells(best: Cell) -> list[Cell]:
     """Return the cells of the search in the second world, with the weight of the KL that was best in the first."""
-    rates = _protocol()["search"]["learning_rate"]
-    return [dataclasses.replace(best, learning_rate=rate, world=SECOND) for rate in rates]
+    return [dataclasses.replace(best, learning_rate=rate, world=SECOND) for rate in _rates(best.recipe)]
+
+
+def comparisons() -> int:
+    """Return how often the claims have been decided, for which the intervals of the confirmation are corrected."""
+    return int(_protocol()["confirmation"]["comparisons"])
 
 
 def seeds(purpose: str, quick: bool, world: str = FIRST) -> list[int]:
@@ -93,7 +101,7 @@ def _shipped(recipe: str, world: str = FIRST) -> Config:
 
 @functools.cache
 def cost(recipe: str, world: str = FIRST) -> float:
-    """Return planned exaFLOPs (1e18) of an iteration on the 8.3 B model, which share the budget.
+    """Return planned exaFLOPs (1e18) of an iteration on the 8.3 B model, a LoRA or all weights, which share the budget.
 
     They are of rollouts, scouting, decoding, anchor and training; the plan has the anchor run in every iteration.
     """
@@ -147,7 +155,7 @@ class Raced:
         search: cell -> runs on the seeds of the search.
         best: cell with the highest mean score in the search.
         final: runs of `best` on new seeds.
-        confirmation: runs of `best` on further seeds, of the reference and of the recipe that `final` chooses.
+        confirmation: runs of `best` on further seeds, of the reference and of the recipe ahead in the first world.
     """
 
     search: Mapping[Cell, Sequence[TrainedRun]]
@@ -160,12 +168,7 @@ def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> d
     """Train the runs that `folder` lacks: each recipe's search, its best cell on new seeds, then the confirmation."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
     raced = _search({recipe: cells(recipe) for recipe in chosen}, train, quick, FIRST)
-    compared = reference(), ahead(raced)
-    confirmation = train([raced[recipe].best for recipe in compared], seeds("confirmation", quick))
-    confirmed = {
-        recipe: dataclasses.replace(raced[recipe], confirmation=confirmation[raced[recipe].best]) for recipe in compared
-    }
-    return raced | confirmed
+    return _confirm(raced, ahead(raced), train, quick, FIRST)
 
 
 def ranked(raced: Mapping[str, Raced]) -> list[str]:
@@ -185,18 +188,27 @@ def best_cell(search: Mapping[Cell, Sequence[TrainedRun]]) -> Cell:
 
 
 def race_again(raced: Mapping[str, Raced], folder: Path, *, quick: bool, workers: int) -> dict[str, Raced]:
-    """Train the runs that `folder` lacks in the second world: the reference and the best recipes of the first."""
+    """Train the runs that `folder` lacks in the second world: of the reference and of the best recipes of the first."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
     chosen = [reference(), *ranked(raced)[: _protocol()["second"]["recipes"]]]
-    return _search({recipe: second_cells(raced[recipe].best) for recipe in chosen}, train, quick, SECOND)
+    again = _search({recipe: second_cells(raced[recipe].best) for recipe in chosen}, train, quick, SECOND)
+    return _confirm(again, ahead(raced), train, quick, SECOND)
 
 
-def _search(
-    tried: Mapping[str, Sequence[Cell]],
-    train: Callable[[Sequence[Cell], Sequence[int]], dict[Cell, list[TrainedRun]]],
-    quick: bool,
-    world: str,
-) -> dict[str, Raced]:
+Train = Callable[[Sequence[Cell], Sequence[int]], dict[Cell, list[TrainedRun]]]
+"""(cells, seeds) -> runs of each cell."""
+
+
+def _confirm(raced: Mapping[str, Raced], first: str, train: Train, quick: bool, world: str) -> dict[str, Raced]:
+    """Train the recipe ahead, `first`, and the reference on the seeds of the confirmation."""
+    compared = {recipe: raced[recipe] for recipe in (reference(), first)}
+    made = train([found.best for found in compared.values()], seeds("confirmation", quick, world))
+    return {**raced} | {
+        recipe: dataclasses.replace(found, confirmation=made[found.best]) for recipe, found in compared.items()
+    }
+
+
+def _search(tried: Mapping[str, Sequence[Cell]], train: Train, quick: bool, world: str) -> dict[str, Raced]:
     """Train each recipe's cells on the seeds of the search, and its best cell on those of the final."""
     search = train([cell for recipe in tried.values() for cell in recipe], seeds("search", quick, world))
     best = {recipe: best_cell({cell: search[cell] for cell in found}) for recipe, found in tried.items()}
