@@ -303,8 +303,8 @@ def test_the_grace_time_ends_a_run_that_hangs(place: Place) -> None:
 
 def test_an_iteration_that_takes_longer_than_the_grace_time_is_given_up(place: Place) -> None:
     """The rollout ends at the first step after half of that time; earlier iterations are saved."""
-    long = ["--sampling.steps", "1000", "--train.timestep_fraction", "0.01", "--train.grace_seconds", "6"]
-    process = place.start("slow", *long)
+    long = ["--sampling.steps", "1000", "--sampling.num_frames", "33", "--train.timestep_fraction", "0.01"]
+    process = place.start("slow", *long, "--train.grace_seconds", "6")
     place.wait_for("slow", "rollout: ")
     os.kill(process, signal.SIGTERM)
     assert place.server.wait(process) == 0, place.log("slow")
