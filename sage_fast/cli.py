@@ -217,7 +217,8 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     argument(
         "--config", metavar="NAME", default="demo",
         help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), hunyuanvideo15-480p-distilled (of the checkpoint "
-             "that needs no guidance), paper-480p or official-480p (the authors' code)",
+             "that needs no guidance), hunyuanvideo15-480p-nft (DiffusionNFT), paper-480p or official-480p (the "
+             "authors' code)",
     ),
 )  # fmt: skip
 def _init(options: Options, overrides: Overrides) -> int:

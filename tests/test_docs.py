@@ -217,6 +217,22 @@ def test_a_shipped_configuration_names_prompts_that_are_there(file: Path, monkey
     check_early(load(file), 1)
 
 
+def test_the_nft_configuration_has_the_method_of_the_recipe_ahead() -> None:
+    full, recipe = (load(REPOSITORY / "configs" / f"{name}.yaml")
+                    for name in ("hunyuanvideo15-480p-nft", "recipes/nft_full"))  # fmt: skip
+    same = {
+        "model": ["tuning"],
+        "sampling": ["sampler", "averaged_weights"],
+        "objective": ["surrogate", "nft_beta", "advantage_std"],
+        "kl": ["strategy"],
+        "train": ["optimizer_steps", "timestep_fraction", "ema_decay"],
+    }
+    for section, keys in same.items():
+        for key in keys:
+            assert getattr(getattr(full, section), key) == getattr(getattr(recipe, section), key), key
+    assert full.train.engine == "zero3"
+
+
 def test_the_distilled_configuration_differs_where_the_page_says() -> None:
     ours, distilled = (leaves(yaml.safe_load((REPOSITORY / "configs" / f"hunyuanvideo15-480p{name}.yaml").read_text()))
                        for name in ("", "-distilled"))  # fmt: skip
