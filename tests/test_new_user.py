@@ -161,7 +161,7 @@ def test_from_the_wheel_to_weights_in_diffusers(user: User) -> None:
         videos = read_folder(source, user.folder / "evaluation" / "videos" / source)
         frames = torch.stack([read_video(file) for file in videos.files if file])
         for part, expected in own["moves_and_stays"](frames, videos.prompts).items():
-            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.03)  # video compression changes it
+            assert videos.scores[part] == pytest.approx(expected.tolist(), abs=0.06)  # compression changes it
     (run / "report.html").unlink()
     user.run_or_call("sage-fast", "report", "runs/first")
     assert (run / "report.html").stat().st_size > 10_000
