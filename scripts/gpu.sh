@@ -250,7 +250,9 @@ for part in "${chosen[@]}"; do
         *) verdict=failed ;;
     esac
     if [[ $part == testbed* ]]; then
-        mkdir -p "$out/$part" && cp "$GPU_VENV/$part"/{run.json,metrics.jsonl} "$out/$part" 2>> "$log"
+        for file in "$GPU_VENV/$part"/{run.json,metrics.jsonl}; do
+            [[ -f $file ]] && mkdir -p "$out/$part" && cp "$file" "$out/$part"
+        done
     fi
     printf '%s\t%s\t%s\n' "$part" "$verdict" "$((SECONDS - start))" >> "$status"
 done

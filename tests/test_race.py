@@ -228,7 +228,7 @@ def test_from_the_recipes_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     protocol = copy.deepcopy(runs._protocol())
-    protocol["search"] |= {"learning_rate": [1e-3], "kl_weight": [0.05, 0.2]}
+    protocol["search"] |= {"learning_rate": {"lora": [1e-3], "full": [1e-3]}, "kl_weight": [0.05, 0.2]}
     protocol["base"] |= {"train.prompts_per_iteration": 1, "train.group_size": 2, "eval.num_prompts": 2}
     protocol["base"] |= {"train.optimizer_steps": 2, "sampling.steps": 2, "eval.steps": 1}
     monkeypatch.setattr(runs, "_protocol", lambda: protocol)

@@ -30,6 +30,7 @@ from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
+from tests import tiny
 from tests.tiny import CPU, BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
 
 SETTINGS: dict[str, Any] = {
@@ -96,12 +97,13 @@ class Peak(TorchDispatchMode):
 def memory(engine: str, tuning: str) -> dict[str, Any]:
     """Bytes of this rank: planned, and alive at the peak of a backward.
 
-    The model is wider than in the other runs, so that its weights count.
+    The model is wider than in the other runs, so that its weights count, and the videos are longer.
     """
-    config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine)
+    config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine, sampling__num_frames=17)
     before = Peak.now()
     wide = {"attention_head_dim": 32, "num_layers": 6, "rope_axes_dim": (8, 12, 12)}
-    with mock.patch("tests.tiny.TestbedTransformer", functools.partial(TestbedTransformer, **wide)):
+    model = functools.partial(TestbedTransformer, **wide)
+    with mock.patch.object(tiny, "TestbedTransformer", model), mock.patch.object(tiny, "_made", tiny._made.__wrapped__):
         trainer = tiny_trainer(config, NamedReward())
     planned = plan(config, trainer.model.spec, ranks=world_size()).memory
     trainer.iteration(0)
