@@ -216,9 +216,9 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     argument("folder", metavar="FOLDER", help="new folder, or one without files of those names"),
     argument(
         "--config", metavar="NAME", default="demo",
-        help="demo (default), hunyuanvideo15-480p (a LoRA on 8 GPUs), hunyuanvideo15-480p-distilled (of the checkpoint "
-             "that needs no guidance), hunyuanvideo15-480p-nft (DiffusionNFT), paper-480p or official-480p (the "
-             "authors' code)",
+        help="demo (default), hunyuanvideo15-480p (all weights on 8 GPUs), hunyuanvideo15-480p-lora, "
+             "hunyuanvideo15-480p-distilled (a LoRA of the checkpoint that needs no guidance), paper-480p or "
+             "official-480p (the authors' code)",
     ),
 )  # fmt: skip
 def _init(options: Options, overrides: Overrides) -> int:

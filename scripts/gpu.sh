@@ -188,7 +188,7 @@ command_of() {
             ;;
         iteration)
             # The log-prob gate is checked by `testbed`; here it could stop the run that is timed.
-            size=(configs/hunyuanvideo15-480p.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3
+            size=(configs/hunyuanvideo15-480p-lora.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3
                 --train.group_size 2 --train.parity_gate false)
             $tiny && size=(configs/recipes/paper.yaml --sampling.steps 3 --train.group_size 2 --train.optimizer_steps 1)
             # Made-up prompts and a reward on pixels: neither is measured.

@@ -102,7 +102,7 @@ def shipped(name: str, *overlays: Mapping[str, Any]) -> Config:
 
 def full_size(config: Config) -> Config:
     """Return the same algorithm on the 8.3 B model, a LoRA or all weights, for videos of 480 x 832 and 81 frames."""
-    large = shipped("hunyuanvideo15-480p")
+    large = shipped("hunyuanvideo15-480p-lora")
     size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
     return dataclasses.replace(
         config,

@@ -382,7 +382,7 @@ def test_dry_run_says_what_is_trained_on(capsys: pytest.CaptureFixture[str], tmp
     for file in ("model_config.json", "checkpoint-7/model.pth", "config.json"):
         (tmp_path / file).write_text("{}")  # must exist; only a run reads it
     given = ["--reward.args", f"{{path: {tmp_path}, base: Qwen/Qwen2-VL-2B-Instruct}}"]
-    assert main(["train", REAL, "--dry-run", *given, "--gpu-memory", "96"]) == 0
+    assert main(["train", REAL, "--dry-run", *given, "--gpus", "8", "--gpu-memory", "96"]) == 0
     printed = capsys.readouterr().out
     for line in (
         "configs/prompts/train.txt: 64 prompts",
