@@ -199,8 +199,8 @@ def phase_table(
 def _read(events: Sequence[Any], device: torch.device) -> tuple[list[Work], list[tuple[float, str]]]:
     """Return the kernels (CUDA) or operators (CPU) of a profile, and the times at which the phase changes.
 
-    The trainer synchronises before a phase ends. So a kernel belongs to the phase in which it began, whatever its
-    stream or graph.
+    In a profile every phase ends with a synchronisation. So a kernel belongs to the phase in which it began, whatever
+    its stream or graph.
     """
     host = [event for event in events if event.device_type == DeviceType.CPU]
     spans = [(e.time_range.start, e.time_range.end, e.name) for e in host if e.is_user_annotation and e.name in PHASES]
@@ -286,6 +286,8 @@ def format_profile(result: Mapping[str, Any]) -> str:
         cells += [cell(row["flops"], ".3g"), cell(row["flops_per_second"], ".3g", 1e12), cell(row["mfu"], ".1%")]
         lines.append(f"{phase:<28}" + "".join(f"{text:>11}" for text in cells))
     lines.append(f"FLOPs by the formulas of `train --dry-run`, {result['text_tokens']} text tokens a prompt")
+    if gpu:
+        lines.append("each decode is waited for; in a run it overlaps the rollout of the next batch")
     if peaks := result["peak_bytes"]:
         found = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
         planned = result["planned_bytes"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.util.profiling import PHASES, WAIT, annotate
+from sage_fast.util.profiling import PHASES, WAIT, annotate, is_profiled
 from sage_fast.util.ranks import all_gather_object, world_size
 
 REWARD_PART = "reward_part/"
@@ -91,7 +91,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, phase: str, *, wait: bool = True) -> Iterator[None]:
-        """Add the block's seconds to `phase`. Without `wait` this is launch time: the device is not waited for."""
+        """Add the block's seconds to `phase`. Without `wait` this is launch time, except under torch.profiler."""
         start = time.perf_counter()
         self._note_peak()
         self._open.append(phase)
@@ -99,7 +99,7 @@ class Stopwatch:
             with annotate(phase):
                 yield
                 # Wait inside the range, so that it covers every kernel of the phase.
-                if wait and self.device.type == "cuda":
+                if (wait or is_profiled()) and self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
         finally:
             self._note_peak()
@@ -131,8 +131,7 @@ class Stopwatch:
 
     def seconds(self) -> dict[str, float]:
         """Return `time/<phase>`, and `time/total` since the stopwatch was created."""
-        rows = {f"time/{phase}": value for phase, value in self._seconds.items()}
-        return rows | {"time/total": time.perf_counter() - self.start}
+        return {f"time/{p}": s for p, s in (self._seconds | {"total": time.perf_counter() - self.start}).items()}
 
 
 def slowest_and_fastest(seconds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
