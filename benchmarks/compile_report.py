@@ -18,6 +18,8 @@ from typing import Any
 ARCHITECTURES = (80, 90, 100)
 NORM_SIZES = "d 2048, 16 heads of 128"
 """Sizes of the published transformer."""
+TOKENS = 32_960
+"""Video and text tokens of a 480p video of 81 frames."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,10 @@ class Specialisation:
         guidance, anchor, old: which optional inputs are present.
         aligned: whether numel is a multiple of 16, as it is for every latent with 16 or 32 channels.
         numel: `i32`, `i64` (samples of 2^31 elements or more) or `1` (Triton turns an argument of 1 into a constant).
+        one_step: whether the batch is at one step, as in a rollout; otherwise each sample has its own.
         outputs: number of results of the second reduction stage: 1 for the step, 3 for the score.
+        weights: Triton element type of the RMSNorms' weights, if it is not `x`.
+        part: 0 for the queries, 1 for the keys, in the backward of RMSNorm and rotation.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
         residual, gated: whether the LayerNorm's backward adds the residual's gradient, and computes a gate's.
         room: columns on the right of each row of a normalisation's result and its gradient.
@@ -44,7 +49,10 @@ class Specialisation:
     old: bool = False
     aligned: bool = True
     numel: str = "i32"
+    one_step: bool = False
     outputs: int = 0
+    weights: str | None = None
+    part: int = 0
     sums: bool = False
     residual: bool = False
     gated: bool = False
@@ -52,16 +60,19 @@ class Specialisation:
 
     def __str__(self) -> str:
         if self.outputs:
-            return f"{self.outputs} output{'s' * (self.outputs > 1)}"
+            return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
         if "norm" in self.kernel:
             return (
                 f"{self.x}, {NORM_SIZES}"
+                + (f", {self.weights} weights" if self.weights else "")
+                + ", keys" * self.part
                 + "".join(f", {name}" for name in ("sums", "residual", "gated") if getattr(self, name))
                 + f", room {self.room}" * (self.room > 0)
             )
         parts = [f"{self.x} x", f"{self.v} v"]
         parts += [name for name in ("guidance", "anchor", "old") if getattr(self, name)]
-        parts += ["unaligned"] * (not self.aligned) + [f"{self.numel} numel"] * (self.numel != "i32")
+        parts += ["one step"] * self.one_step + ["unaligned"] * (not self.aligned)
+        parts += [f"{self.numel} numel"] * (self.numel != "i32")
         return ", ".join(parts)
 
 
@@ -89,10 +100,10 @@ class Row:
 
 
 _STEP, _FWD, _BWD = "_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel"
-_NORMS = ("norm_modulate", "norm_rotate")
 _SCORE_INPUTS: tuple[dict[str, Any], ...] = (
     {},
     {"anchor": True},
+    {"old": True},
     {"anchor": True, "old": True},
     {"x": "bf16", "anchor": True, "old": True},
     {"anchor": True, "old": True, "aligned": False},
@@ -100,29 +111,32 @@ _SCORE_INPUTS: tuple[dict[str, Any], ...] = (
 )
 
 SPECIALISATIONS: tuple[Specialisation, ...] = (
-    Specialisation(kernel=_STEP),
-    Specialisation(kernel=_STEP, guidance=True),
-    Specialisation(kernel=_STEP, x="bf16"),
-    Specialisation(kernel=_STEP, x="bf16", guidance=True),
-    Specialisation(kernel=_STEP, guidance=True, aligned=False),
-    Specialisation(kernel=_STEP, x="bf16", guidance=True, aligned=False),
+    *(
+        Specialisation(kernel=_STEP, one_step=True, x=x, guidance=guidance, aligned=aligned)
+        for guidance, aligned in ((False, True), (True, True), (True, False))
+        for x in ("fp32", "bf16")
+    ),
+    Specialisation(kernel=_FWD, one_step=True),
     *(Specialisation(kernel=kernel, **inputs) for kernel in (_FWD, _BWD) for inputs in _SCORE_INPUTS),
-    *(Specialisation(kernel=f"_{name}_fwd_kernel", x=x) for name in (*_NORMS, "gated_norm") for x in ("bf16", "fp32")),
     *(
-        Specialisation(kernel=f"_{name}_bwd_kernel", x=x, sums=sums)
-        for name in _NORMS
+        Specialisation(kernel=f"_{name}_fwd_kernel", x=x)
+        for name in ("norm_modulate", "norm_rotate", "gated_norm")
+        for x in ("bf16", "fp32")
+    ),
+    *(
+        Specialisation(kernel="_norm_modulate_bwd_kernel", x=x, sums=sums, residual=residual, gated=gated)
         for x, sums in (("bf16", False), ("bf16", True), ("fp32", False))
+        for residual, gated in ((False, False), (True, False), (True, True))
     ),
+    *(Specialisation(kernel="_norm_rotate_bwd_kernel", x=x, part=part) for x in ("bf16", "fp32") for part in (0, 1)),
+    # All weights: they are float32, and autocast makes the activations bfloat16.
+    Specialisation(kernel="_norm_rotate_fwd_kernel", x="bf16", weights="fp32"),
     *(
-        Specialisation(kernel="_norm_modulate_bwd_kernel", x=x, sums=sums, residual=True, gated=gated)
-        for x, sums, gated in (
-            ("bf16", False, False),
-            ("bf16", False, True),
-            ("bf16", True, True),
-            ("fp32", False, True),
-        )
+        Specialisation(kernel="_norm_rotate_bwd_kernel", x="bf16", weights="fp32", part=part, sums=True)
+        for part in (0, 1)
     ),
-    Specialisation(kernel="_reduce_kernel", outputs=1),
+    Specialisation(kernel="_reduce_kernel", outputs=1, one_step=True),
+    Specialisation(kernel="_reduce_kernel", outputs=3, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=3),
 )
 """The compilations that matter; every other one differs from one of these only in an element type."""
@@ -150,7 +164,7 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
         "HAS_GUIDANCE": s.guidance,
         "HAS_ANCHOR": s.anchor,
         "HAS_OLD": s.old,
-        "STEP_STRIDE": 1,
+        "STEP_STRIDE": int(not s.one_step),
         "ALIGNED": s.aligned and s.numel != "1",
         "TILES": 2,  # a 480p latent
         "BLOCK": common.BLOCK,
@@ -188,9 +202,9 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
     from triton.compiler import ASTSource
 
     width = 128 if "rotate" in s.kernel else 2048
-    flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums, "ROWS": 8, "TOKENS": 8}
-    flags["PART"] = 0
-    flags |= {"RESIDUAL": s.residual, "GATED": s.gated}
+    _, rows = common.rows_of_programs(TOKENS, 1, sums=s.sums)
+    flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums, "ROWS": rows, "TOKENS": rows}
+    flags |= {"RESIDUAL": s.residual, "GATED": s.gated, "PART": s.part}
     constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
     if "RESIDUAL" in constants:
         absent = ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
@@ -200,7 +214,9 @@ def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
         if name in constants:
             return "constexpr"
         if name.endswith("_ptr"):
-            return "*fp32" if name in ("rotary_ptr", "partial_ptr") else f"*{s.x}"
+            if name in ("rotary_ptr", "partial_ptr"):
+                return "*fp32"
+            return f"*{s.weights}" if s.weights and name.startswith(("video_", "text_")) else f"*{s.x}"
         return "fp32" if name == "eps" else "i32"
 
     aligned = ("_ptr", "_stride", "width")  # multiples of 16 at these sizes, which Triton detects

@@ -6,16 +6,29 @@ process of their own without it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from sage_fast.benchmarks.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, format_table
+from sage_fast.benchmarks.compile_report import ARCHITECTURES, SPECIALISATIONS, Row, Specialisation, format_table
+from sage_fast.kernels.common import _reduce_kernel
+
+from sage_fast.models.load import load_model
+from sage_fast.rewards import CompositeReward
+from sage_fast.testbed.world import train_prompts
+from sage_fast.trainer import Trainer
+from tests.tiny import CPU, BrightnessReward, embeddings, settings
 
 SHIPPED: tuple[int, ...] = ARCHITECTURES if "SAGE_FAST_SOAK" in os.environ else (90,)
 """The other architectures take half a minute more, which `make soak` has."""
@@ -128,3 +141,71 @@ def test_an_adapter_of_rank_8_costs_no_vector(compiled):
     for row in rows:
         if row not in padded:
             assert min(row.loads[-1], row.stores[-1]) == 2, "\n" + format_table([row])
+
+
+# -- the rows are those of a run ---------------------------------------------------------------------------------------
+
+
+class Launches(TorchDispatchMode):
+    """Record the kernels that Triton's launchers would start; the operators that are installed compute the results."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: set[Specialisation] = set()
+
+        def launch(kernel: Any, *args: Any, **flags: Any) -> None:
+            self.found.add(specialisation(kernel.fn.__name__, dict(zip(kernel.arg_names, args)) | flags))
+
+        monkeypatch.setattr(type(_reduce_kernel), "run", launch)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "sage_fast":
+            name = func.name().removeprefix("sage_fast::")
+            module = importlib.import_module(f"sage_fast.kernels.{name.removesuffix('_backward')}")
+            getattr(module, name)(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
+    """Return the row of a launch with these arguments; sizes are those of the report."""
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    x, v, weights = (
+        next((types[given[name].dtype] for name in names if name in given), default)
+        for names, default in (
+            (("x_ptr", "joint_ptr"), "fp32"),
+            (("v_ptr",), "bf16"),
+            (("video_weight_ptr", "video_query_ptr"), None),
+        )
+    )
+    present = {name: isinstance(given.get(f"{name}_ptr"), Tensor) for name in ("v_uncond", "v_anchor", "v_old")}
+    return Specialisation(
+        kernel=kernel, x=x, v=v, guidance=present["v_uncond"], anchor=present["v_anchor"], old=present["v_old"],
+        one_step=given.get("STEP_STRIDE") == 0, outputs=given.get("OUTPUTS", 0),
+        weights=None if weights == x else weights, part=given.get("PART", 0),
+        sums=given.get("MODULATION", given.get("WEIGHTS", False)), residual=given.get("RESIDUAL", False),
+        gated=given.get("GATED", False),
+    )  # fmt: skip
+
+
+NFT = {"objective__surrogate": "nft_adaptive", "kl__strategy": "none", "sampling__sampler": "ode",
+       "sampling__averaged_weights": True, "train__ema_decay": 0.7}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tuning", "method"), [("full", {}), ("full", NFT), ("lora", {})], ids=["full", "full, nft", "lora"]
+)
+def test_what_an_iteration_launches_is_listed(
+    tuning: str, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(
+        model__tuning=tuning, model__dtype="bfloat16", sampling__num_frames=5, sampling__steps=2,
+        train__prompts_per_iteration=1, train__group_size=2, train__parity_gate=False, **method,
+    )  # fmt: skip
+    model = load_model(config.model, config.sampling, CPU, seed=0)
+    prompts, reward = train_prompts(), CompositeReward(BrightnessReward(), config.reward)
+    trainer = Trainer(config, model, reward, prompts, embeddings(prompts, torch.bfloat16))
+    with Launches(monkeypatch) as launches:
+        assert trainer.iteration(0)["grad_norm"] > 0
+    assert {"_norm_rotate_bwd_kernel", "_norm_modulate_bwd_kernel"} <= {launch.kernel for launch in launches.found}
+    unlisted = launches.found - {*SPECIALISATIONS}
+    assert not unlisted, "\n".join(f"{launch.kernel}: {launch}" for launch in unlisted)
