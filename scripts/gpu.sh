@@ -15,8 +15,8 @@
 # failed part does not stop the next. Parts are in order of importance. All results are packed into OUT/results.tar.gz.
 set -u
 
-PARTS=(install doctor tests operators rollout-480p iteration testbed testbed-bf16 decode-480p variables ncu-step sanitizer memcheck racecheck rollout ncu-block)
-LIMITS=(120 180 240 180 360 480 100 100 160 90 90 200 170 170 300 200)
+PARTS=(install doctor tests operators rollout-480p iteration full nft engines nft-zero3 testbed testbed-bf16 decode-480p variables ncu-step sanitizer memcheck racecheck rollout ncu-block)
+LIMITS=(120 180 240 180 360 480 130 120 160 130 100 100 160 90 90 200 170 170 300 200)
 PACKED_BYTES=$((16 * 2**20))
 GPU_VENV=${GPU_VENV:-${TMPDIR:-/tmp}/sage-fast-gpu}
 
@@ -101,6 +101,27 @@ variables_part() {
     done
 }
 
+# Train all weights of the testbed by each engine; their metrics agree.
+engines_part() {
+    local engine
+    for engine in plain zero2 zero3; do
+        "$py" -m sage_fast train "$@" --train.engine "$engine" --output "$GPU_VENV/engines/$engine" || return
+    done
+    "$py" -c "$ENGINES_CODE" "$GPU_VENV/engines"
+}
+
+ENGINES_CODE='
+import sys
+from pathlib import Path
+from sage_fast.util.files import read_metrics
+plain, *others = (read_metrics(Path(sys.argv[1], engine, "metrics.jsonl")) for engine in ("plain", "zero2", "zero3"))
+worst = 0.0
+for iteration, rows in enumerate(zip(plain, *others, strict=True)):
+    for name in ("reward/mean", "grad_norm"):
+        print(f"iteration {iteration}, {name} of plain, zero2, zero3:", *(f"{row[name]:.6g}" for row in rows))
+        worst = max(worst, *(abs(row[name] / rows[0][name] - 1) for row in rows))
+print(f"zero2 and zero3 differ from plain by at most {worst:.1e} of a value")
+sys.exit(worst > 0.01)'
 LENGTHS_CODE='
 import torch
 from sage_fast.tools import harness
@@ -140,9 +161,23 @@ if gpu:
     torch.cuda.nvtx.range_pop()
 print("two blocks of", tokens, "tokens")'
 
+# Print the command that profiles one iteration. Prompts and reward are made up: neither is measured. The log-prob gate,
+# which could stop the run that is timed, is checked by `testbed`.
+profile_of() {
+    local part=$1
+    shift
+    printf '%s\n' "$py" -m sage_fast profile "$@" --train.prompts_per_iteration 1 --train.group_size 2 \
+        --train.parity_gate false --data.prompts testbed:train --data.eval_prompts testbed:heldout \
+        --reward.name sage_fast.configs.my_rewards:MyReward --reward.args "{}" \
+        --reward.weights "{color: 1, steady: 1}" --objective.drop_equal_groups false \
+        --data.embedding_cache "$GPU_VENV/embeddings" --folder "$out/$part"
+}
+
 # Print the command of a part, one word per line; bench and profile write their JSON into $out.
 command_of() {
     local sage=("$py" -m sage_fast) kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py tests/ops/test_norms.py) size=()
+    local few=(--model.path random:hunyuanvideo15-480p-4-blocks --sampling.num_frames 33 --sampling.steps 4)
+    $tiny && few=(--sampling.steps 3 --train.optimizer_steps 1)
     $tiny && kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py -k one-element)
     case $1 in
         install) printf '%s\n' install_part ;;
@@ -161,6 +196,11 @@ command_of() {
             [[ $1 == testbed-bf16 ]] && size+=(--model.dtype bfloat16 --train.optimizer_steps 1 --sampling.batch_size 1
                 --train.batch_size 1)
             printf '%s\n' "${sage[@]}" train configs/recipes/paper.yaml --output "$GPU_VENV/$1" "${size[@]}"
+            ;;
+        engines)  # one update per iteration: later ones amplify what rounding changed in the first
+            size=(--train.iterations 2 --train.optimizer_steps 1 --eval.num_prompts 1 --eval.steps 2 --eval.seeds_per_prompt 1)
+            $tiny && size+=(--sampling.steps 3 --train.prompts_per_iteration 1 --train.group_size 2)
+            printf '%s\n' engines_part configs/recipes/paper_full.yaml "${size[@]}"
             ;;
         operators)
             size=(--size "720p batch 4" --size large --size "480p batch 4" --size "480p batch 1")
@@ -187,15 +227,20 @@ command_of() {
                 --path "channels last" --json "$out/decode-480p.json"
             ;;
         iteration)
-            # The log-prob gate is checked by `testbed`; here it could stop the run that is timed.
-            size=(configs/hunyuanvideo15-480p-lora.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3
-                --train.group_size 2 --train.parity_gate false)
-            $tiny && size=(configs/recipes/paper.yaml --sampling.steps 3 --train.group_size 2 --train.optimizer_steps 1)
-            # Made-up prompts and a reward on pixels: neither is measured.
-            printf '%s\n' "${sage[@]}" profile "${size[@]}" --train.prompts_per_iteration 1 --data.prompts testbed:train \
-                --data.eval_prompts testbed:heldout --reward.name sage_fast.configs.my_rewards:MyReward --reward.args "{}" \
-                --reward.weights "{color: 1, steady: 1}" --objective.drop_equal_groups false \
-                --data.embedding_cache "$GPU_VENV/embeddings" --folder "$out/iteration"
+            size=(configs/hunyuanvideo15-480p-lora.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3)
+            $tiny && size=(configs/recipes/paper.yaml "${few[@]}")
+            profile_of "$1" "${size[@]}"
+            ;;
+        full)
+            size=(configs/hunyuanvideo15-480p-lora.yaml --model.tuning full --train.learning_rate 1e-5)
+            $tiny && size=(configs/recipes/paper_full.yaml --model.dtype bfloat16)
+            profile_of "$1" "${size[@]}" "${few[@]}"
+            ;;
+        nft | nft-zero3)
+            size=(configs/hunyuanvideo15-480p.yaml)
+            $tiny && size=(configs/recipes/nft_full.yaml --model.dtype bfloat16)
+            [[ $1 == nft ]] && size+=(--train.engine plain) || size+=(--train.engine zero3)
+            profile_of "$1" "${size[@]}" "${few[@]}"
             ;;
         variables) printf '%s\n' variables_part ;;
         # ConSan is the Triton sanitizer available in 3.6; it also makes integer overflow an error.
@@ -223,8 +268,8 @@ fi
 
 mkdir -p "$out" || exit 2
 status=$out/status.tsv  # part, verdict, seconds; the last line of a part counts
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 wheels out py LENGTHS_CODE STEP_CODE BLOCK_CODE
-export -f install_part ncu_part sanitizer_part variables_part installed
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 wheels out py ENGINES_CODE LENGTHS_CODE STEP_CODE BLOCK_CODE
+export -f install_part engines_part ncu_part sanitizer_part variables_part installed
 limit_of() { for i in "${!PARTS[@]}"; do if [[ ${PARTS[i]} == "$1" ]]; then echo "${LIMITS[i]}"; fi; done; }
 
 for part in "${chosen[@]}"; do
@@ -237,9 +282,7 @@ for part in "${chosen[@]}"; do
     fi
     ((limit > left)) && limit=$left
     mapfile -t words < <(command_of "$part")
-    case $part in  # these refuse to overwrite earlier results
-        testbed | testbed-bf16 | iteration) rm -rf "${GPU_VENV:?}/$part" "${out:?}/$part" ;;
-    esac
+    rm -rf "${GPU_VENV:?}/$part" "${out:?}/$part"  # an earlier run or profile is not overwritten
     [[ ${words[0]} == *_part ]] && words=(bash -c '"$@"' _ "${words[@]}")
     echo "$part, at most $limit s: $log"
     # Each part has its own time limit, and a killed part leaves no process behind.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,12 @@ from sage_fast.rewards.load import load_reward
 from sage_fast.util.files import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
-PARTS = ["install", "doctor", "tests", "operators", "rollout-480p", "iteration", "testbed", "testbed-bf16"]
-PARTS += ["decode-480p", "variables", "ncu-step", "sanitizer", "memcheck", "racecheck", "rollout", "ncu-block"]
-LONGER = ["doctor", "tests", "operators", "rollout-480p", "iteration", "testbed", "testbed-bf16", "decode-480p",
-          "variables", "racecheck", "rollout", "ncu-block"]  # fmt: skip
+PARTS = ["install", "doctor", "tests", "operators", "rollout-480p", "iteration", "full", "nft", "engines", "nft-zero3"]
+PARTS += ["testbed", "testbed-bf16", "decode-480p", "variables", "ncu-step", "sanitizer", "memcheck", "racecheck"]
+PARTS += ["rollout", "ncu-block"]
+PROFILES = ["iteration", "full", "nft", "nft-zero3"]
+LONGER = ["doctor", "tests", "operators", "rollout-480p", *PROFILES, "engines", "testbed", "testbed-bf16",
+          "decode-480p", "variables", "racecheck", "rollout", "ncu-block"]  # fmt: skip
 """Parts that other tests run too, that differ from a rehearsed one in a word, or that start three processes: rehearsed
 by `make soak`."""
 REHEARSED = PARTS if "SAGE_FAST_SOAK" in os.environ else [part for part in PARTS if part not in LONGER]
@@ -107,12 +110,17 @@ def rehearsed(machine: Path) -> Path:
 def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
     leave = {"doctor": "doctor.json", "operators": "operators.json", "rollout": "rollout.json",
              "rollout-480p": "rollout-480p.json", "decode-480p": "decode-480p.json",
-             "iteration": "iteration/profile.json"}  # fmt: skip
+             **{part: f"{part}/profile.json" for part in PROFILES}}  # fmt: skip
     for part in leave.keys() & set(REHEARSED):
         assert json.loads((rehearsed / leave[part]).read_text())["environment"]["commit"] == COMMIT
     if "doctor" in REHEARSED:
         doctor = json.loads((rehearsed / "doctor.json").read_text())
         assert not [check for check in doctor["checks"] if check["verdict"] == "wrong"]
+    if "engines" in REHEARSED:
+        engines = (rehearsed / "engines.log").read_text()
+        assert (
+            len(re.findall(r"^iteration [01], (?:reward/mean|grad_norm) of plain, zero2, zero3: ", engines, re.M)) == 4
+        )
     for part in {"testbed", "testbed-bf16"} & set(REHEARSED):
         assert json.loads((rehearsed / part / "run.json").read_text())["commit"] == COMMIT
         assert len(read_metrics(rehearsed / part / "metrics.jsonl")) == 1
@@ -202,7 +210,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
     text = config.read_text()
     config.write_text("sampling: {stepps: 3}\n")
     try:
-        done = gpu(machine, "--tiny", "wheels", "out", "7", "ncu-step")
+        done = gpu(machine, "--tiny", "wheels", "out", "11", "ncu-step")
     finally:
         config.write_text(text)
     assert done.returncode == 1
@@ -217,8 +225,8 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(rehearsed: P
 
 def test_what_is_asked_for_is_checked(machine: Path) -> None:
     for arguments, message in (
-        (["wheels", "out", "docter"], "part 'docter': expected a number to 16 or one of install doctor"),
-        *((["wheels", "out", part], f"part '{part}'") for part in ("17", "0", "08", "017", "doctor tests", "")),
+        (["wheels", "out", "docter"], "part 'docter': expected a number to 20 or one of install doctor"),
+        *((["wheels", "out", part], f"part '{part}'") for part in ("21", "0", "08", "021", "doctor tests", "")),
         (["nowhere", "out"], "WHEELS 'nowhere': no such folder"),
         (["--seconds", "soon", "wheels", "out"], "--seconds 'soon': expected a whole number"),
         (["--fast", "wheels", "out"], "unknown option --fast"),
@@ -240,7 +248,7 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
         "doctor",
         "operators",
         "rollout-480p",
-        "iteration",
+        *PROFILES,
         "testbed",
         "testbed-bf16",
         "rollout",
@@ -250,9 +258,11 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
         assert package == "sage_fast"
         options, rest = cli._parser().parse_known_args(arguments)
         overrides = cli._overrides(arguments[0], rest)
-        assert part in ("testbed", "testbed-bf16", "iteration") or not overrides
+        assert part in ("testbed", "testbed-bf16", *PROFILES) or not overrides
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
+    _, config, *arguments = commands["engines"]
+    assert load(REPOSITORY / config, cli._overrides("train", arguments)).model.tuning == "full"
     assert commands["racecheck"] == ["sanitizer_part", "racecheck", *commands["memcheck"][2:]]
     for name in itertools.chain(*commands.values()):
         assert not name.startswith("tests/") or (REPOSITORY / name).exists()
@@ -282,3 +292,23 @@ def test_the_calls_of_the_page_fit() -> None:
     first = [part for call in calls[:3] for part in call.split()]
     assert first[-3:] == ["operators", "rollout-480p", "iteration"]
     assert sum(limits[part] for part in first) <= 30 * 60
+
+
+def test_the_wheels_hold_what_deepspeed_imports() -> None:
+    """At any depth, but for what comes with the machine's torch and transformers; in the versions that are tested."""
+    there = {"einops", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "torch", "tqdm"}
+
+    def name_of(requirement: str) -> str:
+        return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
+
+    wanted, todo = set[str](), ["deepspeed"]
+    while todo:
+        if (package := todo.pop()) not in wanted | there:
+            wanted.add(package)
+            todo += [name_of(line) for line in requires(package) or () if "extra ==" not in line]
+    page = (REPOSITORY / "docs" / "gpu.md").read_text()
+    pins = {name_of(name): version for name, version in re.findall(r"([\w-]+)==([\w.]+)", page)}
+    tested = re.findall(r"^([\w-]+)==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), re.M)
+    versions = {name_of(name): version for name, version in tested}
+    assert {"pydantic-core", "hjson"} <= wanted
+    assert {package: pins.get(package) for package in wanted} == {package: versions[package] for package in wanted}

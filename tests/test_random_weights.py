@@ -54,6 +54,12 @@ def test_the_plan_is_that_of_the_published_model() -> None:
     assert main(["train", "configs/hunyuanvideo15-480p.yaml", "--model.path", PUBLISHED, "--dry-run"]) == 0
 
 
+def test_few_blocks_are_as_wide_as_the_published_ones() -> None:
+    few, whole = (find_spec(path).transformer_config for path in (f"{PUBLISHED}-4-blocks", PUBLISHED))
+    assert few["num_layers"] == 4
+    assert {**few, "num_layers": whole["num_layers"]} == dict(whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_drawn_in_their_type_and_the_same_each_time(dtype: torch.dtype) -> None:
     spec = find_spec("random:testbed")

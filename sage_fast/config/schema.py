@@ -52,9 +52,9 @@ class ModelConfig(Section):
 
     path: str = "testbed"
     """`testbed`, a local folder in diffusers format, or a hub id such as
-    hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p` and `random:testbed` have
-    random weights, for measuring the time and memory of an iteration without a checkpoint. Prefix any of these with
-    `package.module:Name:` to use a model family of your own."""
+    hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v. `random:hunyuanvideo15-480p`, the same with
+    `-4-blocks`, and `random:testbed` have random weights, for measuring the time and memory of an iteration without a
+    checkpoint. Prefix any of these with `package.module:Name:` to use a model family of your own."""
     dtype: DType = "bfloat16"
     """Storage type of frozen weights and activations. Latents are always float32."""
     tuning: Tuning = "lora"

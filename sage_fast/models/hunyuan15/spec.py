@@ -44,6 +44,9 @@ inner rows (4, plus room for one adapter)."""
 Architecture = Mapping[str, Any]
 """The transformer's config."""
 
+FEW_BLOCKS = {"random:hunyuanvideo15-480p-4-blocks": 4}
+"""Random model -> number of its blocks, which have the published width: all weights of these train on one GPU."""
+
 
 class HunyuanVideo15(Spec):
     """HunyuanVideo 1.5, text-to-video."""
@@ -53,7 +56,7 @@ class HunyuanVideo15(Spec):
     networks: ClassVar = {"transformer": HunyuanVideo15Transformer3DModel}
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
-    randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p",)
+    randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p", *FEW_BLOCKS)
     lora_targets = (
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"
     )
@@ -83,8 +86,9 @@ class HunyuanVideo15(Spec):
 
     def meta(self, part: str) -> Any:
         if part == "transformer" and not self.layouts.get(part):  # otherwise as published
+            blocks = {"num_layers": FEW_BLOCKS[self.path]} if self.path in FEW_BLOCKS else {}
             with torch.device("meta"):
-                return HunyuanVideo15Transformer3DModel(task_type="t2v")
+                return HunyuanVideo15Transformer3DModel(task_type="t2v", **blocks)
         return super().meta(part)
 
     def check(self) -> None:
