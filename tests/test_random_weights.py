@@ -56,8 +56,8 @@ def test_the_plan_is_that_of_the_published_model() -> None:
 
 def test_few_blocks_are_as_wide_as_the_published_ones() -> None:
     few, whole = (find_spec(path).transformer_config for path in (f"{PUBLISHED}-4-blocks", PUBLISHED))
-    assert few["num_layers"] == 4
-    assert {**few, "num_layers": whole["num_layers"]} == dict(whole)
+    differs = {name: value for name, value in few.items() if whole[name] != value}
+    assert {name: value for name, value in differs.items() if not name.startswith("_")} == {"num_layers": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
