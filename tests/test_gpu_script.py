@@ -294,6 +294,21 @@ def test_the_calls_of_the_page_fit() -> None:
     assert sum(limits[part] for part in first) <= 30 * 60
 
 
+@pytest.mark.parametrize(("norm", "status"), [(2.001, False), (2.1, True), (float("nan"), True)])
+def test_engines_that_differ_fail_their_part(
+    norm: float, status: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for engine, value in {"plain": 2.0, "zero2": 2.0, "zero3": norm}.items():
+        (tmp_path / engine).mkdir()
+        (tmp_path / engine / "metrics.jsonl").write_text(json.dumps({"reward/mean": -1.5, "grad_norm": value}) + "\n")
+    script = (REPOSITORY / "scripts" / "gpu.sh").read_text()
+    (code,) = re.findall(r"^ENGINES_CODE='\n(.*?)'$", script, re.M | re.S)
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        exec(code, {})
+    assert ended.value.code is status
+
+
 def test_the_wheels_hold_what_deepspeed_imports() -> None:
     """At any depth, but for what comes with the machine's torch and transformers; in the versions that are tested."""
     there = {"einops", "msgpack", "ninja", "numpy", "packaging", "psutil", "py-cpuinfo", "torch", "tqdm"}
