@@ -300,7 +300,9 @@ def test_engines_that_differ_fail_their_part(
 ) -> None:
     for engine, value in {"plain": 2.0, "zero2": 2.0, "zero3": norm}.items():
         (tmp_path / engine).mkdir()
-        (tmp_path / engine / "metrics.jsonl").write_text(json.dumps({"reward/mean": -1.5, "grad_norm": value}) + "\n")
+        (tmp_path / engine / "metrics.jsonl").write_text(
+            json.dumps({"iteration": 0, "reward/mean": -1.5, "grad_norm": value}) + "\n"
+        )
     script = (REPOSITORY / "scripts" / "gpu.sh").read_text()
     (code,) = re.findall(r"^ENGINES_CODE='\n(.*?)'$", script, re.M | re.S)
     monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
