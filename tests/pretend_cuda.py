@@ -249,6 +249,10 @@ class PretendCuda(TorchDispatchMode):
             # `torch.tensor(..., device="cuda")` fills host memory, and its copy to the device is dispatched.
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)
+            # Only CUDA has a matmul that writes another dtype than it reads.
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CPU")
+            stack.callback(library._destroy)
             # A conversion makes new parameters: new memory under the old ones would keep the CPU's class.
             stack.callback(
                 torch.__future__.set_overwrite_module_params_on_conversion,
