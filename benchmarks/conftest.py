@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from sage_fast.benchmarks.operators import SIZES, Case, check
 
 from sage_fast.util.environment import synchronize
+from sage_fast.util.ranks import local_device
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = local_device()
 
 
 def time(benchmark: Any, function: Callable[[], Any]) -> None:

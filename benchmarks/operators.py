@@ -24,7 +24,6 @@ from sage_fast.tools.harness import (
     H200_BF16_FLOPS,
     H200_BYTES_PER_SECOND,
     Save,
-    best_device,
     fresh_compilation,
     head_line,
     host_timer,
@@ -34,6 +33,7 @@ from sage_fast.tools.harness import (
 )
 from sage_fast.util.console import progress
 from sage_fast.util.environment import environment
+from sage_fast.util.ranks import local_device
 
 SIZES = {
     "tiny": (2, 4, 3, 6, 5),
@@ -271,7 +271,7 @@ def measure(operator: str, shape: Sequence[int], device: torch.device, repetitio
 
 def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = save_nothing) -> dict[str, Any]:
     """Measure every operator at `sizes`; return the result, as in the JSON, and pass it to `save` after each row."""
-    device = best_device()
+    device = local_device()
     names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if name != "tiny"])
     rows: list[dict[str, Any]] = []
     result = {"environment": environment(device, implementation(device)), "rows": rows}

@@ -21,7 +21,6 @@ from sage_fast.ops import implementation
 from sage_fast.tools.harness import (
     Budget,
     Save,
-    best_device,
     fresh_compilation,
     head_line,
     host_timer,
@@ -33,6 +32,7 @@ from sage_fast.tools.harness import (
 from sage_fast.util.console import Progress
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import UserError, in_one_line
+from sage_fast.util.ranks import local_device
 
 WARM_UPS = 2
 """Calls of a contender before it is timed: one that compiles and allocates, one in steady state."""
@@ -139,7 +139,7 @@ def run(
         save: called with the result after every row.
     """
     clock = Budget(budget)
-    device = best_device()
+    device = local_device()
     dtype = usual_dtype(device)
     work = chosen_paths(parts, paths)
     sizes = names or (GPU_SIZES if device.type == "cuda" else CPU_SIZES)

@@ -1,4 +1,7 @@
-"""diffusers' own forward and decode behind our interfaces: the baseline of benchmarks and tests."""
+"""diffusers' own forward and decode behind our interfaces: the baseline of benchmarks and tests.
+
+It runs in our process, so cuBLAS sums its matmuls in float32 too (`local_device`), where PyTorch's default need not.
+"""
 
 from __future__ import annotations
 

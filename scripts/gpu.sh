@@ -126,7 +126,8 @@ LENGTHS_CODE='
 import torch
 from sage_fast.tools import harness
 from sage_fast.models.attention import ATTENTION, usable
-device = harness.best_device()
+from sage_fast.util.ranks import local_device
+device = local_device()
 gpu, dtype = device.type == "cuda", harness.usual_dtype(device)
 name = "cudnn" if "cudnn" in usable(device, dtype) else "sdpa"
 def attend(tokens):
@@ -139,9 +140,9 @@ if gpu:
     print(f"peak: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB allocated, {torch.cuda.max_memory_reserved() / 1e9:.2f} GB reserved")'
 STEP_CODE='
 import torch
-from sage_fast.tools import harness
 from sage_fast.tools import selftest
-device = harness.best_device()
+from sage_fast.util.ranks import local_device
+device = local_device()
 arguments = selftest.inputs("transition_step", device)
 for _ in range(3):
     x_next, _ = selftest.OPERATORS["transition_step"](*arguments)
@@ -149,8 +150,10 @@ print("transition_step of", list(x_next.shape))'
 BLOCK_CODE='
 import torch
 from sage_fast.tools import selftest
-gpu = torch.cuda.is_available()
-run, tokens = selftest.transformer_forward(torch.device("cuda" if gpu else "cpu"))
+from sage_fast.util.ranks import local_device
+device = local_device()
+gpu = device.type == "cuda"
+run, tokens = selftest.transformer_forward(device)
 run()
 if gpu:
     torch.cuda.synchronize()

@@ -26,6 +26,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as every process of ours starts
 gc.disable()  # while test modules are imported: a fifth faster
 
 # nohup and a shell's & leave signals ignored, which tests send and which a run then leaves ignored.

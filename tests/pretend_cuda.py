@@ -249,6 +249,10 @@ class PretendCuda(TorchDispatchMode):
             # `torch.tensor(..., device="cuda")` fills host memory, and its copy to the device is dispatched.
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)
+            # Only CUDA has a matmul that writes another dtype than it reads.
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CPU")
+            stack.callback(library._destroy)
             # A conversion makes new parameters: new memory under the old ones would keep the CPU's class.
             stack.callback(
                 torch.__future__.set_overwrite_module_params_on_conversion,
@@ -443,6 +447,41 @@ class _autocast(torch.autocast):
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def cudnn_attention() -> Iterator[list[tuple[tuple[Tensor, ...], bool]]]:
+    """Let cuDNN's attention operator run on the CPU; yield its calls: `(query, key, value)`, with statistics or not.
+
+    Without statistics it rounds differently, as cuDNN's plan for inference may.
+    """
+    calls: list[tuple[tuple[Tensor, ...], bool]] = []
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, bias: None, statistics: bool, *options: Any) -> Any:
+        assert bias is None
+        assert options in ((), (0.0, False))
+        calls.append(((query, key, value), statistics))
+        scores = query @ key.mT * query.shape[-1] ** -0.5
+        out = torch.empty_like(query).copy_(scores.softmax(-1) @ value)  # in query's layout, as on a GPU
+        if not statistics:
+            out *= 1 + 2 * torch.finfo(out.dtype).eps
+        none = torch.zeros((), dtype=torch.long)
+        rows = query.shape[2], key.shape[2]
+        return out, scores.logsumexp(-1, keepdim=True), None, None, *rows, none, none, None
+
+    def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *_: Any) -> Any:
+        scale = query.shape[-1] ** -0.5
+        weights = (query @ key.mT * scale - sums).exp()
+        scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        return scores @ key, scores.mT @ query, weights.mT @ grad
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
+    try:
+        yield calls
+    finally:
+        library._destroy()
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast import cli
+from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.models.attention import (
     ATTENTION,
     LARGEST_ERROR,
@@ -23,9 +25,13 @@ from sage_fast.models.attention import (
     try_attention,
     usable,
 )
+from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.load import choose_attention
+from sage_fast.run import setup
+from sage_fast.run.setup import load_setup
+from sage_fast.tools import selftest
 from sage_fast.util.errors import UserError
-from tests.pretend_cuda import PretendCuda
+from tests.pretend_cuda import PretendCuda, cudnn_attention
 from tests.tiny import settings, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -178,6 +184,7 @@ def test_a_right_backend_passes_with_room(shape: tuple[int, ...], backend: str, 
     """Correct backends stay below half of the error limit, and their rollouts round as training does."""
     trial = try_attention(ATTENTION[backend], shape, DEVICE, dtype)
     assert trial.problem == ""
+    assert trial.agrees
     assert trial.error < LARGEST_ERROR[dtype] / 2
     assert trial.milliseconds > 0
 
@@ -205,13 +212,15 @@ def test_auto_drops_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rollouts_that_round_otherwise_are_found_out(dtype: torch.dtype) -> None:
     trial = try_attention(another_plan, (2, 100, 2, 32), DEVICE, dtype)
-    assert trial.problem.startswith("its output under no_grad is not that with gradients to the bit")
+    assert not trial.agrees
+    assert trial.problem == trial.why_skipped(needs_agreement=False) == ""
+    assert trial.why_skipped(needs_agreement=True).startswith("its output under no_grad is not that with gradients")
     assert trial.milliseconds > 0
     assert trial.error < LARGEST_ERROR[dtype] / 2
 
 
 def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would fail the gate on log-probs. A user who names it gets it, with a note."""
+    """It could fail the gate on log-probs. A user who names it gets it, with a note."""
     with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
     config = settings(model__dtype="float32")
     model = tiny_model(config)
@@ -227,6 +236,39 @@ def test_auto_skips_a_backend_whose_rollouts_round_otherwise(monkeypatch: pytest
     assert note.startswith("model.attention = 'cudnn': its output under no_grad is not that with gradients")
 
 
+def test_without_a_limit_on_the_ratio_no_backend_is_skipped_for_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_candidates(monkeypatch, cudnn=another_plan, sdpa=ATTENTION["sdpa"])
+    config = settings(objective__surrogate="nft", sampling__sampler="ode")
+    model = load_setup(config, rewards=False).model
+    assert model.attention_milliseconds.keys() == {"sdpa", "cudnn"}
+    choose_attention(model, "cudnn", config.sampling, needs_agreement=False)
+    assert model.attention == "cudnn"
+    assert not [note for note in model.notes if "no_grad" in note]
+
+
+def test_doctor_says_which_backend_rounds_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_candidates(monkeypatch, cudnn=another_plan)
+    found = {check.name: check for check in selftest.attention(torch.device("cpu"), 1e12)}
+    assert found["attention cudnn"].verdict == "ok"
+    assert found["attention cudnn"].found.endswith("model.attention = auto skips it for clip and kl_mask")
+    assert "no_grad" not in found["attention sdpa"].found
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_a_limit_on_rollout_steps_needs_agreement(surrogate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def load_model(*_: Any, needs_agreement: bool) -> Any:
+        raise Asked(needs_agreement)
+
+    monkeypatch.setattr(setup, "load_model", load_model)
+    sampler = "sage" if SURROGATES[surrogate].scores_rollout else "ode"
+    with pytest.raises(Asked) as asked:
+        load_setup(settings(objective__surrogate=surrogate, sampling__sampler=sampler), rewards=False)
+    assert asked.value.args == (surrogate in ("clip", "kl_mask"),)
+
+
 def test_a_backend_asked_for_by_name_must_be_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with_candidates(monkeypatch, sdpa=ATTENTION["sdpa"], flash=broken)
     config = settings(model__dtype="float32")
@@ -237,25 +279,57 @@ def test_a_backend_asked_for_by_name_must_be_right_too(monkeypatch: pytest.Monke
         choose_attention(tiny_model(config), "auto", config.sampling)
 
 
-def test_cudnn_reads_our_layout_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SDPA is called with only that backend, on transposed views of the blocks' tensors."""
-    seen: list[tuple[Tensor, ...]] = []
+def cudnn_inputs() -> list[Tensor]:
+    """`[B, S, H, D]` with a strided value, as in the blocks."""
+    query, key = (torch.randn(2, 7, 3, 8, requires_grad=True) for _ in range(2))
+    return [query, key, torch.randn(2, 7, 3, 3, 8).requires_grad_()[:, :, 2]]
 
-    def record(*tensors: Tensor, attn_mask: Tensor | None) -> Tensor:
-        allowed = torch.backends.cuda
-        assert allowed.cudnn_sdp_enabled()
-        others = (allowed.flash_sdp_enabled(), allowed.mem_efficient_sdp_enabled(), allowed.math_sdp_enabled())
-        assert not any(others)
-        seen.append(tensors)
-        return tensors[0]
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    inputs = [torch.randn(2, 7, 3, 8) for _ in range(3)]
-    out = ATTENTION["cudnn"](*inputs, None)
-    assert out.data_ptr() == inputs[0].data_ptr()
-    for given, passed in zip(inputs, seen[0]):
-        assert passed.data_ptr() == given.data_ptr()
-        assert passed.stride() == given.transpose(1, 2).stride()
+def test_cudnn_runs_one_plan_in_rollouts_and_training() -> None:
+    """Its operator reads transposed views without a copy and keeps its statistics, so `auto` finds no difference."""
+    inputs = cudnn_inputs()
+    upstream = torch.randn(2, 7, 3, 8)
+    with cudnn_attention() as calls:
+        out = ATTENTION["cudnn"](*inputs, None)
+        with torch.no_grad():
+            assert torch.equal(ATTENTION["cudnn"](*inputs, None), out)
+        gradients = torch.autograd.grad(out, inputs, upstream)
+        assert try_attention(ATTENTION["cudnn"], (2, 7, 3, 8), torch.device("cpu"), torch.float32).agrees
+    assert all(statistics for _, statistics in calls)
+    for tensors, _ in calls[:2]:
+        for given, passed in zip(inputs, tensors):
+            assert passed.data_ptr() == given.data_ptr()
+            assert passed.stride() == given.transpose(1, 2).stride()
+    assert out.is_contiguous()
+    expected = exact(*inputs, None)
+    references = expected, *torch.autograd.grad(expected, inputs, upstream.double())
+    for mine, reference in zip((out, *gradients), references, strict=True):
+        torch.testing.assert_close(mine, reference.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["attention", "full"])
+def test_cudnn_is_checkpointed_and_compiled(mode: str) -> None:
+    """Mode `attention` keeps its output; Dynamo and AOTAutograd trace both directions."""
+    inputs = cudnn_inputs()
+    upstream = torch.randn(2, 7, 3, 8)
+    block = SimpleNamespace(enable_gradient_checkpointing=lambda function: setattr(block, "checkpoint", function))
+    set_checkpointing(block, mode)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return ATTENTION["cudnn"](*(tensor.sin() for tensor in tensors), None)
+
+    with cudnn_attention() as calls:
+        expected = torch.autograd.grad(attend(*inputs), inputs, upstream)
+        calls.clear()
+        out = block.checkpoint(attend, *inputs)
+        assert len(calls) == 1
+        kept = torch.autograd.grad(out, inputs, upstream)
+        assert len(calls) == {"attention": 1, "full": 2}[mode]
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        traced = torch.autograd.grad(compiled(*inputs), inputs, upstream)
+    for reference, *others in zip(expected, kept, traced, strict=True):
+        for gradient in others:
+            torch.testing.assert_close(gradient, reference, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

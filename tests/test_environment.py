@@ -1,6 +1,7 @@
 """What a run records about its machine: free memory, device, commit, versions."""
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from sage_fast.ops import implementation
 from sage_fast.run.setup import check_trajectories
 from sage_fast.util.environment import command_line, commit, environment, format_bytes, free_bytes
 from sage_fast.util.errors import UserError
+from sage_fast.util.ranks import initialize, local_device
 from tests.tiny import settings, tiny_model
 
 CPU = torch.device("cpu")
@@ -35,6 +37,14 @@ def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sage_fast.models.hunyuan15.decode.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match="of the free memory is 0 MiB"):
         model.decoder.plan((32, 5, 4, 4))
+
+
+@pytest.mark.parametrize("start", [initialize, local_device])
+def test_a_process_starts_with_float32_sums_in_split_matmuls(start: Callable[[], torch.device]) -> None:
+    """Runs, tools and benchmarks choose their device by one of these."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # PyTorch's default
+    assert start() == CPU
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 def test_environment_is_enough_to_repeat_a_result() -> None:

@@ -13,6 +13,7 @@ from sage_fast.models.load import make_trainable
 from sage_fast.models.projection import Projection, gelu, with_room
 from sage_fast.models.testbed.model import Testbed
 from studies.paper.adapter import responses
+from tests.pretend_cuda import PretendCuda
 from tests.test_forward import PROMPTS, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer
 
@@ -88,6 +89,25 @@ def test_rows_of_16_bits_stay_whole_vectors(dtype: torch.dtype, rank: int, room:
     (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
     assert dx.isfinite().all()
     assert not dx[:, 33 + 2 * rank :].any()
+
+
+def test_adapter_gradients_on_a_gpu_are_never_rounded_to_bfloat16() -> None:
+    """CUDA's matmul writes its float32 sums; the CPU rounds them, as it has no such operator."""
+
+    def gradients(device: str) -> list[Tensor]:
+        model = layers(0.1, torch.bfloat16).to(device)
+        _, ys = projected(model, x.to(device))
+        torch.autograd.backward(ys, [upstream[:, : y.shape[1]].to(device) for y in ys])
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    x, upstream = (torch.randn(50, 33, dtype=torch.bfloat16) for _ in range(2))
+    on_cpu = gradients("cpu")
+    with PretendCuda():
+        on_gpu = gradients("cuda")
+    for mine, rounded in zip(on_gpu, on_cpu, strict=True):
+        assert mine.dtype == torch.float32
+        assert not torch.equal(mine, mine.bfloat16().float())
+        torch.testing.assert_close(mine, rounded, rtol=0.01, atol=0.01 * float(mine.abs().max()))
 
 
 @pytest.mark.soak

@@ -5,9 +5,9 @@ All are exact. There is no sparse, quantised or cached attention: the rollout po
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -32,15 +32,10 @@ That is a separate backend here, and `auto` needs a different one to fall back t
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        with sdpa_kernel(SDPA_KERNELS):
-            return _torch_sdpa(query, key, value, mask)
-    return _torch_sdpa(query, key, value, mask)
-
-
-def _torch_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=None if mask is None else mask[:, None, None])
+    with sdpa_kernel(SDPA_KERNELS) if half else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=None if mask is None else mask[:, None, None])
     return out.transpose(1, 2)
 
 
@@ -54,9 +49,13 @@ def _without_mask(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attenti
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Call cuDNN through SDPA, which reads our layout by its strides; diffusers' wrapper copies all four tensors."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return _torch_sdpa(query, key, value, None)
+    """Call cuDNN's operator on our layout, by its strides; diffusers' wrapper copies all four tensors.
+
+    The operator always computes the softmax statistics that a backward needs. SDPA leaves them out under `no_grad`,
+    where cuDNN then runs another plan, which may round differently.
+    """
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0].transpose(1, 2)
 
 
 # The packages are called directly: diffusers' dispatcher has no backward for flash-attn 3, and reports a package that
@@ -84,7 +83,7 @@ def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 CUDNN_CUDA = (12, 9)
 """Oldest CUDA version for `cudnn`. Below it, cuDNN's attention reads out of bounds on strided operands, such as our
-values, and PyTorch disables it (pull request 171627). `sdpa_kernel` would force it on."""
+values, and PyTorch disables it (pull request 171627). `_cudnn` calls it all the same."""
 
 
 def _cudnn_lacks(device: torch.device) -> str:
@@ -216,17 +215,19 @@ class Trial:
     Attributes:
         milliseconds: time of a forward and a backward; NaN if it does not run or is wrong.
         error: largest relative error of output and gradients; NaN if it does not run.
-        problem: why `auto` skips it; empty if it does not.
+        agrees: whether its output under `no_grad`, as in a rollout, is that with gradients to the bit.
+        problem: why it cannot be used; empty if it can.
     """
 
     milliseconds: float = float("nan")
     error: float = float("nan")
+    agrees: bool = True
     problem: str = ""
 
-    @property
-    def works(self) -> bool:
-        """Whether a run may ask for it by name: it is correct, though rollout and training may differ in rounding."""
-        return not math.isnan(self.milliseconds)
+    def why_skipped(self, needs_agreement: bool) -> str:
+        """Return why `auto` skips it; empty if it does not."""
+        differs = "its output under no_grad is not that with gradients to the bit: rollouts and training would disagree"
+        return self.problem or differs * (needs_agreement and not self.agrees)
 
 
 def fastest(trials: Mapping[str, Trial]) -> str:
@@ -241,9 +242,7 @@ def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dt
     Empty if only one backend is usable.
     """
     names = usable(device, dtype)
-    if len(names) == 1:
-        return {}
-    return {name: try_attention(ATTENTION[name], shape, device, dtype) for name in names}
+    return {name: try_attention(ATTENTION[name], shape, device, dtype) for name in names if len(names) > 1}
 
 
 def try_attention(
@@ -251,8 +250,7 @@ def try_attention(
 ) -> Trial:
     """Check a backend against SDPA in float32, then time it. Failures are reported in `Trial.problem`, not raised."""
     query, key = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    rows, heads = shape[:2], shape[2:]
-    value = torch.randn(*rows, 3, *heads, device=device, dtype=dtype)[:, :, 2]  # strided, as in the q, k, v projection
+    value = torch.randn(*shape[:2], 3, *shape[2:], device=device, dtype=dtype)[:, :, 2]  # strided, as in the blocks
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     upstream = torch.randn(shape, device=device, dtype=dtype)
 
@@ -264,10 +262,9 @@ def try_attention(
     try:
         results = forward_and_backward()
         with torch.no_grad():
-            in_rollouts = attention(query.detach(), key.detach(), value.detach(), None)
-        same_bits = torch.equal(in_rollouts, results[0])
+            agrees = torch.equal(attention(query.detach(), key.detach(), value.detach(), None), results[0])
         errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
-        del results, in_rollouts
+        del results
         for _ in range(3):
             synchronize(device)
             start = time.perf_counter()
@@ -276,14 +273,11 @@ def try_attention(
             times.append(1e3 * (time.perf_counter() - start))
     except Exception as error:  # whatever a broken package raises, from ImportError to a compiler's own
         return Trial(problem=f"it does not run: {in_one_line(error)}")
-    limit = LARGEST_ERROR[dtype]
-    wrong = [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]
-    largest = max(errors.values())
-    if wrong:
+    limit, largest = LARGEST_ERROR[dtype], max(errors.values())
+    if wrong := [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]:
         why = f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected at most {limit:.0e}"
         return Trial(error=largest, problem=why)
-    differs = "its output under no_grad is not that with gradients to the bit: rollouts and training would disagree"
-    return Trial(milliseconds=statistics.median(times), error=largest, problem="" if same_bits else differs)
+    return Trial(milliseconds=statistics.median(times), error=largest, agrees=agrees)
 
 
 def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor) -> list[float]:

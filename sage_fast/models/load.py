@@ -142,8 +142,13 @@ def meta_policy(spec: Spec, config: ModelConfig) -> Policy:
         return spec.policy(networks, dtype=getattr(torch, config.dtype), guidance_scale=1.0)
 
 
-def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.device, seed: int) -> Model:
+def load_model(
+    config: ModelConfig, sampling: SamplingConfig, device: torch.device, seed: int, *, needs_agreement: bool = True
+) -> Model:
     """Load a checkpoint and make it trainable.
+
+    Args:
+        needs_agreement: whether rollouts and training must round alike; see `choose_attention`.
 
     Raises:
         UserError: the checkpoint is missing, incomplete or for another task, the LoRA weights fit another model, or the
@@ -178,12 +183,16 @@ def load_model(config: ModelConfig, sampling: SamplingConfig, device: torch.devi
 
         policy.share_samples(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
-    choose_attention(model, config.attention, sampling)
+    choose_attention(model, config.attention, sampling, needs_agreement)
     return model
 
 
-def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None:
+def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_agreement: bool = True) -> None:
     """Use the attention backend `asked`, or for "auto" the fastest correct one at the size of this run. Collective.
+
+    Args:
+        needs_agreement: whether "auto" skips a backend whose output under `no_grad`, as in a rollout, is not that with
+            gradients to the bit. One that is asked for by name is used with a note.
 
     Raises:
         UserError: on any rank, the requested backend is missing, does not run, or gives wrong results.
@@ -200,7 +209,8 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None
     shape = (sampling.batch_size, tokens, heads // sequence_size(), width)
     if asked == "auto":
         trials: list[dict[str, Trial]] = all_gather_object(measure_attention(shape, device, dtype))
-        problems = {name: trial.problem for rank in trials for name, trial in rank.items() if trial.problem}
+        found = ((name, trial.why_skipped(needs_agreement)) for rank in trials for name, trial in rank.items())
+        problems = {name: problem for name, problem in found if problem}
         model.notes += [f"attention {name!r} is skipped: {problem}" for name, problem in problems.items()]
         right = {name: trial for name, trial in trials[0].items() if name not in problems}
         if problems and not right:
@@ -208,12 +218,11 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig) -> None
         model.attention_milliseconds = {name: trial.milliseconds for name, trial in right.items()}
         asked = fastest(right)
     elif not ATTENTION[asked].is_reference:
-        found: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
-        if worst := min((trial for trial in found if trial.problem), key=lambda trial: trial.works, default=None):
-            problem = f"model.attention = {asked!r}: {worst.problem}"
-            if not worst.works:
-                raise UserError(f"{problem}; the nearest choice is 'auto'")
-            model.notes.append(f"{problem}; train.parity_gate tells whether it matters")
+        tried: list[Trial] = all_gather_object(try_attention(ATTENTION[asked], shape, device, dtype))
+        if problem := next(filter(None, (trial.problem for trial in tried)), None):
+            raise UserError(f"model.attention = {asked!r}: {problem}; the nearest choice is 'auto'")
+        if problem := next(filter(None, (trial.why_skipped(needs_agreement) for trial in tried)), None):
+            model.notes.append(f"model.attention = {asked!r}: {problem}; train.parity_gate tells whether it matters")
     model.attention = asked
     model.policy.serve(ATTENTION[asked])
 

@@ -4,8 +4,9 @@
 
 peft, like any implementation that adds s (x A^T) B^T onto W x, adds to a value that is already rounded. In bfloat16 a
 change below half a unit in the last place is lost, and a young adapter's changes are that small. Here the adapter joins
-the sum before rounding and costs no extra pass over x or y: the producer of x leaves `room` on the right of each row
-for x A^T. Layers that read the same x (queries, keys, values) share one matmul.
+the sum before rounding (`local_device` keeps cuBLAS from rounding parts of it) and costs no extra pass over x or y: the
+producer of x leaves `room` on the right of each row for x A^T. Layers that read the same x (queries, keys, values)
+share one matmul.
 
 The frozen weight is the left part of [W | s B]. The layer's own `weight` is a view of it, so there is no second copy.
 `refresh` rewrites the right part, and A in the activation dtype, when the adapter has changed.
@@ -178,6 +179,11 @@ def _adapter(layer: nn.Module) -> _Adapter | None:
     return _Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
 
 
+def _mm_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in float32. CUDA's matmul writes its float32 sums; the CPU's rounds them to the dtype of a first."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
+
+
 class _OneSum(torch.autograd.Function):
     """Computes y = [x | x A^T] [W | s B]^T + bias, for x with room on its right."""
 
@@ -206,7 +212,7 @@ class _OneSum(torch.autograd.Function):
             inner = dx[:, width:]
         else:  # in the first block
             dx, inner = None, grad @ weight[:, width:]
-        ddown = (inner.t() @ x[:, :width]).float()
+        ddown = _mm_in_float32(inner.t(), x[:, :width])
         if dx is not None:
             dx[:, :width].addmm_(inner, down)
             dx = dx.view(shape)
@@ -214,7 +220,7 @@ class _OneSum(torch.autograd.Function):
         column = width
         for (first, last, scale), rank, needed in zip(ctx.columns, ctx.ranks, ctx.needs_input_grad[6::2]):
             rows = slice(column, column + rank)
-            dup = scale * (grad[:, first:last].t() @ x[:, rows]).float() if needed else None
+            dup = scale * _mm_in_float32(grad[:, first:last].t(), x[:, rows]) if needed else None
             factors += [ddown[rows.start - width : rows.stop - width], dup]
             column += rank
         return dx, None, None, None, None, *factors

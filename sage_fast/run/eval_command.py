@@ -199,7 +199,8 @@ class _Evaluator:
         gc.collect()
         torch.cuda.empty_cache()
         device = initialize(self.config.timeout_minutes)
-        self.setup.model = load_model(settings, self.config.sampling, device, self.config.seed)
+        seed = self.config.seed
+        self.setup.model = load_model(settings, self.config.sampling, device, seed, needs_agreement=False)
         self.setup.config = dataclasses.replace(self.config, model=settings)
         _log_notes(self.setup)
         self.loaded = source

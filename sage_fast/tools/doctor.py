@@ -25,11 +25,12 @@ from packaging.requirements import Requirement
 
 from sage_fast.models.attention import ATTENTION
 from sage_fast.ops import implementation
-from sage_fast.tools.harness import Save, best_device, head_line, save_nothing
+from sage_fast.tools.harness import Save, head_line, save_nothing
 from sage_fast.tools.verdict import VERDICTS, Check, Verdict, tried
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import write_json
+from sage_fast.util.ranks import local_device
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def run(device: torch.device | None = None, save: Save = save_nothing) -> dict[s
         save: called with the result after every check.
     """
     start = time.perf_counter()
-    device = device or best_device()
+    device = device or local_device()
     # First: after an illegal memory access the device cannot be queried.
     about = environment(device, implementation(device))
     torch.manual_seed(0)

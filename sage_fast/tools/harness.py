@@ -41,11 +41,6 @@ class Budget:
         return self._end - time.monotonic()
 
 
-def best_device() -> torch.device:
-    """Return the GPU if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def usual_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of activations on `device`: bfloat16 on a GPU, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -163,6 +163,8 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
         found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward, {share:.0%} of the ceiling"
+        if not trial.agrees:
+            found += "; rounds differently under no_grad, so model.attention = auto skips it for clip and kl_mask"
         if name == best:
             yield _speed(row, share, "attention", found, device)
         else:

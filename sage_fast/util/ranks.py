@@ -21,18 +21,26 @@ from torch.distributed.rendezvous import rendezvous
 from sage_fast.util.errors import RankError, Stopped
 
 
+def local_device() -> torch.device:
+    """Return this process's GPU, or the CPU; from then on, every bf16 matmul on it is summed in float32.
+
+    By default cuBLAS may add the parts of a sum that it splits (a long K, few rows) in bfloat16.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
 def initialize(timeout_minutes: float = 10) -> torch.device:
     """Join torchrun's process group, if there is one, and return this rank's device.
 
     Args:
         timeout_minutes: timeout of a collective; no effect on a group that is already joined.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = local_device()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
