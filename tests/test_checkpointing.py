@@ -1,6 +1,7 @@
 """What each mode of checkpointing computes again and keeps, and which one `auto` takes."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,10 +9,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sage_fast.config.load import load
 from sage_fast.models.attention import ATTENTION, Backend, is_attention
 from sage_fast.models.checkpointing import MODES
+from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.spec import activation_bytes, attention_output_bytes
+from sage_fast.models.load import find_spec, meta_policy
+from sage_fast.models.model import Model
 from sage_fast.run import setup
+from sage_fast.tools.plan import plan
 from sage_fast.util.errors import UserError
 from tests.test_forward import PROMPTS, inputs
 from tests.tiny import settings, tiny_model
@@ -117,6 +123,26 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     config.sampling.cuda_graphs = True
     monkeypatch.setattr(setup, "MAX_TOKENS", config.sampling.batch_size * tokens - 1)
     assert setup.choose_checkpointing(config, model) == "none"
+
+
+@pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("", 8, 80), ("", 64, 48), ("-lora", 1, 80)])
+def test_a_run_takes_the_mode_of_its_plan(
+    name: str, ranks: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before ZeRO-3 shards, when each GPU holds all weights of the published model."""
+    config = load(Path(__file__).parent.parent / "configs" / f"hunyuanvideo15-480p{name}.yaml")
+    spec = find_spec(config.model.path)
+    policy = meta_policy(spec, config.model)
+    model = Model(spec=spec, policy=policy, decoder=cast(Decoder, None))
+    if config.model.trains_adapter:  # as loaded
+        for _, p in policy.named_parameters():
+            p.data = p.data if p.requires_grad else p.data.bfloat16()
+    loaded = sum(p.nbytes for _, p in policy.named_parameters()) + 2 * spec.cost(config).decoder_weights
+    monkeypatch.setattr(setup, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
+    monkeypatch.setattr(setup, "world_size", lambda: ranks)
+    monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
+    mode = setup.choose_checkpointing(config, model)
+    assert f"activations, auto chooses {mode}" in plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory
 
 
 @pytest.mark.parametrize("value", [True, False])

@@ -19,6 +19,7 @@ from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_pro
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
+from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Condition, Spec
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.sharing import check_sequence_parallel
@@ -197,45 +198,52 @@ MEMORY_SHARE = 0.9
 def choose_checkpointing(config: Config, model: Model) -> str:
     """Return the mode of `model.gradient_checkpointing`, resolving `auto`. Collective.
 
-    `auto` picks the fastest mode whose activations fit next to what training will still allocate: gradients, optimizer
-    state, anchor and EMA, autocast's copies, stored rollouts and CUDA graphs. The gradients do not depend on the mode.
-    All ranks use the mode of the rank with the least memory: they would wait for it anyway.
+    Called while every rank holds all weights: the bytes that they take now count as usable. All ranks use the mode of
+    the rank with the least memory: they would wait for it anyway. The gradients do not depend on the mode.
     """
-    asked, device = config.model.gradient_checkpointing, model.policy.device
+    asked, policy = config.model.gradient_checkpointing, model.policy
     if asked != "auto":
         return asked
-    held = held_bytes(config, model.policy, world_size())
-    coming = sum(held.training.values())
-    if not config.sampling.offload_trajectories:
-        coming += _trajectories(config, model)
-    fits = fitting_mode(config, model.spec, free_bytes(device), coming, on_gpu=device.type == "cuda")
+    usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
+    on_gpu = policy.device.type == "cuda"
+    fits = fitting_mode(config, model.spec, policy, usable, ranks=world_size(), on_gpu=on_gpu)
     return MODES[max(all_gather_object(MODES.index(fits)))]
 
 
-def fitting_mode(config: Config, spec: Spec, free: float, coming: float, *, on_gpu: bool) -> str:
-    """Return the fastest mode of checkpointing whose activations fit.
+def fitting_mode(config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int, on_gpu: bool) -> str:
+    """Return the fastest mode of checkpointing with which training fits, for a run and for its plan.
+
+    Training needs activations, and whatever else the engine and the stored rollouts will take on a rank.
 
     Args:
-        free: bytes free on the device when the weights are loaded.
-        coming: bytes that training will allocate, without activations.
+        policy: with whole weights, on any device (including meta).
+        usable: bytes of the device for weights and training.
+        ranks: number of ranks.
         on_gpu: whether CUDA graphs may be recorded.
     """
     s, share = config.sampling, MEMORY_SHARE
     tokens = spec.tokens(spec.latent_shape(s)) + spec.text_tokens
     if on_gpu and s.cuda_graphs and s.batch_size * tokens <= MAX_TOKENS:
         share -= MAX_MEMORY_SHARE
-    needed = spec.cost(config).activations
-    return next((mode for mode in MODES if needed[mode] <= share * free - coming), MODES[-1])
+    stored = 0 if s.offload_trajectories else _trajectories(config, spec, ranks // config.model.sequence_parallel)
+    activations = spec.cost(config).activations
+
+    def fits(mode: str) -> bool:
+        held = held_bytes(config, policy, ranks, mode)
+        needed = activations[mode] + sum(held.training.values()) + stored
+        return needed <= share * (usable - sum(held.weights.values()))
+
+    return next(filter(fits, MODES), MODES[-1])
 
 
-def _samples(config: Config) -> int:
-    """Samples this rank generates per iteration."""
-    return len(share_of(config.train.prompts_per_iteration * config.train.group_size, data_size(), 0))
+def _samples(config: Config, groups: int) -> int:
+    """Samples the first of `groups` generates per iteration."""
+    return len(share_of(config.train.prompts_per_iteration * config.train.group_size, groups, 0))
 
 
-def _trajectories(config: Config, model: Model) -> int:
-    """Bytes of stored rollouts per iteration on this rank."""
-    return sum(trajectory_bytes(config, math.prod(model.latent_shape(config.sampling)), _samples(config)))
+def _trajectories(config: Config, spec: Spec, groups: int) -> int:
+    """Bytes of stored rollouts per iteration on a rank of the first of `groups`."""
+    return sum(trajectory_bytes(config, math.prod(spec.latent_shape(config.sampling)), _samples(config, groups)))
 
 
 def check_trajectories(config: Config, model: Model) -> str:
@@ -244,7 +252,7 @@ def check_trajectories(config: Config, model: Model) -> str:
     Raises:
         UserError: they exceed the free memory.
     """
-    samples, size = _samples(config), _trajectories(config, model)
+    samples, size = _samples(config, data_size()), _trajectories(config, model.spec, data_size())
     device = model.policy.device
     on_gpu = device.type == "cuda" and not config.sampling.offload_trajectories
     free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")

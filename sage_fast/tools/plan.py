@@ -119,9 +119,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     asked = config.model.gradient_checkpointing
     mode: str = asked
     if asked == "auto":
-        held = held_bytes(config, policy, ranks)
-        coming = sum(held.training.values()) + (0 if s.offload_trajectories else states + velocities)
-        mode = fitting_mode(config, spec, gpu_memory - sum(held.weights.values()) - decoder, coming, on_gpu=True)
+        mode = fitting_mode(config, spec, policy, gpu_memory - decoder, ranks=ranks, on_gpu=True)
     held = held_bytes(config, policy, ranks, mode)
     counted = forwards(
         config,
