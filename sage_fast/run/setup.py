@@ -198,7 +198,7 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     """Return the mode of `model.gradient_checkpointing`, resolving `auto`. Collective.
 
     `auto` picks the fastest mode whose activations fit next to what training will still allocate: gradients, optimizer
-    state, anchor and EMA, autocast's copies, stored rollouts and CUDA graphs. The gradients do not depend on the mode.
+    state, anchor and EMA, autocast's copies, stored rollouts and CUDA graphs. Every mode gives the same gradients.
     All ranks use the mode of the rank with the least memory: they would wait for it anyway.
     """
     asked, device = config.model.gradient_checkpointing, model.policy.device
