@@ -1,8 +1,9 @@
 """Gradient checkpointing of transformer blocks: `model.gradient_checkpointing`.
 
 `full` keeps a block's inputs and recomputes the whole block. `attention` also keeps attention's output, so the
-recomputation skips attention: 73 % of its FLOPs for HunyuanVideo 1.5 at 480p, 81 frames. Both give the gradients of
-`none` bit for bit.
+recomputation skips attention: 73 % of its FLOPs for HunyuanVideo 1.5 at 480p, 81 frames. On the CPU both give the
+gradients of `none` bit for bit. On a GPU the gradients of any mode vary in rounding from one backward to the next: the
+backward of cuDNN's attention and of FlashAttention sums by atomics.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     """Return the mode of `model.gradient_checkpointing`, resolving `auto`. Collective.
 
     Called while every rank holds all weights: the bytes that they take now count as usable. All ranks use the mode of
-    the rank with the least memory: they would wait for it anyway. The gradients do not depend on the mode.
+    the rank with the least memory: they would wait for it anyway. Every mode gives the same gradients.
     """
     asked, policy = config.model.gradient_checkpointing, model.policy
     if asked != "auto":
