@@ -15,12 +15,15 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.config.load import load
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, ModelConfig
+from sage_fast.models.hunyuan15.conditioning import Conditioning
+from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import (
     HunyuanVideo15,
     activation_bytes,
@@ -28,8 +31,9 @@ from sage_fast.models.hunyuan15.spec import (
     decode_flops,
     forward_flops,
 )
-from sage_fast.models.load import find_spec
+from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.ops import implementation
+from sage_fast.parallel.settings import BUCKET
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.tools.plan import plan
 from sage_fast.util.environment import environment
@@ -121,6 +125,41 @@ def all_reduce_bytes(size: float, ranks: int) -> float:
     return 2 * size * (ranks - 1) / ranks
 
 
+def gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> dict[str, tuple[int, int]]:
+    """Count what ZeRO-3 gathers for one sample, by running the model: part -> all-gathers, elements.
+
+    Each linear layer of a block is gathered when it is called, and again for its backward. A rollout computes AdaLN
+    once for all its steps; the anchor and training compute it for each transition.
+
+    Args:
+        policy: with unsharded weights of the activations' dtype, on any device (including meta).
+        recomputed: whether checkpointing recomputes the blocks in the backward.
+    """
+    calls: list[int] = []
+    hooks = [
+        layer.register_forward_hook(lambda layer, *_: calls.append(sum(p.numel() for p in layer.parameters())))
+        for layer in policy.sharded_units()
+    ]
+    with policy.device, torch.no_grad():
+        modulation, final = policy.forward.modulation(torch.zeros(1), policy.dtype)
+        of_adaln = len(calls)
+        context = torch.zeros(1, 1, modulation.shape[-1], dtype=policy.dtype)
+        x = torch.zeros(1, policy.latent_channels, 1, 1, 1, dtype=policy.dtype)
+        policy.forward(x, Conditioning(modulation=modulation, final=final, context=context, mask=None))
+    for hook in hooks:
+        hook.remove()
+    adaln, blocks = calls[:of_adaln], calls[of_adaln:]
+    anchor = adaln + blocks
+    parts = {"rollout": blocks, "anchor": anchor, "training": 2 * anchor + recomputed * blocks}
+    return {part: (len(layers), sum(layers)) for part, layers in parts.items()}
+
+
+@functools.cache
+def published_gathers() -> dict[str, tuple[int, int]]:
+    policy = meta_policy(HunyuanVideo15(), ModelConfig(tuning="full", dtype="float32"))
+    return gathers(cast(HunyuanVideo15Policy, policy))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """Seconds of an iteration on `gpus`: kernels run at the ceiling, and the only waits are those modelled here.
@@ -130,9 +169,7 @@ class Layout:
         gpus: number of GPUs.
         sharing: `model.sequence_parallel`.
         sharded: ranks over which ZeRO-3 shards weights, gradients and optimizer; 1: not sharded.
-        trained_bytes: size of the gradients, in float32.
-        weight_bytes: size of the weights that a forward gathers if they are sharded: float32, as trained weights are
-            stored.
+        trained_bytes: size of the LoRA's gradients, in float32.
     """
 
     work: Work
@@ -140,7 +177,6 @@ class Layout:
     sharing: int = 1
     sharded: int = 1
     trained_bytes: float = 4 * 184e6
-    weight_bytes: float = 4 * 8.33e9
 
     @property
     def groups(self) -> int:
@@ -185,14 +221,33 @@ class Layout:
         return all_reduce_bytes(self.trained_bytes, self.gpus) / speed + 2 * self.gpus * latency
 
     @property
+    def link(self) -> tuple[float, float]:
+        """Bytes per second and latency of the slowest link between the ranks that share weights."""
+        return (BETWEEN_NODES, LATENCY_BETWEEN) if self.sharded > NODE else (IN_NODE, LATENCY_IN_NODE)
+
+    def sharded_part(self, part: str) -> tuple[int, int, float]:
+        """ZeRO-3's all-gathers and reduce-scatters in a part of `gathers`, and the bytes a rank sends in them.
+
+        Weights and gradients are float32. Training reduces those of every weight that the anchor gathers, in buckets.
+        """
+        count, elements = published_gathers()[part]
+        gradients = published_gathers()["anchor"][1] if part == "training" else 0
+        sent = 4 * (elements + gradients) * (self.sharded - 1) / self.sharded
+        return count, math.ceil(gradients / BUCKET), sent
+
+    def seconds_of(self, part: str) -> float:
+        """Seconds of `sharded_part`."""
+        speed, latency = self.link
+        gathers, reductions, sent = self.sharded_part(part)
+        return sent / speed + (gathers + reductions) * latency
+
+    @property
     def gathers(self) -> float:
-        """Seconds of ZeRO-3: weights in each forward, recomputation and backward, and gradients in each backward."""
+        """Seconds of ZeRO-3's collectives. Not counted: those of an optimizer step, and of AdaLN in a rollout."""
         if self.sharded == 1:
             return 0.0
-        speed, latency = (BETWEEN_NODES, LATENCY_BETWEEN) if self.sharded > NODE else (IN_NODE, LATENCY_IN_NODE)
-        times = self.passes + self.work.trained
-        each = self.weight_bytes * (self.sharded - 1) / self.sharded / speed + ARCHITECTURE["num_layers"] * latency
-        return self.mine * times * each
+        times = {"rollout": self.work.steps, "anchor": self.work.trained, "training": self.work.trained}
+        return self.mine * sum(count * self.seconds_of(part) for part, count in times.items())
 
     @property
     def efficiency(self) -> float:
@@ -255,10 +310,19 @@ def collectives() -> str:
         sent = all_reduce_bytes(layout.trained_bytes, gpus)
         what = f"all-reduce of the LoRA's gradients, {gpus} GPUs"
         row(what, "each optimizer step", sent, layout.gradients, sample, f"a sample's {_seconds(sample)}")
-    for gpus, speed in ((8, IN_NODE), (64, BETWEEN_NODES)):
-        sent = Layout(work=work, gpus=gpus).weight_bytes * (gpus - 1) / gpus
-        label = f"a forward's {1e3 * forward:.0f} ms"
-        row(f"ZeRO-3's all-gather of float32 weights, {gpus} GPUs", every, sent, sent / speed, forward, label)
+    full = Work(frozen_base=False)
+    for gpus in (8, 64):
+        layout = Layout(work=full, gpus=gpus, sharded=gpus)
+        for part, when, flops in (
+            ("rollout", "each step of a rollout", full.forward),
+            ("anchor", "each forward of the anchor", full.forward),
+            ("training", "each trained transition", full.training),
+        ):
+            gathered, reduced, sent = layout.sharded_part(part)
+            what = f"{gathered:,} all-gathers{f' and {reduced} reduce-scatters' if reduced else ''} of ZeRO-3"
+            baseline = flops / H200_BF16_FLOPS
+            label = f"its {1e3 * baseline:.0f} ms"
+            row(f"{what}, {gpus} GPUs", when, sent, layout.seconds_of(part), baseline, label)
     return _table(["collective", "when", "sent per GPU", "time", "share"], rows)
 
 

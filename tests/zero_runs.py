@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -20,12 +21,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_fast.config.schema import Config
+from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.parallel import Engine, make_engine
+from sage_fast.rewards import CompositeReward
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.testbed.world import train_prompts
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError
@@ -94,18 +99,34 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def memory(engine: str, tuning: str) -> dict[str, Any]:
-    """Bytes of this rank: planned, and alive at the peak of a backward.
+def mixed_trainer(config: Config) -> Trainer:
+    """A trainer of float32 weights that run in bfloat16 under autocast, as full tuning on GPUs does."""
+    model, prompts = tiny_model(config, torch.bfloat16), train_prompts()
+    model.policy.networks["transformer"].float()
+    reward = CompositeReward(BrightnessReward(), config.reward)
+    return Trainer(config, model, reward, prompts, embeddings(prompts, torch.bfloat16))
 
-    The model is wider than in the other runs, so that its weights count, and the videos are longer.
+
+def memory(folder: Path, mode: str) -> dict[str, Any]:
+    """Bytes of this rank with ZeRO-3, all weights trained in bfloat16: planned, and alive at the peak of a backward.
+
+    The model is wider than in the other runs, so that its weights count, and the videos are longer. As in the published
+    model, a bucket of gradients is a small part of all gradients.
     """
-    config = settings(**SETTINGS, model__tuning=tuning, train__engine=engine, sampling__num_frames=17)
+    (folder / "bucket.json").write_text('{"zero_optimization": {"reduce_bucket_size": 50000}}')
+    given = {"train__engine": "zero3", "train__deepspeed_config": str(folder / "bucket.json"), "model__tuning": "full",
+             "model__dtype": "bfloat16", "model__gradient_checkpointing": mode, "sampling__num_frames": 17}  # fmt: skip
+    config = settings(**SETTINGS | {"train__prompts_per_iteration": 2, "train__optimizer_steps": 1} | given)
     before = Peak.now()
     wide = {"attention_head_dim": 32, "num_layers": 6, "rope_axes_dim": (8, 12, 12)}
-    model = functools.partial(TestbedTransformer, **wide)
-    with mock.patch.object(tiny, "TestbedTransformer", model), mock.patch.object(tiny, "_made", tiny._made.__wrapped__):
-        trainer = tiny_trainer(config, NamedReward())
+    transformer = functools.partial(TestbedTransformer, **wide)
+    with (
+        mock.patch.object(tiny, "TestbedTransformer", transformer),
+        mock.patch.object(tiny, "_made", tiny._made.__wrapped__),
+    ):
+        trainer = mixed_trainer(config)
     planned = plan(config, trainer.model.spec, ranks=world_size()).memory
+    planned["autoencoder"] *= 2  # the tests' own is stored in float32
     trainer.iteration(0)
     backward, peaks = trainer.engine.backward, []
 
@@ -233,6 +254,69 @@ def muon(folder: Path) -> None:
     shutdown()
 
 
+class Copies(TorchDispatchMode):
+    """Copies of weights in bfloat16, by the weights' shapes, that are still alive."""
+
+    def __init__(self, weights: Sequence[Any]) -> None:
+        super().__init__()
+        self.shapes = {weight.ds_shape for weight in weights}
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 and out.shape in self.shapes:
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    @property
+    def alive(self) -> int:
+        return sum(not made.expired() for made in self.made)
+
+
+def collectives(folder: Path) -> None:
+    """Write what ZeRO-3 gathers in each mode of checkpointing, and the copies of weights that a forward leaves."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    initialize()
+    found = {mode: gathered(mode) for mode in MODES}
+    if rank() == 0:
+        (folder / "collectives.json").write_text(json.dumps(found))
+    shutdown()
+
+
+def gathered(mode: str) -> dict[str, tuple[int, int]]:
+    """Part -> all-gathers and their elements; `copies` -> how many a forward made, and how many are alive after it."""
+    from deepspeed.comm import comm
+
+    given = {"model__gradient_checkpointing": mode, "model__tuning": "full", "train__engine": "zero3"}
+    trainer = mixed_trainer(settings(**given, model__dtype="bfloat16"))
+    policy, words = trainer.policy, "a red circle moves left quickly"
+    text = collate([embeddings([words])[words]], CPU, torch.bfloat16)
+    x, sigma = torch.randn(1, 32, 5, 4, 4), torch.tensor([0.4])
+    weights = [p for unit in policy.sharded_units() for p in unit.parameters()]
+    with torch.no_grad():
+        table = policy.condition(sigma, text)
+    sizes: list[int] = []
+    all_gather, ends = comm.cdb.all_gather_function, [0]
+
+    def counted(*, output_tensor: Tensor, **rest: Any) -> Any:
+        sizes.append(output_tensor.numel())
+        return all_gather(output_tensor=output_tensor, **rest)
+
+    with mock.patch.object(comm.cdb, "all_gather_function", counted):
+        with torch.no_grad():
+            policy.velocity(x, table)
+            ends.append(len(sizes))
+            policy.velocity(x, policy.condition(sigma, text))
+            ends.append(len(sizes))
+        with Copies(weights) as copies:
+            loss = policy.velocity(x, policy.condition(sigma, text)).float().square().mean()
+        made = len(copies.made), copies.alive
+        trainer.engine.backward(loss, world_size())
+        ends.append(len(sizes))
+    parts = zip(("rollout", "anchor", "training"), itertools.pairwise(ends))
+    return {part: (last - first, sum(sizes[first:last])) for part, (first, last) in parts} | {"copies": made}
+
+
 def main(folder: Path) -> None:
     """Run all cases for one rank, or those for two."""
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -243,7 +327,7 @@ def main(folder: Path) -> None:
         rows["full zero3 2"] = run(
             folder, "full", "zero3", "full-2", range(2, 3), model__gradient_checkpointing="attention"
         )
-        memories = {"zero3": memory("zero3", "full")}
+        memories = {mode: memory(folder, mode) for mode in ("none", "attention")}
     else:
         rows["full zero3 2"] = run(folder, "full", "zero3", "full-zero2-on-2", range(2, 3), train__offload="all")
         rows["lora zero1 1"] = run(folder, "lora", "zero1", "lora-1", range(1, 3), train__offload="optimizer")

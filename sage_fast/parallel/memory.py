@@ -22,7 +22,6 @@ import dataclasses
 from sage_fast.algorithm.objective import strategy_of
 from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.schema import Config
-from sage_fast.models.checkpointing import RECOMPUTED
 from sage_fast.models.policy import Policy
 from sage_fast.parallel import engine_settings
 
@@ -42,14 +41,13 @@ class Held:
     host: dict[str, float]
 
 
-def held_bytes(config: Config, policy: Policy, ranks: int = 1, checkpointing: str = "full") -> Held:
+def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
     """Compute the memory an engine will hold on each rank.
 
     Args:
         config: validated settings.
         policy: with whole weights, on any device (including meta).
         ranks: N.
-        checkpointing: mode; with ZeRO-3, `none` keeps the bfloat16 copies of all gathered weights for the backward.
     """
     train, adapter = config.train, config.model.trains_adapter
     width = config.model.element_bytes if adapter else 4
@@ -81,8 +79,8 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1, checkpointing: st
         )
         block = sum(p.numel() for p in policy.block_list()[0].parameters())
         training["gathered weights of a block"] = float(width * block)
-        if RECOMPUTED[checkpointing]:
-            copies = 2.0 * block if copies else 0.0
+        # DeepSpeed's own linear function saves the weight for the backward, not autocast's copy.
+        copies = 2.0 * block if copies else 0.0
     if copies:
         training["bf16 copies of the weights (autocast)"] = copies
     moved = []

@@ -226,14 +226,9 @@ def fitting_mode(config: Config, spec: Spec, policy: Policy, usable: float, *, r
     if on_gpu and s.cuda_graphs and s.batch_size * tokens <= MAX_TOKENS:
         share -= MAX_MEMORY_SHARE
     stored = 0 if s.offload_trajectories else _trajectories(config, spec, ranks // config.model.sequence_parallel)
-    activations = spec.cost(config).activations
-
-    def fits(mode: str) -> bool:
-        held = held_bytes(config, policy, ranks, mode)
-        needed = activations[mode] + sum(held.training.values()) + stored
-        return needed <= share * (usable - sum(held.weights.values()))
-
-    return next(filter(fits, MODES), MODES[-1])
+    held, needed = held_bytes(config, policy, ranks), spec.cost(config).activations
+    room = share * (usable - sum(held.weights.values())) - sum(held.training.values()) - stored
+    return next((mode for mode in MODES if needed[mode] <= room), MODES[-1])
 
 
 def _samples(config: Config, groups: int) -> int:

@@ -120,7 +120,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     mode: str = asked
     if asked == "auto":
         mode = fitting_mode(config, spec, policy, gpu_memory - decoder, ranks=ranks, on_gpu=True)
-    held = held_bytes(config, policy, ranks, mode)
+    held = held_bytes(config, policy, ranks)
     counted = forwards(
         config,
         samples=samples,
