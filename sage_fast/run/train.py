@@ -42,7 +42,7 @@ from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.files import aside, read_json, write_atomic, write_json
-from sage_fast.util.ranks import barrier, initialize, rank, shutdown, world_size
+from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +164,7 @@ class Run:
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:
-            # If only this rank failed, waiting for the others would hang.
-            if world_size() == 1 or getattr(reason, "on_all_ranks", False):
+            if not fails_alone():
                 self._save_last_complete(completed, reason)
             raise
 
