@@ -33,7 +33,7 @@ from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
-from sage_fast.run.messages import format_row, guidance_warning
+from sage_fast.run.messages import format_row, grace_warning, guidance_warning
 from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
@@ -156,6 +156,8 @@ class Run:
                     self.writer.write(row)
                 left = (time.monotonic() - began) / (self.done - first) * (config.train.iterations - self.done)
                 log.info(format_row(row, config.train.iterations, left))
+                if index == first and (warning := grace_warning(row, config.train, in_step=trainer.policy.in_step)):
+                    log.warning(wrapped(f"warning: {warning}"))
                 if evaluated := self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
                 last = self.done == config.train.iterations
