@@ -261,6 +261,7 @@ def _train(options: Options, overrides: Overrides) -> int:
         return 0
     with _loading(options):
         from sage_fast.report.comparison import report_run
+        from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.folder import is_restart
         from sage_fast.run.train import train
 
@@ -270,7 +271,7 @@ def _train(options: Options, overrides: Overrides) -> int:
         log.info(f"restarted by torchrun: resuming the run in {config.output}")
     for note in notes:
         log.info(note)
-    with writing(config.output):
+    with fail_fast(config.timeout_minutes), writing(config.output):
         train(config, resume=options.resume or restarted, report=report_run)
     return 0
 
@@ -355,14 +356,16 @@ def _eval(options: Options, overrides: Overrides) -> int:
         log.info(note)
     with _loading(options):
         from sage_fast.run.eval_command import run_eval
+        from sage_fast.run.fail_fast import fail_fast
 
-    run_eval(
-        sources,
-        config,
-        scorers=options.scorer,
-        folder=None if options.folder is None else Path(options.folder),
-        json=None if options.json is None else Path(options.json),
-    )
+    with fail_fast(config.timeout_minutes):
+        run_eval(
+            sources,
+            config,
+            scorers=options.scorer,
+            folder=None if options.folder is None else Path(options.folder),
+            json=None if options.json is None else Path(options.json),
+        )
     return 0
 
 

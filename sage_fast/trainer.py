@@ -208,7 +208,7 @@ class Trainer:
         On a GPU, decoding one batch overlaps the rollout of the next.
         """
         scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with together():
+        with together(self.policy.in_step):
             with watch(phase):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
                 numbers = self._deal(samples)

@@ -1,5 +1,6 @@
 """What a signal does to a run, and what an error leaves of it: the state between two iterations, or nothing."""
 
+import dataclasses
 import errno
 import logging
 import os
@@ -15,6 +16,7 @@ import pytest
 
 from sage_fast.run import writer as writer_module
 from sage_fast.run.manifest import checkpoints
+from sage_fast.run.messages import grace_warning
 from sage_fast.run.stop import TWICE, Stop
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
@@ -244,3 +246,40 @@ def test_an_iteration_whose_row_cannot_be_written_is_whole(tmp_path: Path, monke
     assert [row["iteration"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
     newest = read_json(checkpoints(tmp_path / "run")[-1] / "state.json")
     assert (newest["iteration"], newest["optimizer_steps"]) == (2, 2)
+
+
+# -- what the grace time cannot save ----------------------------------------------------------------------------------
+
+
+ROW = {"time/total": 400.0, "time/train": 240.0}
+
+
+@pytest.mark.parametrize(
+    ("grace", "updates", "in_step", "seconds", "advised"),
+    [(25, 1, False, 240, 600), (25, 24, False, None, None), (319, 24, True, 160, 400), (321, 24, True, None, None)],
+    ids=["one long update", "short updates", "a rollout that cannot pause", "enough"],
+)
+def test_a_grace_time_that_cannot_save_an_iteration_is_told(
+    grace: float, updates: int, in_step: bool, seconds: int | None, advised: int | None
+) -> None:
+    """Rollouts pause between steps unless their forwards are collective; updates never pause."""
+    train = settings(train__grace_seconds=grace, train__optimizer_steps=updates, train__checkpoint_interval=7).train
+    warning = grace_warning(ROW, train, in_step=in_step)
+    if seconds is None:
+        assert warning is None
+        return
+    assert warning is not None
+    assert f"up to 7 iterations: {seconds} s of one cannot be interrupted" in warning
+    assert f"{advised} is enough" in warning
+    assert f"--signal=B:USR1@{(advised or 0) + 100}" in warning
+    # As advised, there is no warning left.
+    assert grace_warning(ROW, dataclasses.replace(train, grace_seconds=advised), in_step=in_step) is None
+
+
+def test_a_run_warns_once_after_its_first_iteration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    train(config(tmp_path / "run", train__grace_seconds=1e-6))
+    told = [record.getMessage() for record in caplog.records]
+    (place,) = (i for i, line in enumerate(told) if line.startswith("warning: a signal can lose up to 1 iterations"))
+    rows = [i for i, line in enumerate(told) if "  reward " in line]
+    assert rows[0] < place < rows[1]

@@ -19,7 +19,7 @@ from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
 from sage_fast.models.protocol import Conditions, Inputs
 from sage_fast.ops.transition_step import guided
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import sequence_size, world_size
+from sage_fast.util.ranks import fails_alone, sequence_size, world_size
 
 Item = TypeVar("Item")
 State = dict[str, Tensor]
@@ -237,13 +237,17 @@ class Policy:
 
     @contextlib.contextmanager
     def using(self, state: State) -> Iterator[None]:
-        """Run with another state of the trainable weights, then restore the present one."""
+        """Run with another state of the trainable weights, then restore the present one.
+
+        After an error of this rank alone, weights that are restored by a collective are not.
+        """
         present = self.snapshot()
         try:
             self.load(state)
             yield
         finally:
-            self.load(present)
+            if not (self.in_step and fails_alone()):
+                self.load(present)
 
     # -- files --------------------------------------------------------------------------------------------------------
 

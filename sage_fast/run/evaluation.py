@@ -196,7 +196,7 @@ def evaluate(
     in_step = samples and setup.model.policy.in_step
     guidance = setup.model.policy.at_guidance(config.eval_guidance_scale) if samples else contextlib.nullcontext()
     failure: RewardError | OSError | None = None
-    with together(), guidance:
+    with together(in_step), guidance:
         if videos_of is None:
             made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, pause=pause)
         else:

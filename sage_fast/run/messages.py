@@ -1,11 +1,12 @@
-"""What a run prints: the lines of an iteration, and a warning about its settings."""
+"""What a run prints: the lines of an iteration, and warnings about its settings."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sage_fast.algorithm.objective import kl_acts
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, TrainConfig
 from sage_fast.report.scores import format_number
 from sage_fast.util.metrics import REWARD_PART, straggler_line
 
@@ -50,4 +51,23 @@ def guidance_warning(config: Config) -> str | None:
         f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
         f"and no KL acts (kl.strategy = {config.kl.strategy}): the policy learns what guidance does, and guidance on "
         "top of it over-sharpens (docs/choosing.md)"
+    )
+
+
+def grace_warning(row: dict[str, Any], train: TrainConfig, *, in_step: bool) -> str | None:
+    """Return what a signal loses, and the settings that save it; None if `train.grace_seconds` saves every iteration.
+
+    Args:
+        row: metrics of an iteration, with its times.
+        in_step: forwards are collective, so that a rollout cannot pause; an update never can.
+    """
+    update, before = row["time/train"] / train.optimizer_steps, row["time/total"] - row["time/train"]
+    seconds = max(update, before) if in_step else update
+    if seconds <= train.grace_seconds / 2:
+        return None
+    enough = 10 * math.ceil(seconds / 4)  # a quarter more than twice as long
+    return (
+        f"a signal can lose up to {train.checkpoint_interval} iterations: {seconds:.0f} s of one cannot be interrupted "
+        f"and half of train.grace_seconds = {train.grace_seconds:g} is for that. {enough} is enough, if the scheduler "
+        f"waits longer: Slurm's --signal=B:USR1@{enough + 100} (scripts/slurm.sbatch), torchrun's --shutdown-timeout"
     )

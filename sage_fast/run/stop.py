@@ -138,9 +138,7 @@ class Stop:
     def _watch(self) -> None:
         """Watch the pipe in a thread: Python writes a signal's number into it as soon as it arrives."""
         while True:
-            left = None
-            if self.number:
-                left = max(0.0, self._asked + self.grace_seconds - time.monotonic())
+            left = max(0.0, self._asked + self.grace_seconds - time.monotonic()) if self.number else None
             if not select.select([self._ends[0]], [], [], left if left != 0 or not self._saving else 0.1)[0]:
                 if not self._saving:
                     self._end(f"{self.grace_seconds:g} s after {self._name}")

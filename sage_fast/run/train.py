@@ -33,7 +33,7 @@ from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
-from sage_fast.run.messages import format_row, guidance_warning
+from sage_fast.run.messages import format_row, grace_warning, guidance_warning
 from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
@@ -42,7 +42,7 @@ from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.files import aside, read_json, write_atomic, write_json
-from sage_fast.util.ranks import barrier, initialize, rank, shutdown, world_size
+from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,8 @@ class Run:
                     self.writer.write(row)
                 left = (time.monotonic() - began) / (self.done - first) * (config.train.iterations - self.done)
                 log.info(format_row(row, config.train.iterations, left))
+                if index == first and (warning := grace_warning(row, config.train, in_step=trainer.policy.in_step)):
+                    log.warning(wrapped(f"warning: {warning}"))
                 if evaluated := self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
                 last = self.done == config.train.iterations
@@ -164,8 +166,7 @@ class Run:
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:
-            # If only this rank failed, waiting for the others would hang.
-            if world_size() == 1 or getattr(reason, "on_all_ranks", False):
+            if not fails_alone():
                 self._save_last_complete(completed, reason)
             raise
 

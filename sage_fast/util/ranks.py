@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from sage_fast.util.errors import RankError, Stopped
+from sage_fast.util.errors import RankError, RewardError, Stopped
 
 
 def local_device() -> torch.device:
@@ -162,9 +162,22 @@ def broadcast_object(value: Any, source: int) -> Any:
     return values[0]
 
 
+def fails_alone() -> bool:
+    """Return whether an exception is being handled that only this of several ranks raises.
+
+    The others may wait for this rank in a collective, so it must not begin another one.
+    """
+    return (error := sys.exception()) is not None and world_size() > 1 and not getattr(error, "on_all_ranks", False)
+
+
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(in_step: bool = False) -> Iterator[None]:
     """Fail on every rank if a block without collectives fails on one, so that no rank hangs. Collective.
+
+    Args:
+        in_step: the block's forwards are collective. Only a RewardError or OSError, which such a block raises after its
+            last forward, is shared. Any other error may leave the other ranks inside a forward, so it is raised on this
+            rank alone, and `run.fail_fast` ends the others.
 
     Raises:
         RankError: another rank failed; raised where this rank's block finished or was stopped.
@@ -177,6 +190,8 @@ def together() -> Iterator[None]:
     try:
         yield
     except (Exception, Stopped) as error:
+        if in_step and not isinstance(error, (RewardError, OSError)):
+            raise
         failure = error
     number = failure.number if isinstance(failure, Stopped) else 0
     text = None if failure is None or number else f"{type(failure).__name__}: {failure}"

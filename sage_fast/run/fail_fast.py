@@ -1,0 +1,83 @@
+"""An error on one rank ends the others in seconds, also those that are blocked in a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from sage_fast.util.errors import RunError, UserError, in_one_line
+from sage_fast.util.ranks import fails_alone, initialize, rank, world_size
+
+KEY = "sage_fast/failed"
+"""Key in the store of the process group; its value says which rank failed first, and why."""
+POLL = 0.25
+"""Seconds between two looks at the store."""
+LINGER = 1.0
+"""Seconds that a rank stays after its error: rank 0 may host the store, and the others have to look into it."""
+
+
+@contextlib.contextmanager
+def fail_fast(timeout_minutes: float) -> Iterator[None]:
+    """If the block raises on this rank alone, end this process and all other ranks with status 1.
+
+    The rank prints its error and writes it into the store of the process group. On every other rank a thread finds it
+    there, repeats it in one line and ends the process: with NCCL a collective would wait until `timeout_minutes` is
+    over. A `UserError` is raised as usual, since bad settings raise it on every rank.
+    """
+    initialize(timeout_minutes)
+    if world_size() == 1:
+        yield
+        return
+    group: Any = dist.group.WORLD  # torch's stubs lack `clone`
+    store, over = group.get_group_store(), threading.Event()
+    watch = threading.Thread(target=_watch, args=(store.clone(), over), name="other ranks", daemon=True)
+    watch.start()
+    try:
+        try:
+            yield
+        finally:
+            over.set()
+            watch.join()  # ends the process if another rank has failed
+    except Exception as error:
+        if fails_alone() and not isinstance(error, UserError):
+            _fail(store, error)
+        raise
+
+
+def _fail(store: dist.Store, error: Exception) -> None:
+    """End this process and, by way of the store, the other ranks.
+
+    The error is printed first, since a launcher may kill this rank as soon as another has ended.
+    """
+    with contextlib.suppress(dist.DistError):  # the rank that hosted the store is gone
+        if store.check([KEY]):  # the error of that rank is the cause of this one
+            _end(store.get(KEY).decode())
+    if not isinstance(error, (RunError, OSError)):
+        sys.excepthook(type(error), error, error.__traceback__)
+    why = f"rank {rank()} failed: {in_one_line(error)}"
+    with contextlib.suppress(dist.DistError):
+        store.compare_set(KEY, "", why)
+        time.sleep(LINGER)
+    _end(why)
+
+
+def _watch(store: dist.Store, over: threading.Event) -> None:
+    with contextlib.suppress(dist.DistError):
+        while not over.wait(POLL):
+            if store.check([KEY]):
+                why = store.get(KEY).decode()
+                over.wait(2 * LINGER)  # a launcher takes the rank that ends first for the cause
+                _end(why)
+
+
+def _end(why: str) -> None:
+    """End the process at once: destructors of NCCL may wait for the other ranks."""
+    print(f"sage-fast: {why}", file=sys.stderr, flush=True)
+    os._exit(1)

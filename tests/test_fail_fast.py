@@ -1,0 +1,120 @@
+"""An error on one of two gloo ranks: both end, with its cause, also where it leaves the other inside a collective."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sage_fast.cli import main
+from sage_fast.models.policy import Policy
+from sage_fast.run import fail_fast
+from sage_fast.run.manifest import checkpoints
+from sage_fast.run.train import Run
+from sage_fast.trainer import Trainer
+from tests.ranks import run_ranks, screens
+from tests.tiny import FEW_STEPS, arguments
+
+PAPER = Path(__file__).parent.parent / "configs" / "recipes" / "paper.yaml"
+CAUSE = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+ZERO3 = {"train__engine": "zero3", "sampling__averaged_weights": True, "train__ema_decay": 0.5,
+         "train__optimizer_steps": 1}  # fmt: skip
+SEQUENCE = {"model__sequence_parallel": 2}
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError(CAUSE.partition(": ")[2])
+
+
+@contextlib.contextmanager
+def failing(owner: Any, name: str, phase: str) -> Any:
+    """Make the second call of `owner.name` within the method `phase` of the trainer or the run fail."""
+    place: Any = Run if phase == "evaluate" else Trainer
+    method, around, calls = getattr(owner, name), getattr(place, phase), list[int]()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return out_of_memory() if len(calls) == 2 else method(*args, **options)
+
+    def armed(*args: Any, **options: Any) -> Any:
+        with mock.patch.object(owner, name, counted):
+            return around(*args, **options)
+
+    with mock.patch.object(place, phase, armed):
+        yield
+
+
+def train(folder: Path, phase: str, given: dict[str, Any]) -> None:
+    """Train on this rank. The second rank fails, and ends only after the first one or a minute.
+
+    Open connections are what the first rank sees with NCCL, which does not notice that another process has ended.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    (folder / f"process-{os.environ['RANK']}").write_text(str(os.getpid()))
+    words = ["train", str(PAPER), "--output", str(folder / "run"), *FEW_STEPS]
+    words += arguments(
+        train__iterations=1, train__prompts_per_iteration=1, train__group_size=4, sampling__batch_size=1,
+        train__batch_size=2, eval__num_prompts=2, eval__seeds_per_prompt=1, eval__judge="null", timeout_minutes=2,
+        tracking__trackers="[]", **given,
+    )  # fmt: skip
+    if os.environ["RANK"] == "0":
+        sys.exit(main(words))
+    owner, name = (Trainer, "_loss") if phase == "_update" else (Policy, "velocities")
+    lingering = SimpleNamespace(sleep=lambda seconds: wait_for_the_first(folder))
+    with failing(owner, name, phase), mock.patch.object(fail_fast, "time", lingering):
+        sys.exit(main(words))
+
+
+def wait_for_the_first(folder: Path) -> None:
+    process, deadline = int((folder / "process-0").read_text()), time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(process, 0)
+            time.sleep(0.05)
+    (folder / "first").write_text("has ended" if time.monotonic() < deadline else "waits")
+
+
+@pytest.mark.parametrize(
+    ("phase", "given"),
+    [
+        pytest.param("_rollout", ZERO3, id="zero3 rollout", marks=needs_deepspeed),
+        pytest.param("_rollout", SEQUENCE, id="sequence parallel rollout", marks=needs_deepspeed),
+        pytest.param("_update", {}, id="plain update"),
+        pytest.param("_update", ZERO3 | {"sampling__averaged_weights": False}, id="zero3 update",
+                     marks=[needs_deepspeed, pytest.mark.soak]),
+        pytest.param("evaluate", ZERO3, id="zero3 evaluation", marks=[needs_deepspeed, pytest.mark.soak]),
+        pytest.param("_anchor_velocities", ZERO3, id="zero3 anchor", marks=[needs_deepspeed, pytest.mark.soak]),
+    ],
+)  # fmt: skip
+@pytest.mark.fault(
+    "out of memory on one of two ranks while the other waits in a collective: update, ZeRO-3, sequence parallelism",
+    "both end, with status 1 and the same line; the last checkpoint counts",
+)
+def test_the_other_rank_ends_too_and_says_why(phase: str, given: dict[str, Any], tmp_path: Path) -> None:
+    assert run_ranks(train, 2, tmp_path, phase, given) == [1, 1], screens(tmp_path)
+    first, second = screens(tmp_path)
+    assert (tmp_path / "first").read_text() == "has ended", "while the connections of the second were open"
+    assert f"sage-fast: rank 1 failed: {CAUSE}\n" in first
+    assert "Traceback" not in first
+    assert second.splitlines()[-1].endswith(CAUSE), second
+    assert second.index("Traceback") < second.index(CAUSE), "where it was"
+
+
+@pytest.mark.fault(
+    "out of memory on one of two ranks in a rollout of its own", "both end, with a checkpoint of the last iteration"
+)
+def test_ranks_with_rollouts_of_their_own_save_together(tmp_path: Path) -> None:
+    assert run_ranks(train, 2, tmp_path, "_rollout", {}) == [1, 1], screens(tmp_path)
+    first, second = screens(tmp_path)
+    assert f"sage-fast train: rank 1 failed: {CAUSE}\n" in first
+    assert "Traceback" in second
+    assert second.splitlines()[-1].endswith(CAUSE), second
+    assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["iteration-000000"]
