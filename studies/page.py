@@ -45,8 +45,12 @@ def write_study(
         protocol: paragraphs.
         title: heading of the page.
     """
-    with hush():
-        findings = corrected({claim: claim.find(material) for claim in claims})
+    found = {}
+    for place, claim in enumerate(claims, start=1):
+        with hush():
+            found[claim] = claim.find(material)
+        log.info(f"{claim.name}: {place} of {len(claims)} claims looked at")
+    findings = corrected(found)
     for claim, finding in findings.items():
         write_finding(claim, finding, folder / "results")
         log.info(f"{claim.name}: {finding.verdict}. {finding.text}")
