@@ -38,6 +38,11 @@ class Difference:
     def __str__(self) -> str:
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
+    def widened(self, count: int, comparisons: int) -> Difference:
+        """Return it with its interval, over `count` seeds, corrected by Bonferroni's method for `comparisons`."""
+        half = widening(count, comparisons) * (self.high - self.value)
+        return dataclasses.replace(self, low=self.value - half, high=self.value + half)
+
 
 def difference_of_runs(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> Difference:
     """Compare runs with the same seeds and held-out prompts, hence the same evaluation noise.

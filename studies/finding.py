@@ -8,6 +8,7 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
+from studies.differences import Difference, holm
 from studies.runs import TrainedRun
 
 MARGIN = 0.1
@@ -35,6 +36,7 @@ class Finding:
         draw: draws into an empty figure whose colours and fonts are set.
         rows: data of figure and text, column -> value.
         table: what is shown as a table: a row of headings, then the others.
+        tested: the pooled difference of a claim about training runs of the paper's study.
     """
 
     verdict: Verdict
@@ -42,6 +44,7 @@ class Finding:
     draw: Callable[[Figure], None]
     rows: Sequence[Mapping[str, object]]
     table: Sequence[Sequence[str]] = ()
+    tested: Difference | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,7 @@ class Claim:
         find: decides the claim.
         variants: variants of the protocol whose runs it needs.
         size: size of the figure in inches.
+        by_p: whether it is held by the p of `Finding.tested`, if there is one.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Claim:
     find: Callable[[Material], Finding]
     variants: tuple[str, ...] = ()
     size: tuple[float, float] = (8.6, 3.4)
+    by_p: bool = True
 
     @property
     def label(self) -> str:
@@ -87,3 +92,16 @@ class Claim:
         return {"paper": "Paper", "ours": "Ours", "beyond": "Beyond the paper"}[self.kind] + f", {self.source}" * bool(
             self.source
         )
+
+
+def corrected(findings: Mapping[Claim, Finding]) -> dict[Claim, Finding]:
+    """Correct the p of pooled differences for the number of claims by Holm's method, and the verdicts with them."""
+    tested = holm({claim.name: finding.tested for claim, finding in findings.items() if finding.tested})
+    found = dict(findings)
+    for claim, finding in findings.items():
+        if difference := tested.get(claim.name):
+            fell = claim.by_p and finding.verdict == "held" and difference.corrected >= LEVEL
+            p = f"p {difference.corrected:.2g} after Holm's correction for the {len(tested)} claims that runs decide."
+            verdict = "not decidable" if fell else finding.verdict
+            found[claim] = dataclasses.replace(finding, verdict=verdict, text=f"{p} {finding.text}")
+    return found

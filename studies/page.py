@@ -15,7 +15,7 @@ from sage_fast.report.charts import inline_picture, picture
 from sage_fast.report.html import render
 from sage_fast.util.console import hush
 from sage_fast.util.files import write_atomic
-from studies.finding import KINDS, Claim, Finding, Material
+from studies.finding import KINDS, Claim, Finding, Material, corrected
 
 log = logging.getLogger("sage_fast.studies")
 
@@ -45,10 +45,13 @@ def write_study(
         protocol: paragraphs.
         title: heading of the page.
     """
-    findings = {}
-    for claim in claims:
+    found = {}
+    for place, claim in enumerate(claims, start=1):
         with hush():
-            findings[claim] = finding = claim.find(material)
+            found[claim] = claim.find(material)
+        log.info(f"{claim.name}: {place} of {len(claims)} claims looked at")
+    findings = corrected(found)
+    for claim, finding in findings.items():
         write_finding(claim, finding, folder / "results")
         log.info(f"{claim.name}: {finding.verdict}. {finding.text}")
     about = material.quick * ABOUT_QUICK + about

@@ -100,23 +100,33 @@ def shipped(name: str, *overlays: Mapping[str, Any]) -> Config:
     return load(str(files("sage_fast.configs") / f"{name}.yaml"), overlays=overlays)
 
 
+LARGE = {"lora": "hunyuanvideo15-480p-lora", "full": "hunyuanvideo15-480p"}
+"""`model.tuning` -> shipped configuration of the 8.3 B model."""
+RANKS = 8
+"""GPUs of 80 GB that the shipped configurations are for."""
+
+
 def full_size(config: Config) -> Config:
-    """Return the same algorithm on the 8.3 B model, a LoRA or all weights, for videos of 480 x 832 and 81 frames."""
-    large = shipped("hunyuanvideo15-480p-lora")
+    """Return the same algorithm on the 8.3 B model, for videos of 480 x 832 and 81 frames.
+
+    Model and engine are those of the shipped configuration for a LoRA or all weights.
+    """
+    large = shipped(LARGE[config.model.tuning])
     size = {name: getattr(large.sampling, name) for name in ("num_frames", "height", "width", "shift", "batch_size")}
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(large.model, tuning=config.model.tuning),
+        model=large.model,
         sampling=dataclasses.replace(config.sampling, **size),
-        train=dataclasses.replace(config.train, batch_size=large.train.batch_size),
+        train=dataclasses.replace(config.train, batch_size=large.train.batch_size, engine=large.train.engine),
     )
 
 
 def exaflops(config: Config) -> dict[str, float]:
-    """Return part -> exaFLOPs (1e18) of an iteration of `full_size`."""
+    """Return part -> exaFLOPs (1e18) of an iteration of `full_size` on `RANKS` GPUs together."""
     from sage_fast.tools.plan import plan
 
-    return {part: flops / 1e18 for part, flops in plan(full_size(config)).flops.items() if part != "forward"}
+    flops = plan(full_size(config), ranks=RANKS).flops
+    return {part: count / 1e18 for part, count in flops.items() if part != "forward"}
 
 
 def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.util.errors import RunError
 from studies import page, runs
 from studies.differences import Difference, holm
-from studies.finding import KINDS, Claim, Finding, Material
+from studies.finding import KINDS, Claim, Finding, Material, corrected
 from studies.paper import comparisons, training
 from studies.paper.__main__ import main
 from studies.paper.claims import CLAIMS
@@ -120,8 +120,26 @@ def test_an_uncorrected_interval_refutes_nothing() -> None:
     assert judge_better(compared(one)) == "not held"
     six = compared(found(0.03, 0.1, 0.4), *[one] * 6)
     assert judge_better(six) == "not decidable"
-    low, high = six.corrected("0")
-    assert (low, high) == (pytest.approx(-high), pytest.approx(0.04 * 4.851 / 2.776, rel=1e-3))  # t of 0.025 / 6
+    wider = six.corrected("0")
+    assert (wider.low, wider.high) == (-wider.high, pytest.approx(0.04 * 4.851 / 2.776, rel=1e-3))  # t of 0.025 / 6
+
+
+def test_a_claim_is_held_only_if_its_p_stands_among_all_claims() -> None:
+    """That two are alike is no claim of a difference: no p decides it."""
+    claims = {claim.name: claim for claim in CLAIMS}
+    p = {"equalizer": 0.01, "methods": 0.02, "samplers": 0.9, "ratio": 0.9, "print": None}
+    findings = {
+        claims[name]: Finding(
+            verdict="held", text="As found.", draw=lambda figure: None, rows=[], tested=p and found(0.1, 0.05, p)
+        )
+        for name, p in p.items()
+    }
+    by_name = {claim.name: finding for claim, finding in corrected(findings).items()}
+    assert {name: finding.verdict for name, finding in by_name.items()} == {
+        "equalizer": "held", "methods": "not decidable", "samplers": "not decidable", "ratio": "held", "print": "held",
+    }  # fmt: skip
+    assert by_name["methods"].text == "p 0.06 after Holm's correction for the 4 claims that runs decide. As found."
+    assert by_name["print"].text == "As found."
 
 
 def test_the_margin_is_a_tenth_of_what_is_gained() -> None:

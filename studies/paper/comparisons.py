@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.report.scores import Interval
-from studies.differences import Difference, difference_of_runs, holm, widening
+from studies.differences import Difference, difference_of_runs, holm
 from studies.figures import draw_courses, draw_differences, draw_scores
 from studies.finding import LEVEL, MARGIN, Claim, Finding, Kind, Material, Verdict
 from studies.runs import TrainedRun, difference, mean_interval
@@ -49,15 +48,13 @@ class Compared:
     margin: float
     seeds: int
 
-    def corrected(self, name: str) -> Interval:
-        """Return the interval of a single difference, corrected for their number by Bonferroni's method."""
-        difference = self.single[name]
-        half = widening(self.seeds, len(self.single)) * (difference.high - difference.value)
-        return difference.value - half, difference.value + half
+    def corrected(self, name: str) -> Difference:
+        """Return a single difference, its interval corrected for their number by Bonferroni's method."""
+        return self.single[name].widened(self.seeds, len(self.single))
 
     def excludes(self, name: str) -> bool:
         """Whether the corrected interval of a single difference excludes a gain of the margin."""
-        return self.corrected(name)[1] < self.margin
+        return self.corrected(name).high < self.margin
 
 
 def judge_better(result: Compared) -> Verdict:
@@ -141,8 +138,7 @@ def describe_differences(result: Compared) -> str:
 
 
 def _corrected(result: Compared, name: str) -> str:
-    low, high = result.corrected(name)
-    return f"{dataclasses.replace(result.single[name], low=low, high=high)}, p {result.single[name].corrected:.2g}"
+    return f"{result.corrected(name)}, p {result.single[name].corrected:.2g}"
 
 
 def _score(seeds: Sequence[TrainedRun], part: str = "reward") -> str:
@@ -171,12 +167,21 @@ def _late(run: TrainedRun, key: str) -> float:
     return float(np.mean(values[-max(len(values) // 3, 1) :]))
 
 
+def _finding(
+    result: Compared,
+    runs: Runs,
+    text: str,
+    draw: Callable[[Figure], None],
+    *,
+    judge: Callable[[Compared], Verdict] = judge_better,
+    table: Sequence[Sequence[str]] = (),
+) -> Finding:
+    return Finding(verdict=judge(result), text=text, draw=draw, rows=rows_of(runs), table=table, tested=result.pooled)
+
+
 def draw_compared(axes: Axes, result: Compared) -> None:
     """Draw a row per difference with its corrected interval, and one for the pooled difference."""
-    rows = {}
-    for name, single in result.single.items():
-        low, high = result.corrected(name)
-        rows[name] = dataclasses.replace(single, low=low, high=high)
+    rows = {name: result.corrected(name) for name in result.single}
     if len(rows) > 1:
         rows["pooled"] = result.pooled
     draw_differences(axes, rows, "difference of the held-out score, 95 % interval")
@@ -205,12 +210,13 @@ def better(
             left.legend(ncols=1 + len(runs) // 6)
             draw_compared(right, result)
 
-        return Finding(verdict=judge(result), text=describe(result, runs), draw=draw, rows=rows_of(runs))
+        return _finding(result, runs, describe(result, runs), draw, judge=judge)
 
     height = max(3.4, 1.2 + 0.32 * len(versus))
     return Claim(
-        name=name, title=title, kind=kind, source=source, says=says, find=find, variants=variants, size=(10.0, height)
-    )
+        name=name, title=title, kind=kind, source=source, says=says, find=find, variants=variants, size=(10.0, height),
+        by_p=judge is judge_better,
+    )  # fmt: skip
 
 
 SAMPLERS = ("dance", "flow", "cps", "sage")
@@ -237,7 +243,7 @@ def _find_equalizer(material: Material) -> Finding:
         short = {name.split("-")[0]: d for name, d in result.single.items()}
         draw_compared(axes[-1], dataclasses.replace(result, single=short))
 
-    return Finding(verdict=judge_better(result), text=text, draw=draw, rows=rows_of(runs))
+    return _finding(result, runs, text, draw)
 
 
 KL = ("fixed", "stepwise", "moving")
@@ -258,7 +264,7 @@ def _find_strategies(material: Material) -> Finding:
         middle.set_ylabel("std of the rewards within a group")
         draw_compared(right, result)
 
-    return Finding(verdict=judge_better(result), text=describe(result, runs), draw=draw, rows=rows_of(runs))
+    return _finding(result, runs, describe(result, runs), draw)
 
 
 SCHEDULES = {"fixed": "dual", "two-stage": "two-stage", "milder": "milder"}
@@ -278,9 +284,7 @@ def _find_schedules(material: Material) -> Finding:
         panels[0].legend()
         draw_compared(right, result)
 
-    return Finding(
-        verdict=judge_better(result), text=f"{describe(result, runs)} {parts}", draw=draw, rows=rows_of(runs)
-    )
+    return _finding(result, runs, f"{describe(result, runs)} {parts}", draw)
 
 
 def table_of(runs: Runs) -> list[list[str]]:
@@ -316,7 +320,7 @@ def _find_methods(rows: Mapping[str, str], material: Material) -> Finding:
         for panel, part in zip(figure.subplots(1, 3, sharey=True), ("reward", *JUDGE)):
             draw_scores(panel, runs, part, "composite" if part == "reward" else part)
 
-    return Finding(verdict=judge_better(result), text=text, draw=draw, rows=rows_of(runs), table=table_of(runs))
+    return _finding(result, runs, text, draw, table=table_of(runs))
 
 
 def methods(name: str, title: str, kind: Kind, source: str, says: str, rows: Mapping[str, str]) -> Claim:
@@ -395,7 +399,7 @@ def _find_by_eta(result: Compared, compared: Runs, chosen: str, runs: Runs) -> F
         draw_compared(right, result)
 
     text = f"{describe(result, compared)} {chosen} Scores by eta, the base model's {base_score(runs):.3f}:"
-    return Finding(verdict=judge_better(result), text=text, draw=draw, rows=rows_of(runs), table=_table_of_etas(runs))
+    return _finding(result, runs, text, draw, table=_table_of_etas(runs))
 
 
 def _find_search(material: Material) -> Finding:

@@ -109,19 +109,25 @@ def cost(recipe: str, world: str = FIRST) -> float:
 
 
 @functools.cache
-def used(recipe: str, world: str = FIRST) -> float:
-    """Return exaFLOPs of a whole run as it is made: without the anchor in the iterations after its refresh."""
+def used(recipe: str, world: str = FIRST, count: int = 0) -> float:
+    """Return exaFLOPs of `count` iterations, or of a whole run: without the anchor in those after its refresh."""
     config, parts = _shipped(recipe, world), exaflops(_shipped(recipe, world))
-    count, cycle = iterations(recipe, world), math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
+    count = count or iterations(recipe, world)
+    cycle = math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
     free = math.ceil(count / cycle) * (strategy_of(config.kl).moves and spares_anchor(config))
     return count * sum(parts.values()) - free * parts["anchor"]
 
 
 @functools.cache
-def iterations(recipe: str, world: str = FIRST) -> int:
+def affordable(recipe: str, world: str = FIRST) -> int:
     """Return the number of iterations that the budget pays, rounded down to a multiple of the evaluations."""
-    affordable = _of_world(world)["budget"]["iterations"] * cost(reference(), world) / cost(recipe, world)
-    return EVALUATIONS * max(int(affordable + 1e-9) // EVALUATIONS, 1)
+    paid = _of_world(world)["budget"]["iterations"] * cost(reference(), world) / cost(recipe, world)
+    return EVALUATIONS * max(int(paid + 1e-9) // EVALUATIONS, 1)
+
+
+def iterations(recipe: str, world: str = FIRST) -> int:
+    """Return the number of iterations of a run: of the archived ones where there are any."""
+    return int(_of_world(world)["made"].get(recipe) or affordable(recipe, world))
 
 
 def config_of(cell: Cell, seed: int, quick: bool) -> Config:
@@ -171,15 +177,10 @@ def race(chosen: Sequence[str], folder: Path, *, quick: bool, workers: int) -> d
     return _confirm(raced, ahead(raced), train, quick, FIRST)
 
 
-def ranked(raced: Mapping[str, Raced]) -> list[str]:
-    """Return the recipes other than the reference, that with the highest gain per FLOP in the final runs first."""
-    others = [recipe for recipe in raced if recipe != reference()]
-    return sorted(others, key=lambda recipe: -mean_of(gains(raced[recipe].final)).value / used(recipe))
-
-
 def ahead(raced: Mapping[str, Raced]) -> str:
-    """Return the recipe with the highest gain per FLOP in the final runs, other than the reference."""
-    return ranked(raced)[0]
+    """Return the recipe with the highest gain in the final runs, other than the reference."""
+    others = [recipe for recipe in raced if recipe != reference()]
+    return max(others, key=lambda recipe: mean_of(gains(raced[recipe].final)).value)
 
 
 def best_cell(search: Mapping[Cell, Sequence[TrainedRun]]) -> Cell:
@@ -188,11 +189,13 @@ def best_cell(search: Mapping[Cell, Sequence[TrainedRun]]) -> Cell:
 
 
 def race_again(raced: Mapping[str, Raced], folder: Path, *, quick: bool, workers: int) -> dict[str, Raced]:
-    """Train the runs that `folder` lacks in the second world: of the reference and of the best recipes of the first."""
+    """Train the runs that `folder` lacks in the second world: of the reference, the one ahead, and the protocol's."""
     train = functools.partial(_train, folder=folder, quick=quick, workers=workers)
-    chosen = [reference(), *ranked(raced)[: _protocol()["second"]["recipes"]]]
+    first = ahead(raced)
+    listed = dict.fromkeys((reference(), first, *_protocol()["second"]["recipes"]))
+    chosen = [recipe for recipe in listed if recipe in raced]
     again = _search({recipe: second_cells(raced[recipe].best) for recipe in chosen}, train, quick, SECOND)
-    return _confirm(again, ahead(raced), train, quick, SECOND)
+    return _confirm(again, first, train, quick, SECOND)
 
 
 Train = Callable[[Sequence[Cell], Sequence[int]], dict[Cell, list[TrainedRun]]]
