@@ -190,7 +190,7 @@ def test_the_best_of_the_first_world_are_run_in_the_second(monkeypatch: pytest.M
         return {cell: [made(1.5, seed) for seed in over] for cell in cells}
 
     monkeypatch.setattr(runs, "_train", train)
-    best = {"paper", "nft", "nft_half", "kl_mask", "precise"}
+    best = {"paper", "nft", "nft_half", "kl_mask"}
     again = runs.race_again(found, RECIPES, quick=False, workers=1)
     assert set(again) == best
     assert asked == [best, best, {"paper", "nft"}]

@@ -144,11 +144,6 @@ class SamplingConfig(Section):
     above 0, which sets how slowly the average follows. The ratio then differs from 1 in the first update already."""
     shared_initial_noise: bool = False
     """Give all samples of a group the same initial latents."""
-    scout_candidates: int = within(0, least=0)
-    """Candidates per prompt that are first sampled cheaply and scored. The best and the worst half of train.group_size
-    are then sampled as usual, from the same initial latents, and only these are trained. 0: no scouting."""
-    scout_steps: int = within(5, least=1)
-    """ODE steps of a scouting rollout, at most sampling.steps."""
     batch_size: int = within(4, least=1)
     """Samples denoised together."""
     cuda_graphs: bool = True
@@ -170,20 +165,6 @@ class SamplingConfig(Section):
             self.window_per_prompt,
             "there is no window with sampling.sde_window = 0; the nearest choice is false",
         )
-        if self.scout_candidates:
-            require(
-                self.scout_steps <= self.steps,
-                "sampling.scout_steps",
-                self.scout_steps,
-                f"expected at most sampling.steps; the nearest is {self.steps}",
-            )
-            require(
-                not self.shared_initial_noise,
-                "sampling.shared_initial_noise",
-                self.shared_initial_noise,
-                "the candidates of sampling.scout_candidates differ in their initial noise alone, and all would be "
-                "equal; the nearest choice is false",
-            )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sage_fast.algorithm.flops import flops, scouting_rollouts
+from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.objective import equalizes
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.redact import hide_in_command
@@ -331,7 +331,6 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
     found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
         cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
-        videos = samples + scouting_rollouts(config)
-        done = flops(cost, trainer.forwards, videos, checkpointing=None, frozen_base=frozen_base)
+        done = flops(cost, trainer.forwards, samples, checkpointing=None, frozen_base=frozen_base)
         found["throughput/mfu"] = sum(done.values()) / (seconds * peak)
     return found

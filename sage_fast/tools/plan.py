@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage_fast.algorithm.flops import flops, forwards, scouting_rollouts
+from sage_fast.algorithm.flops import flops, forwards
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import strategy_of
 from sage_fast.algorithm.schedule import (
@@ -131,8 +131,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         trained=samples * trained,
         anchored=samples * anchored * (strategy_of(config.kl).anchor is not None),
     )
-    candidates = scouting_rollouts(config)
-    of_parts = flops(cost, counted, samples + candidates, checkpointing=mode, frozen_base=config.model.trains_adapter)
+    of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
@@ -143,8 +142,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
     activations = dict(cost.activations)
     memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {mode}"] = activations.pop(mode)
-    decoded = len(share_of(max(samples, candidates), ranks // sharing, 0))
-    chunk = min(s.batch_size, decoded)  # scored before the next one is decoded
+    chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     other = {f"activations, checkpointing {name}": size for name, size in activations.items()} | videos | host
     return Plan(
