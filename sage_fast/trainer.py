@@ -336,7 +336,7 @@ class Trainer:
             row=row,
         )
         numel = math.prod(self.latent_shape)
-        policy, kl = gradient_norms(loss, scores[0], old, row, numel, objective=config.objective, kl=config.kl)
+        policy, kl = gradient_norms(loss, log_prob, old, kl_old, row, numel, kl=config.kl)
         return loss, policy, kl
 
     # -- anchor -------------------------------------------------------------------------------------------------------

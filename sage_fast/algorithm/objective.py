@@ -409,44 +409,40 @@ def squared_errors(log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, row: 
 
 
 def gradient_norms(
-    loss: Loss,
-    log_prob: Tensor,
-    log_prob_old: Tensor,
-    row: Row,
-    numel: int,
-    *,
-    objective: ObjectiveConfig,
-    kl: KLConfig,
+    loss: Loss, log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, row: Row, numel: int, *, kl: KLConfig
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient norms in the velocity of the policy term and of the KL term (without lambda), each `[B]`.
 
-    They follow from numbers of shape `[B]`, without a pass over the latents:
+    They follow from numbers of shape `[B]`, without a pass over the latents. With the residual
+    r = x_next - a x - b v = r_old - b d and d = v - v_old,
 
-        |d logp / dv| = 2 |w b| sqrt(mean(residual^2) / D),   mean(residual^2) = (logp - k) / w
-        |d KL / dv|   = 2 sqrt(m KL / D)
+        d logp / dv = -2 w b r / D,   mean(r^2) = (logp - k) / w
+        d KL_old / dv = 2 m d / D,    mean(d^2) = KL_old / m
+        mean(r d) = (mean(r_old^2) - mean(r^2) - b^2 mean(d^2)) / (2 b)
 
-    A centred log-ratio has the residual of the rollout: the KL cancels the policy's own movement. The KL terms are
-    added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is sampling noise many times
-    larger than its pull.
+    The policy term depends on v through logp and, where centred or as in DiffusionNFT, through KL_old: its norm is
+    exact. The KL terms are added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is
+    sampling noise many times larger than its pull.
 
     Args:
         loss: result of `sage_loss`, before its backward.
-        log_prob: `[B]`, as given to `sage_loss`.
-        log_prob_old: `[B]`, as given to `sage_loss`.
+        log_prob, log_prob_old, kl_old: `[B]`, as given to `sage_loss`.
         row: coefficients of the transitions.
         numel: D, elements of a sample.
-        objective: as given to `sage_loss`.
         kl: as given to `sage_loss`.
     """
-    (slope,) = torch.autograd.grad(loss.policy.sum(), log_prob, retain_graph=True)
-
-    def log_prob_norm(value: Tensor) -> Tensor:
-        return 2 * (row.w * row.b).abs() * (((value.detach() - row.k) / row.w).clamp(min=0) / numel).sqrt()
+    slopes = torch.autograd.grad(loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True)
+    of_log_prob, of_kl = (torch.zeros_like(log_prob) if slope is None else slope for slope in slopes)
+    residual, before = ((value.detach() - row.k) / row.w for value in (log_prob, log_prob_old))
+    moved = kl_old.detach() / row.m
+    crossed = (before - residual - row.b.square() * moved) / (2 * row.b)
+    away, back = of_log_prob * row.w * row.b, of_kl * row.m
+    square = away.square() * residual - 2 * away * back * crossed + back.square() * moved
+    policy = 2 * (square.clamp(min=0) / numel).sqrt()
 
     def kl_norm(value: Tensor) -> Tensor:
         return 2 * (row.m * value / numel).sqrt()
 
-    policy = slope.abs() * log_prob_norm(log_prob_old if centres_ratio(objective) else log_prob)
     squares = torch.zeros_like(policy)
     if strategy_of(kl).anchor is not None:
         squares = squares + (kl.beta_pos * kl_norm(loss.kl_anchor)).square()
