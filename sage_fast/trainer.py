@@ -264,9 +264,11 @@ class Trainer:
         """Compare the samples of each group; return advantages and whether each sample is trained, both `[P, G]`."""
         objective, weights = self.config.objective, self.config.reward.part_weights
         rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
-        valid, std = rewards.isfinite(), objective.advantage_std
-        compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
-        advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
+        valid = rewards.isfinite()
+        compared = balanced_rewards(scores.parts, weights, valid) if objective.balanced_rewards else rewards
+        advantages, equal = group_advantages(
+            compared, valid, std=objective.advantage_std, clamp=objective.advantage_clamp
+        )
         record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         return advantages, kept

@@ -367,11 +367,11 @@ class ObjectiveConfig(Section):
     """Apply the temporal gradient equalizer S_t (Eq. 9). No effect on `nft_adaptive`, which weighs the noise levels
     itself."""
     balanced_rewards: bool = False
-    """Normalise each part of the reward over its group, or as `advantage_std` says, before the weighted sum (GDPO).
-    Needs at least two parts with a weight."""
+    """Normalise each part of the reward over its group before the weighted sum; with `advantage_std` = batch this
+    is GDPO. Needs at least two parts with a weight."""
     advantage_std: AdvantageStd = "group"
     """Standard deviation that divides the advantages. `group`: that of the sample's own group (Eq. 10). `batch`: that
-    of all samples of the iteration about their group means, which gives a nearly equal group little weight."""
+    of all samples of unequal groups about their group means, which gives a nearly equal group little weight."""
     advantage_clamp: float = within(5.0, above=0)
     """Largest |advantage|, in units of the standard deviation that `advantage_std` names."""
     drop_equal_groups: bool = True
