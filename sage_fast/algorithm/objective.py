@@ -440,7 +440,9 @@ def gradient_norms(
 
     Args:
         loss: result of `sage_loss`, before its backward.
-        log_prob, log_prob_old, kl_old: `[B]`, as given to `sage_loss`.
+        log_prob: `[B]`, as given to `sage_loss`.
+        log_prob_old: `[B]`, as given to `sage_loss`.
+        kl_old: `[B]`, as given to `sage_loss`.
         row: coefficients of the transitions.
         numel: D, elements of a sample.
         kl: as given to `sage_loss`.
