@@ -96,7 +96,8 @@ class Trainer:
         self.prompts = prompts
         self.embeddings = embeddings
         self.device = self.policy.device
-        self.engine = make_engine(self.policy, config.train)
+        # A rollout policy follows the weights at one pace; an average for export alone has to forget the start.
+        self.engine = make_engine(self.policy, config.train, ema_warms_up=not config.sampling.averaged_weights)
         self.replay = Replay(self.policy, config, embeddings)
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None

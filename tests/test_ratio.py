@@ -179,7 +179,8 @@ def test_gradient_norms_are_those_of_autograd(
     config = settings(
         kl__strategy=strategy, kl__velocity_term=velocity_term, kl__lambda_min=0.3, kl__lambda_max=0.3,
         kl__beta_pos=0.7, objective__log_prob=reduction, objective__ratio=ratio, objective__clip_range=10.0,
-        objective__surrogate=surrogate, objective__kl_limit=10.0, sampling__steps=3, train__group_size=2, train__optimizer_steps=2,
+        objective__surrogate=surrogate, objective__kl_limit=10.0, sampling__steps=3, train__group_size=2,
+        train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
     if surrogate_of(config.objective).scores_rollout:

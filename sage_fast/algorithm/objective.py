@@ -26,7 +26,6 @@ from sage_fast.config.schema import (
 )
 from sage_fast.ops import Row
 
-
 ROUNDING = 8 * torch.finfo(torch.float32).eps
 """Rewards of a group that differ by less than this share of their size are equal."""
 

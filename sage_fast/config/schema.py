@@ -478,7 +478,9 @@ class TrainConfig(Section):
     max_grad_norm: float = within(1.0, above=0)
     """Maximum gradient norm over all weights; larger gradients are scaled down to it."""
     ema_decay: float = within(0.0, least=0, below=1)
-    """Decay of the exponential moving average of the trained weights; 0 turns it off."""
+    """Decay of the exponential moving average of the trained weights, which is evaluated and saved; 0 turns it off.
+    Update t uses at most (1 + t) / (10 + t), so that the average forgets the start; with sampling.averaged_weights,
+    where the average also rolls out, the decay is the same from the first update on."""
     checkpoint_interval: int = within(50, least=1)
     """Iterations between checkpoints."""
     keep_checkpoints: int = within(2, least=1)

@@ -1,13 +1,17 @@
-"""What a run prints: the lines of an iteration, and a warning about its settings."""
+"""What a run prints: the lines of an iteration, and warnings about its settings."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sage_fast.algorithm.objective import kl_acts
 from sage_fast.config.schema import Config
 from sage_fast.report.scores import format_number
 from sage_fast.util.metrics import REWARD_PART, straggler_line
+
+LARGEST_START = 0.1
+"""Share of the starting weights in the averaged weights at the end of a run, above which a warning says so."""
 
 
 def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
@@ -51,3 +55,22 @@ def guidance_warning(config: Config) -> str | None:
         f"and no KL acts (kl.strategy = {config.kl.strategy}): the policy learns what guidance does, and guidance on "
         "top of it over-sharpens (docs/choosing.md)"
     )
+
+
+def average_warning(config: Config) -> str | None:
+    """Return that rollouts come from weights too near the start until the end; None if they do not."""
+    train = config.train
+    updates = train.iterations * train.optimizer_steps
+    left = train.ema_decay**updates
+    if not config.sampling.averaged_weights or left <= LARGEST_START:
+        return None
+    nearest = math.floor(1e4 * LARGEST_START ** (1 / updates)) / 1e4
+    return (
+        f"train.ema_decay = {train.ema_decay:g}: after {updates} updates the averaged weights are still "
+        f"{100 * left:.0f} % those of the start; expected at most {100 * LARGEST_START:.0f} %, with {nearest:g} or less"
+    )
+
+
+def config_warnings(config: Config) -> list[str]:
+    """Return what in the settings is likely to mislead or to train little."""
+    return [found for found in (guidance_warning(config), average_warning(config)) if found]

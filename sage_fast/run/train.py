@@ -33,7 +33,7 @@ from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
-from sage_fast.run.messages import format_row, guidance_warning
+from sage_fast.run.messages import config_warnings, format_row
 from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
@@ -115,7 +115,7 @@ class Run:
             self._resume()
         facts = describe(trainer, self.folder, self.done)
         log.info(trajectories)
-        if warning := guidance_warning(config):
+        for warning in config_warnings(config):
             log.warning(wrapped(f"warning: {warning}"))
         if resume:
             found = f"resumed after {self.done} iterations"

@@ -31,7 +31,7 @@ from sage_fast.models.sharing import check_heads
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.look import look_at_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.run.messages import guidance_warning
+from sage_fast.run.messages import config_warnings
 from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
@@ -253,8 +253,7 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     for key, entry in config.named_rewards.items():
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
         notes += look_at_reward(entry, key)
-    if warning := guidance_warning(config):
-        notes.append(f"warning: {warning}")
+    notes += [f"warning: {warning}" for warning in config_warnings(config)]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join(lines)
 
