@@ -50,9 +50,14 @@ def iteration_tables(table: TransitionTable, config: Config, iteration: int) -> 
 
 
 def windows(table: TransitionTable, config: Config) -> list[TransitionTable]:
-    """Return the table of every window; without `sampling.sde_window` there is one, of all steps."""
+    """Return the table of every window; without `sampling.sde_window` there is one, of all steps.
+
+    If the length divides the number of steps, windows do not overlap: an end step is in as many as any other. If not,
+    no choice of windows of one length does that, and they start at every step.
+    """
     length = config.sampling.sde_window or len(table)
-    return [table.window(start, start + length) for start in range(len(table) - length + 1)]
+    stride = 1 if len(table) % length else length
+    return [table.window(start, start + length) for start in range(0, len(table) - length + 1, stride)]
 
 
 def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
