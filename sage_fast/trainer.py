@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.flops import forwards
-from sage_fast.algorithm.iteration_samples import Sample, best_and_worst, deal, draw_samples
-from sage_fast.algorithm.metrics import record_agreement, record_losses, record_rewards, record_scouting
+from sage_fast.algorithm.iteration_samples import Sample, deal, draw_samples
+from sage_fast.algorithm.metrics import record_losses, record_rewards
 from sage_fast.algorithm.objective import (
     KLController,
     Loss,
@@ -34,7 +34,6 @@ from sage_fast.algorithm.schedule import (
     iteration_tables,
     position_steps,
     scored_table,
-    scouting_table,
     trained_steps,
     transitions_of,
     update_schedule,
@@ -97,7 +96,8 @@ class Trainer:
         self.prompts = prompts
         self.embeddings = embeddings
         self.device = self.policy.device
-        self.engine = make_engine(self.policy, config.train)
+        # A rollout policy follows the weights at one pace; an average for export alone has to forget the start.
+        self.engine = make_engine(self.policy, config.train, ema_warms_up=not config.sampling.averaged_weights)
         self.replay = Replay(self.policy, config, embeddings)
         self.kl = KLController(config.kl)
         self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
@@ -130,11 +130,9 @@ class Trainer:
         config, watch, metrics = self.config, Stopwatch(self.device), Metrics()
         tables = iteration_tables(self.full_table, config, index)
         steps = [trained_steps(table, config, index) for table in tables]
-        samples, scouts = draw_samples(config, self.prompts, index), config.sampling.scout_candidates > 0
+        samples = draw_samples(config, self.prompts, index)
         averaged = config.sampling.averaged_weights
         with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
-            if scouts:
-                samples, scouted = self._scout(samples, metrics, watch)
             batch, scores = self._rollout(samples, tables, steps, watch)
             if scores_noised_samples(config):
                 with watch("anchor"):
@@ -145,8 +143,6 @@ class Trainer:
                     metrics.set(name, value)
 
         advantages, kept = self._advantages(scores, metrics)
-        if scouts:
-            record_agreement(metrics, scouted.view_as(advantages), scores.rewards.view_as(advantages))
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
         anchored = transitions_of(samples, [position_steps(config, of_group, index) for of_group in steps])
         with watch("anchor"):
@@ -179,29 +175,12 @@ class Trainer:
 
     # -- rollout ------------------------------------------------------------------------------------------------------
 
-    def _scout(self, candidates: Sequence[Sample], metrics: Metrics, watch: Stopwatch) -> tuple[list[Sample], Tensor]:
-        """Score cheap ODE rollouts of N candidates; return the chosen ones and their scouted rewards, float32 `[M]`.
-
-        The result is the same on all ranks. Nothing but the choice of samples follows from it.
-        """
-        tables = [scouting_table(self.config)] * self.config.train.prompts_per_iteration
-        rewards = self._rollout(candidates, tables, [()] * len(tables), watch, "scout")[1].rewards
-        record_scouting(metrics, rewards)
-        size = self.config.sampling.scout_candidates
-        chosen = [
-            start + i
-            for start in range(0, len(candidates), size)
-            for i in best_and_worst(rewards[start : start + size].tolist(), self.config.train.group_size)
-        ]
-        return [candidates[i] for i in chosen], rewards[chosen]
-
     def _rollout(
         self,
         samples: Sequence[Sample],
         tables: Sequence[TransitionTable],
         steps: Sequence[Sequence[int]],
         watch: Stopwatch,
-        phase: str = "rollout",
     ) -> tuple[Batch, Scores]:
         """Generate and score `samples`; return this rank's, with the `steps` of each group stored, and all scores.
 
@@ -209,7 +188,7 @@ class Trainer:
         """
         scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
         with together(self.policy.in_step):
-            with watch(phase):
+            with watch("rollout"):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
                 numbers = self._deal(samples)
                 own = [samples[number] for number in numbers]
@@ -218,7 +197,7 @@ class Trainer:
 
             def generate(rows: slice) -> Tensor:
                 table = tables[own[rows.start].group]
-                with watch(phase):
+                with watch("rollout"):
                     latents = rollout(
                         self.policy,
                         table,
@@ -236,7 +215,7 @@ class Trainer:
 
             alike = [(self.replay.lengths[sample.key], tables[sample.group]) for sample in own]
             runs = equal_runs(alike, self.config.sampling.batch_size)
-            with Progress(phase, len(runs) * len(tables[0]), pause=self.pause) as bar:
+            with Progress("rollout", len(runs) * len(tables[0]), pause=self.pause) as bar:
                 for rows in self.policy.states.lockstep(runs, lambda: generate(runs[-1])):
                     scorer.submit(generate(rows), [sample.prompt for sample in own[rows]])
             scorer.finish()
@@ -286,9 +265,11 @@ class Trainer:
         """Compare the samples of each group; return advantages and whether each sample is trained, both `[P, G]`."""
         objective, weights = self.config.objective, self.config.reward.part_weights
         rewards = scores.rewards.view(self.config.train.prompts_per_iteration, self.config.train.group_size)
-        valid, std = rewards.isfinite(), objective.advantage_std
-        compared = balanced_rewards(scores.parts, weights, valid, std=std) if objective.balanced_rewards else rewards
-        advantages, equal = group_advantages(compared, valid, std=std, clamp=objective.advantage_clamp)
+        valid = rewards.isfinite()
+        compared = balanced_rewards(scores.parts, weights, valid) if objective.balanced_rewards else rewards
+        advantages, equal = group_advantages(
+            compared, valid, std=objective.advantage_std, clamp=objective.advantage_clamp
+        )
         record_rewards(metrics, rewards, scores.parts, advantages, valid, equal, scores.retried)
         kept = valid & (valid.sum(1) > 1)[:, None] & ~(equal[:, None] & objective.drop_equal_groups)
         return advantages, kept
@@ -358,7 +339,7 @@ class Trainer:
             row=row,
         )
         numel = math.prod(self.latent_shape)
-        policy, kl = gradient_norms(loss, scores[0], old, row, numel, objective=config.objective, kl=config.kl)
+        policy, kl = gradient_norms(loss, log_prob, old, kl_old, row, numel, kl=config.kl)
         return loss, policy, kl
 
     # -- anchor -------------------------------------------------------------------------------------------------------

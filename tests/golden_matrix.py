@@ -54,9 +54,6 @@ TINY: dict[str, dict[str, Any]] = {
         }
         for reduction in ("sum", "unscaled")
     },
-    "scouting": {
-        "sampling__scout_candidates": 6, "sampling__scout_steps": 2, "train__group_size": 4, **TWO_UPDATES
-    },
     "nft": {"objective__surrogate": "nft", "kl__strategy": "moving", **TWO_UPDATES},
     "nft-ode": {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"},
     "nft-ode2": {"objective__surrogate": "nft", "sampling__sampler": "ode2", "kl__strategy": "none"},

@@ -1,5 +1,7 @@
 """Rollouts of averaged weights: which weights roll out, score and anchor, and what is left afterwards."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,12 @@ import torch
 
 from sage_fast.algorithm.objective import stores_rollout_velocities
 from sage_fast.algorithm.schedule import check_trainable
+from sage_fast.config.load import build
+from sage_fast.config.schema import TrainConfig
+from sage_fast.parallel.optimizers import ema_decay
+from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
+from sage_fast.run.messages import config_warnings
+from sage_fast.tools.plan import dry_run
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from tests.tiny import perturb, settings, tiny_trainer
@@ -47,6 +55,44 @@ def test_the_present_weights_are_what_is_trained() -> None:
     assert trainer.engine.ema is not None
     for name, tensor in trainer.policy.snapshot().items():
         torch.testing.assert_close(trainer.engine.ema[name], was[name].lerp(tensor, 0.1), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_average_for_export_alone_warms_up(resumed: bool, tmp_path: Path) -> None:
+    """The decay rises as (1 + t) / (10 + t), as in the code of DiffusionNFT, and a resume goes on with it."""
+    config = settings(train__ema_decay=0.2)
+    trainer = tiny_trainer(config)
+    expected = trainer.policy.snapshot()
+    for index, decay in enumerate((2 / 11, 0.2, 0.2)):
+        trainer.iteration(index)
+        expected = {name: part.lerp(expected[name], decay) for name, part in trainer.policy.snapshot().items()}
+        assert trainer.engine.ema is not None
+        for name, average in trainer.engine.ema.items():
+            torch.testing.assert_close(average, expected[name], rtol=1e-5, atol=1e-8)
+        if resumed:
+            save_checkpoint(tmp_path, index + 1, trainer.engine, trainer.state_dict(), trainer.anchor)
+            trainer = tiny_trainer(config)
+            _, state, anchor = load_checkpoint(tmp_path, trainer.engine)  # type: ignore[misc]
+            trainer.load_state_dict(state, anchor)
+
+
+def test_an_average_for_export_does_not_keep_the_start() -> None:
+    decays = [ema_decay(TrainConfig(ema_decay=0.99), step, warms_up=True) for step in range(1, 2001)]
+    assert math.prod(decays[:50]) < 1e-6  # without a warm-up 0.61
+    assert decays == sorted(decays)
+    assert decays[-1] == 0.99
+    assert ema_decay(TrainConfig(ema_decay=0.99), 1, warms_up=False) == 0.99
+
+
+@pytest.mark.parametrize(("iterations", "warns"), [(10, True), (11, False)])
+def test_rollouts_by_an_average_that_keeps_the_start_are_reported(iterations: int, warns: bool) -> None:
+    """At a decay of 0.9, 20 updates leave 12 % of the starting weights and 22 leave less than 10 %."""
+    average = {"train.ema_decay": 0.9, "train.iterations": iterations, "train.optimizer_steps": 2}
+    printed = " ".join(dry_run(build({"sampling.averaged_weights": True, **average}), 1, 80e9).split())
+    told = "train.ema_decay = 0.9: after 20 updates the averaged weights are still 12 % those of the start"
+    assert (told in printed) == warns
+    assert ("of the start" in printed) == warns
+    assert not config_warnings(build(average | {"train.ema_decay": 0.99}))
 
 
 def test_one_update_needs_the_velocities_of_the_rollout_too() -> None:

@@ -48,15 +48,6 @@ class OneFlatGroup:
         pytest.param(
             {"sampling__averaged_weights": True, "train__ema_decay": 0.9, "kl__strategy": "moving"}, id="averaged"
         ),
-        pytest.param(
-            {
-                "sampling__scout_candidates": 5,
-                "sampling__scout_steps": 2,
-                "train__group_size": 4,
-                "sampling__guidance_scale": 3.0,
-            },
-            id="scouting",
-        ),
     ],
 )
 def test_the_forwards_are_those_that_were_made(overrides: dict[str, Any]) -> None:

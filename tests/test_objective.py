@@ -44,14 +44,32 @@ def test_advantages_leave_failed_samples_out() -> None:
 
 
 def test_advantages_in_units_of_the_batch() -> None:
-    """All groups share one scale, from all their valid samples: a nearly equal group has small advantages."""
+    """All groups share one scale, from the valid samples of unequal groups: a nearly equal one has small advantages."""
     rewards = torch.tensor([[1.0, 3.0, math.nan], [2.0, 2.2, 2.1], [math.nan, 7.0, math.nan]])
     advantages, equal = group_advantages(rewards, rewards.isfinite(), std="batch", eps=0.0)
-    std = math.sqrt((1 + 1 + 0.1**2 + 0.1**2) / 6)
+    std = math.sqrt((1 + 1 + 0.1**2 + 0.1**2) / 5)
     assert advantages.flatten().tolist() == pytest.approx(
         [-1 / std, 1 / std, 0, -0.1 / std, 0.1 / std, 0, 0, 0, 0], abs=1e-6
     )
     assert equal.tolist() == [False, False, True]
+
+
+def test_equal_groups_do_not_change_the_scale_of_the_batch() -> None:
+    """They are left out of the mean over an update, so counting them in the deviation would raise it a second time."""
+    rewards = torch.tensor([[1.0, 3.0, 4.0], [2.0, 2.2, 5.1]])
+    alone, _ = group_advantages(rewards, torch.ones(2, 3, dtype=torch.bool), std="batch")
+    beside, _ = group_advantages(
+        torch.cat([rewards, torch.full((6, 3), 7.0)]), torch.ones(8, 3, dtype=torch.bool), std="batch"
+    )
+    torch.testing.assert_close(beside[:2], alone, rtol=1e-6, atol=0)
+    assert not beside[2:].any()
+
+
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    rewards = torch.tensor([[3.0, 3.0 + 2.4e-7, 3.0], [1e-9, 2e-9, 1e-9]])
+    advantages, equal = group_advantages(rewards, torch.ones(2, 3, dtype=torch.bool), eps=0.0)
+    assert equal.tolist() == [True, False]
+    assert not advantages[0].any()
 
 
 def test_advantages_of_an_equal_batch_are_zero() -> None:
@@ -69,8 +87,7 @@ def test_advantages_are_clamped() -> None:
     assert float(advantages.max()) == 5.0
 
 
-@pytest.mark.parametrize("std", ["group", "batch"])
-def test_balanced_rewards_by_hand(std: AdvantageStd) -> None:
+def test_balanced_rewards_by_hand() -> None:
     """A plain loop centres each part in its group, divides it by its standard deviation and weights it."""
     generator = torch.Generator().manual_seed(0)
     parts = {"sharp": torch.rand(6, generator=generator), "bright": 100 * torch.rand(6, generator=generator)}
@@ -83,14 +100,41 @@ def test_balanced_rewards_by_hand(std: AdvantageStd) -> None:
     for name in ("sharp", "bright"):
         groups = [[float(parts[name][3 * p + g]) for g in range(3) if valid[p, g]] for p in range(2)]
         centred = [[value - sum(group) / len(group) for value in group] for group in groups]
-        every = [value for group in centred for value in group]
         for p, group in enumerate(centred):
-            over = group if std == "group" else every
-            deviation = math.sqrt(sum(value**2 for value in over) / len(over))
+            deviation = math.sqrt(sum(value**2 for value in group) / len(group))
             for g, value in zip([g for g in range(3) if valid[p, g]], group):
                 expected[p][g] += weights[name] * value / deviation
-    found = balanced_rewards(parts, weights, valid, std=std)
+    found = balanced_rewards(parts, weights, valid)
     assert found.flatten().tolist() == pytest.approx([value for group in expected for value in group], rel=1e-4)
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_that_cancel_give_no_advantage(size: int, std: AdvantageStd) -> None:
+    """Two parts that rank a group in opposite order cancel, whatever their scales; other groups are not affected."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.rand(200, size, generator=generator)
+    scales = 10 ** (4 * torch.rand(200, 1, generator=generator) - 2)
+    second = 3 - scales * first
+    second[0] = first[0]  # these two agree
+    valid = torch.ones(200, size, dtype=torch.bool)
+    total = balanced_rewards({"a": first.flatten(), "b": second.flatten()}, {"a": 0.5, "b": 0.5}, valid)
+    advantages, equal = group_advantages(total, valid, std=std)
+    assert equal.tolist() == [False] + [True] * 199
+    assert advantages[0].abs().max() > 0.9
+    assert not advantages[1:].any()
+
+
+def test_balanced_rewards_over_the_batch_are_gdpo() -> None:
+    """GDPO (arXiv 2601.05242): parts are normalised by group, their sum over the batch."""
+    generator = torch.Generator().manual_seed(0)
+    parts = {name: torch.rand(3, 4, generator=generator) for name in "ab"}
+    valid = torch.ones(3, 4, dtype=torch.bool)
+    total = sum(2 * (p - p.mean(1, keepdim=True)) / p.std(1, correction=0, keepdim=True) for p in parts.values())
+    expected = (total - total.mean()) / total.std(correction=0)
+    balanced = balanced_rewards({name: p.flatten() for name, p in parts.items()}, {"a": 2.0, "b": 2.0}, valid)
+    found, _ = group_advantages(balanced, valid, std="batch")
+    torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_balanced_rewards_do_not_follow_the_scale_of_a_part() -> None:

@@ -109,11 +109,6 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
                  "sampling__window_per_prompt": True, "kl__position_fraction": 0.5, "kl__anchor_interval": 1},
         BrightnessReward,
     ),
-    "scouting": (
-        ALONE | {"sampling__scout_candidates": 8, "sampling__scout_steps": 1, "train__group_size": 4,
-                 "sampling__steps": 2, "reward__max_dropped": 1},
-        SomeAreNotFinite,
-    ),
 }  # fmt: skip
 IN_BATCHES = "batches, lengths, guidance"
 

@@ -1,12 +1,20 @@
 """Windows of SDE steps: their draws, the rollouts by them, and what is trained."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from sage_fast.algorithm.iteration_samples import draw_samples
-from sage_fast.algorithm.schedule import check_trainable, iteration_tables, trained_steps, update_schedule
+from sage_fast.algorithm.schedule import (
+    check_trainable,
+    configured_table,
+    iteration_tables,
+    trained_steps,
+    update_schedule,
+    windows,
+)
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.trajectories import trajectory_bytes
@@ -18,7 +26,7 @@ from tests.tiny import settings, tiny_trainer
 
 ALONE: dict[str, Any] = {
     "sampling__sampler": "precise",  # its last step adds no noise, so the last window trains one step less
-    "sampling__steps": 6,
+    "sampling__steps": 7,
     "sampling__sde_window": 3,
     "sampling__window_per_prompt": True,
     "sampling__batch_size": 1,  # other batches round differently
@@ -51,11 +59,21 @@ def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:
     assert [t for t, value in enumerate(norms) if value is not None] == steps_of(trainer, 0)[0]
 
 
+@pytest.mark.parametrize(("steps", "length", "each"), [(20, 2, 1), (8, 4, 1), (6, 6, 1), (5, 2, None)])
+def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: int | None) -> None:
+    """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer of them."""
+    config = settings(sampling__steps=steps, sampling__sde_window=length)
+    trained = [trained_steps(window, config, 0) for window in windows(configured_table(config), config)]
+    counts = Counter(step for window in trained for step in window)
+    assert [len(window) for window in trained] == [length] * len(trained)
+    assert [counts[step] for step in range(steps)] == ([each] * steps if each else [1, 2, 2, 2, 1])
+
+
 def test_each_prompt_has_a_window_of_its_own() -> None:
     trainer = tiny_trainer(settings(**ALONE))
     draws = [steps_of(trainer, index) for index in range(8)]
     assert draws == [steps_of(trainer, index) for index in range(8)]
-    assert {tuple(steps) for groups in draws for steps in groups} == {(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4)}
+    assert {tuple(steps) for groups in draws for steps in groups} == {(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4, 5), (4, 5)}
     assert any(len({tuple(steps) for steps in groups}) > 2 for groups in draws)
     norms = trainer.iteration(1)["velocity_grad_norm"]
     trained = sorted({t for steps in draws[1] for t in steps})
@@ -139,7 +157,7 @@ def test_windows_of_unequal_length_are_spread_over_all_updates() -> None:
 
 def test_the_plan_has_room_for_the_longest_window() -> None:
     """The first iteration of this seed has short windows alone."""
-    config = settings(**ALONE | {"sampling__sde_window": 2, "train__prompts_per_iteration": 2, "seed": 11})
+    config = settings(**ALONE | {"sampling__sde_window": 2, "train__prompts_per_iteration": 2, "seed": 22})
     trainer = tiny_trainer(config)
     lengths = [[len(steps) for steps in steps_of(trainer, iteration)] for iteration in range(20)]
     assert lengths[0] == [1, 1]

@@ -10,11 +10,6 @@ from sage_fast.models.checkpointing import RECOMPUTED
 from sage_fast.models.protocol import Cost
 
 
-def scouting_rollouts(config: Config) -> int:
-    """Return the number of scouting rollouts of an iteration, all ranks together."""
-    return config.train.prompts_per_iteration * config.sampling.scout_candidates
-
-
 def forwards(config: Config, *, samples: int, steps: int, stored: int, trained: int, anchored: int) -> dict[str, int]:
     """Return part -> forwards of one sample in an iteration, all ranks together; guidance counts twice.
 
@@ -28,8 +23,6 @@ def forwards(config: Config, *, samples: int, steps: int, stored: int, trained: 
     """
     scored = stored * scores_noised_samples(config)
     counts = {"rollout": samples * steps, "training": trained, "anchor": anchored + scored}
-    if candidates := scouting_rollouts(config):
-        counts = {"scout": candidates * config.sampling.scout_steps} | counts
     passes = 2 if config.sampling.guidance_scale != 1 else 1
     return {part: count * passes for part, count in counts.items()}
 
@@ -42,7 +35,7 @@ def flops(
     Args:
         cost: cost of one sample.
         counts: part -> forwards, as `forwards` returns them.
-        videos: decoded videos, those of scouting included.
+        videos: decoded videos.
         checkpointing, frozen_base: as for `training_flops`.
     """
     per_training = training_flops(cost.forward, cost.attention, checkpointing=checkpointing, frozen_base=frozen_base)

@@ -1,4 +1,4 @@
-"""The samples of an iteration: their prompts and seeds, the choice by scouting, and the ranks that make them.
+"""The samples of an iteration: their prompts and seeds, and the ranks that make them.
 
 Everything follows from the settings, the iteration and the number of ranks, so every rank knows what the others do.
 """
@@ -6,7 +6,6 @@ Everything follows from the settings, the iteration and the number of ranks, so 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from sage_fast.config.schema import Config
@@ -45,33 +44,16 @@ def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed:
 
 
 def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
-    """Draw all samples of an iteration, or its candidates if it scouts, group by group.
-
-    The draw does not depend on the number of ranks. The first candidates are the samples of a run without scouting.
-    """
-    size = config.sampling.scout_candidates or config.train.group_size
+    """Draw all samples of an iteration, group by group. The draw does not depend on the number of ranks."""
     chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
     samples = []
     for group, prompt in enumerate(chosen):
-        seeds = sample_seeds(config.seed, iteration, group, range(size)).tolist()
+        seeds = sample_seeds(config.seed, iteration, group, range(config.train.group_size)).tolist()
         for index, seed in enumerate(seeds):
             latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
             text = prompts[prompt]
             samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=seed, latent_seed=latent_seed))
     return samples
-
-
-def best_and_worst(rewards: Sequence[float], count: int) -> list[int]:
-    """Return the indices of the best and of the worst `count / 2` rewards of a group, in ascending order.
-
-    Of equal rewards, the one with the higher index ranks higher. Rewards that are not finite are taken, by index, only
-    if fewer than `count` are finite.
-    """
-    ranked = sorted((i for i, reward in enumerate(rewards) if math.isfinite(reward)), key=lambda i: (rewards[i], i))
-    if len(ranked) < count:
-        failed = [i for i in range(len(rewards)) if i not in ranked]
-        return sorted(ranked + failed[: count - len(ranked)])
-    return sorted(ranked[: count // 2] + ranked[-(count // 2) :])
 
 
 def share_of(count: int, ranks: int, rank: int) -> range:

@@ -1,4 +1,4 @@
-"""What an iteration records of its rewards, its scouting and its losses."""
+"""What an iteration records of its rewards and its losses."""
 
 from __future__ import annotations
 
@@ -47,36 +47,6 @@ def record_rewards(
     metrics.set("advantage/abs_mean", float(advantages[valid].abs().mean()))
     for part, values in parts.items():
         metrics.set(REWARD_PART + part, float(values[values.isfinite()].mean()))
-
-
-def record_scouting(metrics: Metrics, rewards: Tensor) -> None:
-    """Record the mean of the candidates' `rewards [N]` as `scout/reward`, and how many failed as `scout/dropped`.
-
-    Raises:
-        NonFiniteError: every reward failed.
-    """
-    valid = rewards.isfinite()
-    if not valid.any():
-        raise NonFiniteError("every reward of this iteration's scouting failed; no sample can be chosen")
-    metrics.set("scout/reward", float(rewards[valid].mean()))
-    metrics.set("scout/dropped", int((~valid).sum()))
-
-
-def record_agreement(metrics: Metrics, scouted: Tensor, rewards: Tensor) -> None:
-    """Record as `scout/agreement` how often a sample chosen as one of the best beats one chosen as one of the worst.
-
-    It is the share of such pairs within a group; pairs with a failed reward do not count.
-
-    Args:
-        metrics: receives it.
-        scouted: `[P, G]`, rewards of the scouting rollouts.
-        rewards: `[P, G]`, rewards of the samples.
-    """
-    ranked = rewards.where(scouted.isfinite(), torch.nan).gather(1, scouted.argsort(dim=1, stable=True))
-    worst, best = ranked.chunk(2, 1)
-    gaps = (best[:, :, None] - worst[:, None, :]).flatten()
-    if (gaps := gaps[gaps.isfinite()]).numel():
-        metrics.set("scout/agreement", float((gaps > 0).float().mean()))
 
 
 def record_losses(metrics: Metrics, losses: Sequence[Loss]) -> None:

@@ -26,6 +26,9 @@ from sage_fast.config.schema import (
 )
 from sage_fast.ops import Row
 
+ROUNDING = 8 * torch.finfo(torch.float32).eps
+"""Rewards of a group that differ by less than this share of their size are equal."""
+
 
 def group_advantages(
     rewards: Tensor, valid: Tensor, *, std: AdvantageStd = "group", clamp: float = 5.0, eps: float = 1e-6
@@ -35,43 +38,53 @@ def group_advantages(
     Args:
         rewards: float `[P, G]`, one row per group.
         valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
-        std: population std of each `group`, or of the whole `batch` about the group means.
+        std: population std of each `group`, or over the `batch` of all unequal groups about their means.
         clamp: bound on |A|.
         eps: epsilon of Eq. 10.
 
     Returns:
-        Advantages `[P, G]`, and bool `[P]`, True for groups whose valid rewards are all equal (or fewer than two).
+        Advantages `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal up to rounding (or fewer than
+        two).
     """
     count = valid.sum(1, keepdim=True)
     filled = torch.where(valid, rewards, 0.0)
+    equal = (count[:, 0] < 2) | (_spread(rewards, valid) <= ROUNDING * filled.abs().amax(1))
     mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
-    centred = torch.where(valid, rewards - mean, 0.0)
+    centred = torch.where(valid & ~equal[:, None], rewards - mean, 0.0)
     squares, size = centred.square().sum(1, keepdim=True), count
     if std == "batch":
-        squares, size = squares.sum(), count.sum()
-    high = torch.where(valid, rewards, -torch.inf).amax(1)
-    low = torch.where(valid, rewards, torch.inf).amin(1)
-    equal = (count[:, 0] < 2) | (high == low)
+        squares, size = squares.sum(), count[~equal].sum()
     advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps))
     return advantages.clamp(-clamp, clamp), equal
 
 
-def balanced_rewards(
-    parts: Mapping[str, Tensor], weights: Mapping[str, float], valid: Tensor, *, std: AdvantageStd = "group"
-) -> Tensor:
-    """Return sum of weight x normalised part, float `[P, G]` (GDPO, arXiv 2601.05242); 0 for a failed sample.
+def _spread(values: Tensor, valid: Tensor) -> Tensor:
+    """Return largest - smallest valid value of each group, `[P]`; -inf without one."""
+    return torch.where(valid, values, -torch.inf).amax(1) - torch.where(valid, values, torch.inf).amin(1)
+
+
+def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], valid: Tensor) -> Tensor:
+    """Return sum of weight x part normalised by its group, float64 `[P, G]`; 0 for a failed sample.
+
+    It is 0 for a whole group where the parts cancel up to rounding. GDPO (arXiv 2601.05242) divides the sum by its
+    deviation over the batch: `group_advantages` with `std="batch"`.
 
     Args:
-        parts: part -> `[P G]`; a part without a weight is left out.
+        parts: part -> float32 `[P G]`; a part without a weight is left out.
         weights: weight of each part.
         valid: bool `[P, G]`, as for `group_advantages`.
-        std: deviation that divides each part, as for `group_advantages`.
     """
-    total = torch.zeros(valid.shape)
-    for name, values in parts.items():
+    total = torch.zeros(valid.shape, dtype=torch.float64)
+    rounding = total[:, 0]
+    for name, flat in parts.items():
         if weight := weights.get(name, 0.0):
-            total = total + weight * group_advantages(values.view_as(valid), valid, std=std, clamp=math.inf)[0]
-    return total
+            values = flat.view_as(valid).double()  # without an eps, which would keep parts from cancelling
+            normalised, equal = group_advantages(values, valid, clamp=math.inf, eps=0.0)
+            total = total + weight * normalised
+            scale = _spread(normalised, valid) / _spread(values, valid)
+            largest = torch.where(valid, values, 0.0).abs().amax(1)
+            rounding = rounding + torch.where(equal, 0.0, ROUNDING * abs(weight) * scale * largest)
+    return torch.where((_spread(total, valid) <= rounding)[:, None], 0.0, total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -409,44 +422,42 @@ def squared_errors(log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, row: 
 
 
 def gradient_norms(
-    loss: Loss,
-    log_prob: Tensor,
-    log_prob_old: Tensor,
-    row: Row,
-    numel: int,
-    *,
-    objective: ObjectiveConfig,
-    kl: KLConfig,
+    loss: Loss, log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, row: Row, numel: int, *, kl: KLConfig
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient norms in the velocity of the policy term and of the KL term (without lambda), each `[B]`.
 
-    They follow from numbers of shape `[B]`, without a pass over the latents:
+    They follow from numbers of shape `[B]`, without a pass over the latents. With the residual
+    r = x_next - a x - b v = r_old - b d and d = v - v_old,
 
-        |d logp / dv| = 2 |w b| sqrt(mean(residual^2) / D),   mean(residual^2) = (logp - k) / w
-        |d KL / dv|   = 2 sqrt(m KL / D)
+        d logp / dv = -2 w b r / D,   mean(r^2) = (logp - k) / w
+        d KL_old / dv = 2 m d / D,    mean(d^2) = KL_old / m
+        mean(r d) = (mean(r_old^2) - mean(r^2) - b^2 mean(d^2)) / (2 b)
 
-    A centred log-ratio has the residual of the rollout: the KL cancels the policy's own movement. The KL terms are
-    added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is sampling noise many times
-    larger than its pull.
+    The policy term depends on v through logp and, where centred or as in DiffusionNFT, through KL_old: its norm is
+    exact. The KL terms are added in quadrature. `kl.velocity_term = rollout` is left out, because its gradient is
+    sampling noise many times larger than its pull.
 
     Args:
         loss: result of `sage_loss`, before its backward.
         log_prob: `[B]`, as given to `sage_loss`.
         log_prob_old: `[B]`, as given to `sage_loss`.
+        kl_old: `[B]`, as given to `sage_loss`.
         row: coefficients of the transitions.
         numel: D, elements of a sample.
-        objective: as given to `sage_loss`.
         kl: as given to `sage_loss`.
     """
-    (slope,) = torch.autograd.grad(loss.policy.sum(), log_prob, retain_graph=True)
-
-    def log_prob_norm(value: Tensor) -> Tensor:
-        return 2 * (row.w * row.b).abs() * (((value.detach() - row.k) / row.w).clamp(min=0) / numel).sqrt()
+    slopes = torch.autograd.grad(loss.policy.sum(), (log_prob, kl_old), retain_graph=True, allow_unused=True)
+    of_log_prob, of_kl = (torch.zeros_like(log_prob) if slope is None else slope for slope in slopes)
+    residual, before = ((value.detach() - row.k) / row.w for value in (log_prob, log_prob_old))
+    moved = kl_old.detach() / row.m
+    crossed = (before - residual - row.b.square() * moved) / (2 * row.b)
+    away, back = of_log_prob * row.w * row.b, of_kl * row.m
+    square = away.square() * residual - 2 * away * back * crossed + back.square() * moved
+    policy = 2 * (square.clamp(min=0) / numel).sqrt()
 
     def kl_norm(value: Tensor) -> Tensor:
         return 2 * (row.m * value / numel).sqrt()
 
-    policy = slope.abs() * log_prob_norm(log_prob_old if centres_ratio(objective) else log_prob)
     squares = torch.zeros_like(policy)
     if strategy_of(kl).anchor is not None:
         squares = squares + (kl.beta_pos * kl_norm(loss.kl_anchor)).square()

@@ -42,11 +42,6 @@ def configured_table(config: Config) -> TransitionTable:
     return transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
 
 
-def scouting_table(config: Config) -> TransitionTable:
-    """Return the transitions of a scouting rollout: the ODE in `sampling.scout_steps` steps."""
-    return transition_table(sigma_schedule(config.sampling.scout_steps, config.sampling.shift), "ode", 0.0)
-
-
 def iteration_tables(table: TransitionTable, config: Config, iteration: int) -> list[TransitionTable]:
     """Return each group's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
     tables, alone = windows(table, config), config.sampling.window_per_prompt
@@ -55,9 +50,14 @@ def iteration_tables(table: TransitionTable, config: Config, iteration: int) -> 
 
 
 def windows(table: TransitionTable, config: Config) -> list[TransitionTable]:
-    """Return the table of every window; without `sampling.sde_window` there is one, of all steps."""
+    """Return the table of every window; without `sampling.sde_window` there is one, of all steps.
+
+    If the length divides the number of steps, windows do not overlap: an end step is in as many as any other. If not,
+    no choice of windows of one length does that, and they start at every step.
+    """
     length = config.sampling.sde_window or len(table)
-    return [table.window(start, start + length) for start in range(len(table) - length + 1)]
+    stride = 1 if len(table) % length else length
+    return [table.window(start, start + length) for start in range(0, len(table) - length + 1, stride)]
 
 
 def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
@@ -93,8 +93,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     Raises:
         UserError: a sampler outside its range, no stochastic step, equal samples, more optimizer steps than trained
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
-            without an average, one part to balance, a lambda that cannot move, fewer scouting candidates than samples,
-            or more ranks than samples.
+            without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
     """
     s, train = config.sampling, config.train
     largest = SAMPLERS[s.sampler].largest_eta
@@ -121,19 +120,6 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         raise UserError(
             f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
-        )
-    if s.scout_candidates:
-        require(
-            train.group_size % 2 == 0,
-            "train.group_size",
-            train.group_size,
-            f"sampling.scout_candidates keeps as many best as worst candidates; the nearest is {train.group_size + 1}",
-        )
-        require(
-            s.scout_candidates >= train.group_size,
-            "sampling.scout_candidates",
-            s.scout_candidates,
-            f"expected 0 (no scouting) or at least train.group_size; the nearest is {train.group_size}",
         )
     kl, surrogate = config.kl, surrogate_of(config.objective)
     strategy, feedback = strategy_of(kl), FEEDBACKS[kl.feedback]

@@ -15,7 +15,7 @@ class EngineRow:
     """A row of `train.engine`.
 
     Attributes:
-        build: the class, called with (policy, settings of training).
+        build: the class, called with (policy, settings of training, ema_warms_up).
         settings: the function of the settings of training and the number of trained elements that builds and checks the
             configuration of the engine's library, or None.
         shards: what each rank holds a share of: `state` (the optimizer's), `gradients`, `weights`.

@@ -135,7 +135,8 @@ class SamplingConfig(Section):
     width: int = within(832, least=16, every=16)
     """Video width in pixels."""
     sde_window: int = within(0, least=0)
-    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps.
+    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps. A length
+    that divides sampling.steps trains each step equally often; with another the end steps are in fewer windows.
     Surrogates that re-noise the final samples, such as nft, train all steps whatever the window."""
     window_per_prompt: bool = False
     """Draw the window anew for each prompt, instead of one for all prompts of an iteration."""
@@ -144,11 +145,6 @@ class SamplingConfig(Section):
     above 0, which sets how slowly the average follows. The ratio then differs from 1 in the first update already."""
     shared_initial_noise: bool = False
     """Give all samples of a group the same initial latents."""
-    scout_candidates: int = within(0, least=0)
-    """Candidates per prompt that are first sampled cheaply and scored. The best and the worst half of train.group_size
-    are then sampled as usual, from the same initial latents, and only these are trained. 0: no scouting."""
-    scout_steps: int = within(5, least=1)
-    """ODE steps of a scouting rollout, at most sampling.steps."""
     batch_size: int = within(4, least=1)
     """Samples denoised together."""
     cuda_graphs: bool = True
@@ -170,20 +166,6 @@ class SamplingConfig(Section):
             self.window_per_prompt,
             "there is no window with sampling.sde_window = 0; the nearest choice is false",
         )
-        if self.scout_candidates:
-            require(
-                self.scout_steps <= self.steps,
-                "sampling.scout_steps",
-                self.scout_steps,
-                f"expected at most sampling.steps; the nearest is {self.steps}",
-            )
-            require(
-                not self.shared_initial_noise,
-                "sampling.shared_initial_noise",
-                self.shared_initial_noise,
-                "the candidates of sampling.scout_candidates differ in their initial noise alone, and all would be "
-                "equal; the nearest choice is false",
-            )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -386,11 +368,11 @@ class ObjectiveConfig(Section):
     """Apply the temporal gradient equalizer S_t (Eq. 9). No effect on `nft_adaptive`, which weighs the noise levels
     itself."""
     balanced_rewards: bool = False
-    """Normalise each part of the reward over its group, or as `advantage_std` says, before the weighted sum (GDPO).
-    Needs at least two parts with a weight."""
+    """Normalise each part of the reward over its group before the weighted sum; with `advantage_std` = batch this
+    is GDPO. Needs at least two parts with a weight."""
     advantage_std: AdvantageStd = "group"
     """Standard deviation that divides the advantages. `group`: that of the sample's own group (Eq. 10). `batch`: that
-    of all samples of the iteration about their group means, which gives a nearly equal group little weight."""
+    of all samples of unequal groups about their group means, which gives a nearly equal group little weight."""
     advantage_clamp: float = within(5.0, above=0)
     """Largest |advantage|, in units of the standard deviation that `advantage_std` names."""
     drop_equal_groups: bool = True
@@ -497,7 +479,9 @@ class TrainConfig(Section):
     max_grad_norm: float = within(1.0, above=0)
     """Maximum gradient norm over all weights; larger gradients are scaled down to it."""
     ema_decay: float = within(0.0, least=0, below=1)
-    """Decay of the exponential moving average of the trained weights; 0 turns it off."""
+    """Decay of the exponential moving average of the trained weights, which is evaluated and saved; 0 turns it off.
+    Update t uses at most (1 + t) / (10 + t), so that the average forgets the start; with sampling.averaged_weights,
+    where the average also rolls out, the decay is the same from the first update on."""
     checkpoint_interval: int = within(50, least=1)
     """Iterations between checkpoints."""
     keep_checkpoints: int = within(2, least=1)

@@ -15,9 +15,9 @@ from sage_fast.util.errors import UserError
 __all__ = ["Engine", "check_engine", "engine_settings", "make_engine"]
 
 
-def make_engine(policy: Policy, config: TrainConfig) -> Engine:
+def make_engine(policy: Policy, config: TrainConfig, *, ema_warms_up: bool = True) -> Engine:
     """Build the engine that `train.engine` names; its module is imported here, since DeepSpeed takes seconds."""
-    engine: Engine = pkgutil.resolve_name(ENGINES[config.engine].build)(policy, config)
+    engine: Engine = pkgutil.resolve_name(ENGINES[config.engine].build)(policy, config, ema_warms_up=ema_warms_up)
     return engine
 
 

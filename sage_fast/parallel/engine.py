@@ -30,7 +30,7 @@ class UpdateSize:
 class Engine(Protocol):
     """The optimizer side of training: backward, reduction, step, averaged weights and checkpoints of all these.
 
-    Every method is collective. An engine is built with (policy, settings of training).
+    Every method is collective. An engine is built with (policy, settings of training, ema_warms_up).
 
     Attributes:
         parameters: the trainable parameters.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy, State
 from sage_fast.parallel.engine import Engine, UpdateSize
-from sage_fast.parallel.optimizers import learning_rate, make_optimizers
+from sage_fast.parallel.optimizers import ema_decay, learning_rate, make_optimizers
 from sage_fast.parallel.update_size import BFLOAT16_RESOLUTION, watch_updates
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import free_bytes
@@ -38,11 +38,13 @@ class PlainEngine(Engine):
     Args:
         policy: its trainable parameters are optimised.
         config: optimizer, learning rate, clipping, EMA.
+        ema_warms_up: whether the decay of the averaged weights rises with the updates (`ema_decay`).
     """
 
-    def __init__(self, policy: Policy, config: TrainConfig) -> None:
+    def __init__(self, policy: Policy, config: TrainConfig, *, ema_warms_up: bool = True) -> None:
         self.policy = policy
         self.config = config
+        self.ema_warms_up = ema_warms_up
         self.parameters = list(policy.parameters().values())
         self.steps = 0
         self._updates = watch_updates(nn.ModuleDict(policy.networks), policy.whole)
@@ -128,8 +130,9 @@ class PlainEngine(Engine):
     @torch.no_grad()
     def _update_ema(self) -> None:
         if self.ema is not None:
+            decay = ema_decay(self.config, self.steps, warms_up=self.ema_warms_up)
             for name, part in self.policy.parts().items():
-                self.ema[name].lerp_(part, 1 - self.config.ema_decay)
+                self.ema[name].lerp_(part, 1 - decay)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:

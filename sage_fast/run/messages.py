@@ -10,6 +10,9 @@ from sage_fast.config.schema import Config, TrainConfig
 from sage_fast.report.scores import format_number
 from sage_fast.util.metrics import REWARD_PART, straggler_line
 
+LARGEST_START = 0.1
+"""Share of the starting weights in the averaged weights at the end of a run, above which a warning says so."""
+
 
 def format_row(row: dict[str, Any], iterations: int, seconds_left: float) -> str:
     """Format an iteration's metrics and the time left as two lines; a third names a straggling rank.
@@ -71,3 +74,22 @@ def grace_warning(row: dict[str, Any], train: TrainConfig, *, in_step: bool) -> 
         f"and half of train.grace_seconds = {train.grace_seconds:g} is for that. {enough} is enough, if the scheduler "
         f"waits longer: Slurm's --signal=B:USR1@{enough + 100} (scripts/slurm.sbatch), torchrun's --shutdown-timeout"
     )
+
+
+def average_warning(config: Config) -> str | None:
+    """Return that rollouts come from weights too near the start until the end; None if they do not."""
+    train = config.train
+    updates = train.iterations * train.optimizer_steps
+    left = train.ema_decay**updates
+    if not config.sampling.averaged_weights or left <= LARGEST_START:
+        return None
+    nearest = math.floor(1e4 * LARGEST_START ** (1 / updates)) / 1e4
+    return (
+        f"train.ema_decay = {train.ema_decay:g}: after {updates} updates the averaged weights are still "
+        f"{100 * left:.0f} % those of the start; expected at most {100 * LARGEST_START:.0f} %, with {nearest:g} or less"
+    )
+
+
+def config_warnings(config: Config) -> list[str]:
+    """Return what in the settings is likely to mislead or to train little."""
+    return [found for found in (guidance_warning(config), average_warning(config)) if found]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sage_fast.algorithm.flops import flops, scouting_rollouts
+from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.objective import equalizes
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.redact import hide_in_command
@@ -33,7 +33,7 @@ from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
-from sage_fast.run.messages import format_row, grace_warning, guidance_warning
+from sage_fast.run.messages import config_warnings, format_row, grace_warning
 from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
@@ -115,7 +115,7 @@ class Run:
             self._resume()
         facts = describe(trainer, self.folder, self.done)
         log.info(trajectories)
-        if warning := guidance_warning(config):
+        for warning in config_warnings(config):
             log.warning(wrapped(f"warning: {warning}"))
         if resume:
             found = f"resumed after {self.done} iterations"
@@ -332,7 +332,6 @@ def throughput(trainer: Trainer, row: Mapping[str, Any]) -> dict[str, float]:
     found = {"throughput/samples_per_gpu_hour": 3600 * samples / seconds}
     if peak := peak_flops(trainer.device, trainer.policy.dtype):
         cost, frozen_base = trainer.model.spec.cost(config), config.model.trains_adapter
-        videos = samples + scouting_rollouts(config)
-        done = flops(cost, trainer.forwards, videos, checkpointing=None, frozen_base=frozen_base)
+        done = flops(cost, trainer.forwards, samples, checkpointing=None, frozen_base=frozen_base)
         found["throughput/mfu"] = sum(done.values()) / (seconds * peak)
     return found

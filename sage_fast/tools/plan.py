@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sage_fast.algorithm.flops import flops, forwards, scouting_rollouts
+from sage_fast.algorithm.flops import flops, forwards
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import strategy_of
 from sage_fast.algorithm.schedule import (
@@ -31,7 +31,7 @@ from sage_fast.models.sharing import check_heads
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.look import look_at_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.run.messages import guidance_warning
+from sage_fast.run.messages import config_warnings
 from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
@@ -129,8 +129,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         trained=samples * trained,
         anchored=samples * anchored * (strategy_of(config.kl).anchor is not None),
     )
-    candidates = scouting_rollouts(config)
-    of_parts = flops(cost, counted, samples + candidates, checkpointing=mode, frozen_base=config.model.trains_adapter)
+    of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
@@ -141,8 +140,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
     activations = dict(cost.activations)
     memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {mode}"] = activations.pop(mode)
-    decoded = len(share_of(max(samples, candidates), ranks // sharing, 0))
-    chunk = min(s.batch_size, decoded)  # scored before the next one is decoded
+    chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     other = {f"activations, checkpointing {name}": size for name, size in activations.items()} | videos | host
     return Plan(
@@ -253,8 +251,7 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     for key, entry in config.named_rewards.items():
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
         notes += look_at_reward(entry, key)
-    if warning := guidance_warning(config):
-        notes.append(f"warning: {warning}")
+    notes += [f"warning: {warning}" for warning in config_warnings(config)]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join(lines)
 

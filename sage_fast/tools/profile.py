@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 COLUMNS = (*PHASES, "other")
 """The phases, and `other` for the rest of an iteration."""
-PART_OF_PLAN = {"scout": "scout", "rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
+PART_OF_PLAN = {"rollout": "rollout", "decode": "decode", "anchor": "anchor", "train": "training"}
 """Phase -> part of the plan, for phases whose FLOPs have a formula."""
 
 PYTHON = "Python between operators"

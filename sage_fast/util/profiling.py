@@ -1,6 +1,6 @@
 """Named ranges around the parts of an iteration, for Nsight (NVTX) and torch.profiler; no-ops while switched off.
 
-    scout, rollout > step k > transformer, transition
+    rollout > step k > transformer, transition
     decode, reward, anchor
     train > optimizer
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from sage_fast.util.errors import UserError
 
-PHASES = ("scout", "rollout", "decode", "reward", "anchor", "train", "optimizer")
+PHASES = ("rollout", "decode", "reward", "anchor", "train", "optimizer")
 """Phases of an iteration in order, as the trainer's Stopwatch times them."""
 WAIT = "wait"
 """Phase of waiting for the slowest rank, nested in other phases; only with several ranks."""

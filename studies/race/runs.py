@@ -103,7 +103,7 @@ def _shipped(recipe: str, world: str = FIRST) -> Config:
 def cost(recipe: str, world: str = FIRST) -> float:
     """Return planned exaFLOPs (1e18) of an iteration on the 8.3 B model, a LoRA or all weights, which share the budget.
 
-    They are of rollouts, scouting, decoding, anchor and training; the plan has the anchor run in every iteration.
+    They are of rollouts, decoding, anchor and training; the plan has the anchor run in every iteration.
     """
     return sum(exaflops(_shipped(recipe, world)).values())
 
