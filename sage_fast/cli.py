@@ -464,7 +464,7 @@ BASE = argument("--base", metavar="HUB_ID", help="the base model on the hub, whe
 
 @command(
     "export", "write the weights of a run for diffusers, peft, ComfyUI and the original code, with a model card",
-    argument("run", metavar="RUN", help="run folder; its newest weights are used"),
+    argument("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one"),
     argument("folder", metavar="FOLDER", help="new or empty folder"),
     BASE,
 )  # fmt: skip
@@ -478,7 +478,7 @@ def _export(options: Options, overrides: Overrides) -> int:
 
 @command(
     "push", "upload the weights of a run to the Hugging Face hub, in the formats of `export`, with a model card",
-    argument("run", metavar="RUN", help="run folder; its newest weights are used"),
+    argument("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one"),
     argument("repo", metavar="REPO", help="such as someone/name; created if missing"),
     BASE,
     argument("--private", action="store_true", help="create a private repository"),

@@ -10,13 +10,18 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from sage_fast.models.lora import LORA_FILE
+from sage_fast.run import manifest
+from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked, remove_partials
-from sage_fast.run.manifest import checkpoints, iteration_of
+from sage_fast.run.manifest import FOR_TRAINING, checkpoints, fault_of_weights, iteration_of
+from sage_fast.run.sources import newest_weights
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -71,7 +76,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     assert found[0] == 1
     assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.policy.snapshot().items())
     text = " ".join(" ".join(caplog.messages).split())
-    assert f"checkpoint iteration-000002 is damaged and is skipped: {fault}" in text
+    assert f"checkpoint iteration-000002 cannot be resumed and is skipped: {fault}" in text
 
     act(tmp_path / "checkpoints" / "iteration-000001" / file)
     before = resumed.policy.snapshot()
@@ -119,6 +124,63 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
+def evaluated(run: Path, iteration: int, reward: float) -> None:
+    scores = {"iteration": iteration, "prompts": ["a"], "seeds": [0], "reward": [reward], "parts": {}}
+    (run / "eval").mkdir(exist_ok=True)
+    write_atomic(run / "eval" / f"iteration-{iteration:06d}.json", json.dumps(scores))
+
+
+@pytest.mark.parametrize("survives", [0, 2, len(FOR_TRAINING)])
+def test_of_the_best_checkpoint_only_the_weights_stay(
+    survives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is never resumed, whether or not a kill came after the removal of some files; it can be sampled throughout."""
+    trainer = tiny_trainer(config := settings(train__ema_decay=0.9, kl__strategy="fixed"))
+    trainer.iteration(0)
+    for iteration, reward in ((1, 0.9), (2, 0.5)):
+        save(trainer, tmp_path, iteration)
+        evaluated(tmp_path, iteration, reward)
+    best, last = checkpoints(tmp_path)
+    assert {*FOR_TRAINING} <= {*os.listdir(best)}
+    before = fault_of_weights(best)
+    removed, remove = [], manifest.remove
+
+    def killed(path: Path) -> None:
+        if len(removed) == survives:
+            raise KeyboardInterrupt
+        removed.append(path)
+        remove(path)
+
+    monkeypatch.setattr(manifest, "remove", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        prune_checkpoints(tmp_path, 1, True)
+    assert len({*FOR_TRAINING} & {*os.listdir(best)}) == len(FOR_TRAINING) - survives
+    assert fault_of_weights(best) is before is None
+
+    caplog.set_level(logging.INFO)
+    (last / "state.json").unlink()
+    with pytest.raises(UserError, match=r"iteration-000001: it holds only weights, without state\.json"):
+        load_checkpoint(tmp_path, tiny_trainer(config).engine)
+    monkeypatch.setattr(manifest, "remove", remove)
+    prune_checkpoints(tmp_path, 1, True)
+    assert not {*FOR_TRAINING} & {*os.listdir(best)}
+    (last / LORA_FILE).unlink()
+    assert newest_weights(tmp_path) == (best, 1)
+    save(trainer, tmp_path, 1)  # as of a run that was resumed before it
+    assert {*FOR_TRAINING} <= {*os.listdir(best)}
+
+
+def test_a_best_checkpoint_with_a_torn_manifest_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = tiny_trainer(settings())
+    for iteration, reward in ((1, 0.9), (2, 0.5)):
+        save(trainer, tmp_path, iteration)
+        evaluated(tmp_path, iteration, reward)
+    os.truncate(checkpoints(tmp_path)[0] / "manifest.json", 100)
+    caplog.set_level(logging.INFO)
+    prune_checkpoints(tmp_path, 1, True)
+    assert "manifest.json: not valid JSON" in " ".join(caplog.text.split())
+
+
 def test_what_cannot_be_removed_is_noted_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,6 +217,27 @@ def test_an_evaluation_within_a_run_has_its_checkpoint(tmp_path: Path) -> None:
     rewards = {i: json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2, 3)}
     best = max(rewards, key=lambda i: sum(rewards[i]))
     assert [iteration_of(folder) for folder in checkpoints(run)] == [best, 4]
+    assert not (checkpoints(run)[0] / "optimizer.pt").exists()
+    assert fault_of_weights(checkpoints(run)[0]) is None
+
+
+def test_an_evaluation_that_is_not_the_best_writes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all weights it would be 166 GB."""
+    saved = []
+
+    def save_checkpoint(run: Path, iteration: int, *state: Any) -> None:
+        saved.append(iteration)
+        save(run, iteration, *state)
+
+    save = train_module.save_checkpoint
+    monkeypatch.setattr(train_module, "save_checkpoint", save_checkpoint)
+    config = {"train__iterations": 5, "eval__interval": 1, "tracking__trackers": [], "sampling__steps": 2}
+    run = train(settings(output=str(tmp_path / "run"), train__learning_rate=1e-30, **config))
+    rewards = [json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2, 3, 4)]
+    assert all(reward == rewards[0] for reward in rewards)
+    assert saved == [1, 5]
 
 
 def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from sage_fast.models.testbed import BASE as TESTBED
 from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.run.card import model_card
 from sage_fast.run.export import export, push
-from sage_fast.run.manifest import MANIFEST, write_manifest
+from sage_fast.run.manifest import FOR_TRAINING, MANIFEST, keep_weights, write_manifest
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, settings
 from tests.tiny_checkpoint import tiny_transformer
@@ -445,6 +445,26 @@ def test_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(torch.equal, again.policy.snapshot().values(), model.policy.snapshot().values()))
     monkeypatch.setattr(shutil, "copy2", lambda *paths: pytest.fail("copied"))
     assert len(push(run, "someone/full", BASE, private=False, dry_run=True)) == 4
+
+
+def test_a_checkpoint_of_which_only_the_weights_are_kept(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best one, which is older than the newest weights."""
+    checkpoint = run / "checkpoints" / "iteration-000005"
+    shutil.copytree(run / "weights", checkpoint, ignore=shutil.ignore_patterns(MANIFEST))
+    for name in FOR_TRAINING:
+        (checkpoint / name).write_bytes(b"large")
+    write_manifest(checkpoint, 5)
+    keep_weights(checkpoint)
+    assert not any((checkpoint / name).exists() for name in FOR_TRAINING)
+    files = {path.name for path in export(checkpoint, tmp_path / "best", BASE)}
+    assert files == {path.name for path in export(run, tmp_path / "newest", BASE)}
+    assert "in 5 iterations" in " ".join((tmp_path / "best" / "README.md").read_text().split())
+    (checkpoint / LORA_FILE).write_bytes(b"torn")
+    assert f"{str(checkpoint)!r}: damaged: {LORA_FILE} has 4 bytes of" in message(
+        "export", str(checkpoint), str(tmp_path / "out"), capsys=capsys
+    )
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------

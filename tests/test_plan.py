@@ -26,9 +26,10 @@ from sage_fast.models.hunyuan15.spec import (
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
-from sage_fast.tools.plan import Plan, format_plan, plan
+from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.tools.plan import Plan, checkpoint_bytes, format_plan, plan
 from tests.test_decode import Live
-from tests.tiny import settings, tiny_model, tiny_spec
+from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
 SIZE = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832}
 PUBLISHED = build(SIZE | {"kl.strategy": "dual", "model.gradient_checkpointing": "full"})
@@ -91,6 +92,31 @@ def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
         assert auto.memory[f"activations, auto chooses {mode}"] == chosen.memory[f"activations, checkpointing {mode}"]
     assert "a GPU of 80 GB, in which it fits " in format_plan(planned("auto", 80e9))
     assert "a GPU of 24 GB, in which it does not fit " in format_plan(planned("auto", 24e9))
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_the_size_of_a_checkpoint(tuning: str, tmp_path: Path) -> None:
+    """Whatever the engine; the names of tensors and optimizer states are a few kilobytes."""
+    given = {"model__tuning": tuning, "model__lora_rank": 64, "train__ema_decay": 0.9, "kl__strategy": "fixed"}
+    trainer = tiny_trainer(settings(**given))
+    trainer.iteration(0)
+    save_checkpoint(tmp_path, 1, trainer.engine, trainer.state_dict(), trainer.anchor)
+    files = [file for file in tmp_path.rglob("*") if file.suffix in (".safetensors", ".pt")]
+    expected = checkpoint_bytes(settings(**given, train__engine="zero3"), tiny_model(settings(**given)).policy)
+    assert sum(file.stat().st_size for file in files) == pytest.approx(expected, rel=0.02)
+
+
+def test_start_and_checkpoints_of_all_weights() -> None:
+    """8.33 B in float32 on each rank; trained weights, their average and two moments, and the weights for export."""
+    config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p.yaml")
+    result = plan(config, ranks=8)
+    assert result.host_memory == 4 * 8_326_608_160 + result.memory["autoencoder"]
+    assert result.checkpoint == 16 * result.trainable + 4 * 8_326_608_160
+    text = format_plan(result)
+    assert re.search(r"host memory of each rank while it loads +33.37 GiB", text)
+    assert re.search(
+        r"a checkpoint, written by the first rank +154.4\d GiB\n +at 1 GB/s, an assumption +2.76 min", text
+    )
 
 
 def test_the_second_time_is_an_assumption_and_says_so() -> None:

@@ -65,7 +65,7 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
         f"state of the optimizer ({train.optimizer})": float(moments),
         "anchor and EMA": 4.0 * n * snapshots * share,
     }
-    copies = 2.0 * (n + f) if config.model.element_bytes < width else 0.0
+    copied = n + f
     if shards:
         training["float32 master of the weights"] = 4.0 * n * share
         settings = engine_settings(train, n)["zero_optimization"]
@@ -77,12 +77,11 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
         weights["whole on each rank: outside the blocks"] = float(
             sum((4 if p.requires_grad else width) * p.numel() for p in outer)
         )
-        block = sum(p.numel() for p in policy.block_list()[0].parameters())
-        training["gathered weights of a block"] = float(width * block)
-        # DeepSpeed's own linear function saves the weight for the backward, not autocast's copy.
-        copies = 2.0 * block if copies else 0.0
-    if copies:
-        training["bf16 copies of the weights (autocast)"] = copies
+        # Of a block at most: DeepSpeed's own linear function saves the weight for the backward, not autocast's copy.
+        copied = sum(p.numel() for p in policy.block_list()[0].parameters())
+        training["gathered weights of a block"] = float(width * copied)
+    if config.model.element_bytes < width:
+        training["bf16 copies of the weights (autocast)"] = 2.0 * copied
     moved = []
     if "state" in OFFLOADS[train.offload]:
         moved = [f"state of the optimizer ({train.optimizer})", "float32 master of the weights"]

@@ -3,7 +3,8 @@
 <run>/checkpoints/iteration-N/  manifest.json, state.json, anchor.safetensors and the engine's files
 
 A checkpoint is the state between two iterations, never within one. It is written to a temporary folder, which is
-renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them.
+renamed once every file is on disk. The manifest holds each file's size and SHA-256; loading verifies them. Of the best
+checkpoint, once it is old, only the weights are kept: its manifest lists no state.json.
 
 Only rank 0 lists folders. On a network file system the other ranks may not see new files yet.
 """
@@ -14,14 +15,14 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sage_fast.models.policy import State
 from sage_fast.parallel import Engine
 from sage_fast.report.scores import mean_and_margin, read_scores
-from sage_fast.run.manifest import MANIFEST, checkpoints, digest, fault_of, iteration_of
+from sage_fast.run.manifest import MANIFEST, checkpoints, digest, fault_of, iteration_of, keep_weights
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, remove_folder, sync, write_json
@@ -64,9 +65,8 @@ def save_checkpoint(
         if rank() == 0:
             write_json({"iteration": iteration, "optimizer_steps": engine.steps, **counters}, partial / "state.json")
         barrier()
-        names = broadcast_object(
-            sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file()), 0
-        )
+        written = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
+        names = broadcast_object(written, 0)
         with together():
             own = _describe(partial, _share(names))
         described = all_gather_object(own)
@@ -75,8 +75,7 @@ def save_checkpoint(
             write_json({"files": dict(sorted(files.items()))}, partial / MANIFEST)
             for inner in [path for path in partial.rglob("*") if path.is_dir()]:
                 sync(inner)
-            later = [other for other in checkpoints(run) if iteration_of(other) >= iteration]
-            for other in later:
+            for other in [other for other in checkpoints(run) if iteration_of(other) >= iteration]:
                 remove_folder(other)
             partial.replace(folder)
             sync(folder.parent)
@@ -88,23 +87,26 @@ def save_checkpoint(
 
 
 def prune_checkpoints(run: Path, keep: int, keep_best: bool) -> None:
-    """Remove all but the last `keep` checkpoints and, with `keep_best`, the best one. Call on rank 0 only."""
+    """Remove all but the last `keep` checkpoints and, with `keep_best`, the weights of the best one. On rank 0 only."""
     found = checkpoints(run)
-    kept = set(found[-keep:])
-    if keep_best and (best := best_checkpoint(run)) is not None:
-        kept.add(best)
-    for folder in found:
-        if folder not in kept:
-            try:
-                remove_folder(folder)
-            except OSError as error:
-                log.info(wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}"))
+    best = best_of(run, found) if keep_best else None
+    for folder in found[:-keep]:
+        try:
+            (keep_weights if folder == best else remove_folder)(folder)
+        except (OSError, UserError) as error:
+            log.info(wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}"))
 
 
-def best_checkpoint(run: Path) -> Path | None:
-    """Return the checkpoint with the highest mean held-out reward; None if none was evaluated."""
+def is_best(run: Path, iteration: int) -> bool:
+    """Whether this iteration's evaluation is better than that of every checkpoint. Collective."""
+    folder = run / "checkpoints" / f"iteration-{iteration:06d}"
+    return bool(broadcast_object(best_of(run, [*checkpoints(run), folder]) == folder, 0))
+
+
+def best_of(run: Path, folders: Iterable[Path]) -> Path | None:
+    """Return the checkpoint with the highest mean held-out reward, the oldest of equals; None if none was evaluated."""
     rewards = {}
-    for folder in checkpoints(run):
+    for folder in folders:
         with contextlib.suppress(FileNotFoundError, UserError):  # not evaluated, or its scores are damaged
             scores = read_scores(run / "eval" / f"{folder.name}.json")
             rewards[folder] = mean_and_margin(scores["prompts"], scores["reward"])[0]
@@ -118,7 +120,7 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
         The iteration to continue with, the trainer's counters and the anchor; None if there is no checkpoint yet.
 
     Raises:
-        UserError: there are checkpoints, but all are damaged.
+        UserError: there are checkpoints, but none can be resumed.
     """
     faults = []
     for folder in reversed(broadcast_object(checkpoints(run), 0)):
@@ -129,7 +131,7 @@ def load_checkpoint(run: Path, engine: Engine) -> tuple[int, dict[str, Any], Sta
             has_anchor = broadcast_object(anchor.is_file(), 0)
             return counters["iteration"], counters, engine.load_state(anchor) if has_anchor else None
         faults.append(f"{folder.name}: {fault}")
-        log.info(wrapped(f"note: checkpoint {folder.name} is damaged and is skipped: {fault}"))
+        log.info(wrapped(f"note: checkpoint {folder.name} cannot be resumed and is skipped: {fault}"))
     if faults:
         raise UserError(
             f"{str(run / 'checkpoints')!r}: no checkpoint can be used ({'; '.join(faults)}); put a sound copy "
@@ -154,5 +156,6 @@ def _describe(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _fault(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be used, None if it can. Collective: the ranks share the hashing."""
-    return next((fault for fault in all_gather_object(fault_of(folder, _share)) if fault is not None), None)
+    """Return why a checkpoint cannot be resumed, None if it can. Collective: the ranks share the hashing."""
+    found = all_gather_object(fault_of(folder, _share, needed="state.json"))
+    return next((fault for fault in found if fault is not None), None)

@@ -25,7 +25,8 @@ from sage_fast.models.lora_layouts import converted, read_lora
 from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import split_path
 from sage_fast.run.card import model_card
-from sage_fast.run.sources import newest_weights
+from sage_fast.run.manifest import fault_of_weights, iteration_of
+from sage_fast.run.sources import is_checkpoint, newest_weights
 from sage_fast.util.errors import RunError, UserError, first_line
 from sage_fast.util.files import aside, read_json, saving
 
@@ -33,12 +34,13 @@ log = logging.getLogger(__name__)
 
 
 def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
-    """Write the newest weights of a run and a model card into `folder`.
+    """Write the newest weights of a run, or those of a checkpoint in it, and a model card into `folder`.
 
     A LoRA is written in diffusers format, in peft's (adapter_model.safetensors, adapter_config.json) and in each of
     `Spec.lora_layouts` (<run>-<layout>.safetensors). All weights stay in diffusers format.
 
     Args:
+        run: the run folder, or a checkpoint in one.
         folder: new or empty, and not the current one: a new one takes its place.
         base: hub id of the base model; by default `model.path`, if that is one.
 
@@ -46,7 +48,7 @@ def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
         The files.
 
     Raises:
-        UserError: `run` has no weights, `folder` holds files, or `base` is no hub id.
+        UserError: `run` has no weights or damaged ones, `folder` holds files, or `base` is no hub id.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{str(folder)!r}: expected a new or an empty folder; nothing was changed")
@@ -99,10 +101,15 @@ def push(run: Path, repo: str, base: str | None = None, *, private: bool, dry_ru
         return [*lines, str(address)]
 
 
-def _write(run: Path, folder: Path, base: str | None, copy: Callable[[str, str], Any]) -> None:
+def _write(source: Path, folder: Path, base: str | None, copy: Callable[[str, str], Any]) -> None:
+    source = source.resolve()
+    named = is_checkpoint(source)
+    run = source.parent.parent if named else source
     if not (run / "config.yaml").is_file():
         raise UserError(f"{str(run)!r} is no run folder: config.yaml is missing")
-    weights, iteration = newest_weights(run)
+    if named and (fault := fault_of_weights(source)):
+        raise UserError(f"{str(source)!r}: damaged: {fault}")
+    weights, iteration = (source, iteration_of(source)) if named else newest_weights(run)
     config = load(run / "config.yaml")
     path, facts = split_path(config.model.path)[1], run / "run.json"
     if is_hub_id(path) and not Path(path).is_dir() and facts.is_file() and read_json(facts).get("model_is_local"):
@@ -114,7 +121,7 @@ def _write(run: Path, folder: Path, base: str | None, copy: Callable[[str, str],
         if not config.model.trains_adapter:
             shutil.copytree((weights / part).resolve(), folder / part, copy_function=copy)
         else:
-            _write_lora(spec, part, weights, folder, run.resolve().name, base)
+            _write_lora(spec, part, weights, folder, run.name, base)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     card = model_card(run, config, spec, iteration=iteration, base=base, files=names)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import read_json, write_json
+from sage_fast.util.files import read_json, remove, write_json
 
 MANIFEST = "manifest.json"
 """File in a checkpoint and in `weights/` that holds the size and SHA-256 of every other file."""
@@ -52,8 +52,7 @@ def digest(file: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, iteration: int) -> None:
     """Describe the files of `weights/`, which are of this iteration, in its manifest."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    entries = {file.relative_to(folder).as_posix(): digest(file) for file in files}
+    entries = {p.relative_to(folder).as_posix(): digest(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     write_json({"iteration": iteration, "files": entries}, folder / MANIFEST)
 
 
@@ -71,8 +70,26 @@ def fault_of_weights(checkpoint: Path) -> str | None:
     return fault_of(checkpoint, lambda names: [name for name in names if name not in FOR_TRAINING])
 
 
-def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]]) -> str | None:
-    """Return why a checkpoint cannot be used; None if the manifest's `chosen` files match their checksums."""
+def keep_weights(checkpoint: Path) -> None:
+    """Remove the files that only a resume reads. The manifest comes first: a kill then leaves only superfluous files.
+
+    Raises:
+        OSError: a file cannot be changed.
+        UserError: the manifest is damaged.
+    """
+    manifest = read_json(checkpoint / MANIFEST)
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name not in FOR_TRAINING}
+    write_json(manifest, checkpoint / MANIFEST)
+    for name in FOR_TRAINING:
+        remove(checkpoint / name)
+
+
+def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed: str | None = None) -> str | None:
+    """Return why a checkpoint cannot be used; None if the manifest's `chosen` files match their checksums.
+
+    Args:
+        needed: a file that the manifest must list.
+    """
     if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:
@@ -80,6 +97,8 @@ def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]]) -> str 
         expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except (UserError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not what was written"
+    if needed not in {None, *expected}:
+        return f"it holds only weights, without {needed}"
     for name in chosen(sorted(expected)):
         size, sha256 = expected[name]
         file = folder / name

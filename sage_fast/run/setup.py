@@ -205,8 +205,7 @@ def choose_checkpointing(config: Config, model: Model) -> str:
     if asked != "auto":
         return asked
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
-    on_gpu = policy.device.type == "cuda"
-    fits = fitting_mode(config, model.spec, policy, usable, ranks=world_size(), on_gpu=on_gpu)
+    fits = fitting_mode(config, model.spec, policy, usable, ranks=world_size(), on_gpu=policy.device.type == "cuda")
     return MODES[max(all_gather_object(MODES.index(fits)))]
 
 
@@ -225,20 +224,16 @@ def fitting_mode(config: Config, spec: Spec, policy: Policy, usable: float, *, r
     tokens = spec.tokens(spec.latent_shape(s)) + spec.text_tokens
     if on_gpu and s.cuda_graphs and s.batch_size * tokens <= MAX_TOKENS:
         share -= MAX_MEMORY_SHARE
-    stored = 0 if s.offload_trajectories else _trajectories(config, spec, ranks // config.model.sequence_parallel)
+    stored = 0 if s.offload_trajectories else _trajectories(config, spec, ranks // config.model.sequence_parallel)[1]
     held, needed = held_bytes(config, policy, ranks), spec.cost(config).activations
     room = share * (usable - sum(held.weights.values())) - sum(held.training.values()) - stored
     return next((mode for mode in MODES if needed[mode] <= room), MODES[-1])
 
 
-def _samples(config: Config, groups: int) -> int:
-    """Samples the first of `groups` generates per iteration."""
-    return len(share_of(config.train.prompts_per_iteration * config.train.group_size, groups, 0))
-
-
-def _trajectories(config: Config, spec: Spec, groups: int) -> int:
-    """Bytes of stored rollouts per iteration on a rank of the first of `groups`."""
-    return sum(trajectory_bytes(config, math.prod(spec.latent_shape(config.sampling)), _samples(config, groups)))
+def _trajectories(config: Config, spec: Spec, groups: int) -> tuple[int, int]:
+    """Samples of an iteration on a rank of the first of `groups`, and the bytes of their stored rollouts."""
+    samples = len(share_of(config.train.prompts_per_iteration * config.train.group_size, groups, 0))
+    return samples, sum(trajectory_bytes(config, math.prod(spec.latent_shape(config.sampling)), samples))
 
 
 def check_trajectories(config: Config, model: Model) -> str:
@@ -247,7 +242,7 @@ def check_trajectories(config: Config, model: Model) -> str:
     Raises:
         UserError: they exceed the free memory.
     """
-    samples, size = _samples(config, data_size()), _trajectories(config, model.spec, data_size())
+    samples, size = _trajectories(config, model.spec, data_size())
     device = model.policy.device
     on_gpu = device.type == "cuda" and not config.sampling.offload_trajectories
     free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")

@@ -91,7 +91,7 @@ def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source
     path = Path(source)
     if (path / VIDEOS).is_file():
         return Source(label=label, path=source)
-    if path.parent.name == "checkpoints" and re.fullmatch(r"iteration-\d+", path.name):
+    if is_checkpoint(path):
         if not (path / MANIFEST).is_file():
             raise UserError(f"{source!r}: no such checkpoint, or a damaged one: {MANIFEST} is missing")
         config, _ = load_run(str(path.parent.parent), {"model.weights": str(path), **overrides})
@@ -103,6 +103,11 @@ def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source
         )
     config, iteration = load_run(source, overrides)
     return Source(label=label, path=source, config=config, iteration=iteration or 0)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is that of a checkpoint in a run folder."""
+    return path.parent.name == "checkpoints" and re.fullmatch(r"iteration-\d+", path.name) is not None
 
 
 def read_sources(arguments: Sequence[str], overrides: Mapping[str, str]) -> list[Source]:

@@ -28,7 +28,7 @@ from sage_fast.report.hacking import verdict
 from sage_fast.report.scores import read_evaluations
 from sage_fast.report.sheets import contact_sheet
 from sage_fast.report.videos import numbered
-from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
@@ -118,8 +118,7 @@ class Run:
         for warning in config_warnings(config):
             log.warning(wrapped(f"warning: {warning}"))
         if resume:
-            found = f"resumed after {self.done} iterations"
-            log.info(found if self.done else "no checkpoint yet: starting at the first iteration")
+            log.info(f"resumed after {self.done} iterations" if self.done else "no checkpoint: starting at iteration 1")
         self.writer = MetricsWriter(config, self.folder, facts["run_id"], self.done) if rank() == 0 else None
         stop.training = True
 
@@ -160,9 +159,8 @@ class Run:
                     log.warning(wrapped(f"warning: {warning}"))
                 if evaluated := self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
-                last = self.done == config.train.iterations
-                regular = self.done % config.train.checkpoint_interval == 0
-                if last or regular or (evaluated and config.train.keep_best):
+                regular = self.done == config.train.iterations or self.done % config.train.checkpoint_interval == 0
+                if regular or (evaluated and config.train.keep_best and is_best(self.folder, self.done)):
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:

@@ -36,6 +36,8 @@ from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_m
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
 
+ASSUMED_DISK = 1e9
+"""Bytes per second of a disk. An assumption: measure yours."""
 PEAK_FLOPS = 1e12 * PEAK_TFLOPS["H100"]
 ASSUMED_SHARE = 0.4
 """Share of `PEAK_FLOPS` that a run is assumed to reach. Nothing here has measured it; training of Llama 3 405B on H100s
@@ -72,6 +74,8 @@ class Plan:
         memory: part -> bytes on each GPU while it trains.
         other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
         engine: `train.engine`.
+        host_memory: bytes of host memory that each rank takes while it loads the model.
+        checkpoint: bytes of a checkpoint's files.
         gpu_memory: bytes of a GPU.
     """
 
@@ -89,6 +93,8 @@ class Plan:
     memory: dict[str, float]
     other_memory: dict[str, float]
     engine: str
+    host_memory: float
+    checkpoint: float
     gpu_memory: float
 
 
@@ -158,8 +164,23 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         memory=memory,
         other_memory=other,
         engine=config.train.engine,
+        host_memory=float((config.model.element_bytes if config.model.trains_adapter else 4) * base) + decoder,
+        checkpoint=checkpoint_bytes(config, policy),
         gpu_memory=gpu_memory,
     )
+
+
+def checkpoint_bytes(config: Config, policy: Policy) -> float:
+    """Return the bytes of a checkpoint: float32 tensors, whole and the same for every engine and number of ranks.
+
+    The trained weights are in it twice, once as sampling and export read them; after full tuning with frozen ones.
+    """
+    alone = dataclasses.replace(config, train=dataclasses.replace(config.train, engine="plain", offload="none"))
+    held = held_bytes(alone, policy)
+    exported = policy.parameters() if config.model.trains_adapter else dict(policy.named_parameters())
+    kept = ("anchor and EMA", f"state of the optimizer ({config.train.optimizer})")
+    whole = held.weights["trained weights"] + sum(held.training[part] for part in kept)
+    return whole + 4.0 * sum(p.numel() for p in exported.values())
 
 
 def format_plan(plan: Plan) -> str:
@@ -208,6 +229,11 @@ def format_plan(plan: Plan) -> str:
         line("together", format_bytes(together)),
         line(f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}", format_bytes(plan.gpu_memory)),
         "  Not counted: text encoders, rewards, fragmentation.",
+        "",
+        "start and checkpoints",
+        line("host memory of each rank while it loads", format_bytes(plan.host_memory)),
+        line("a checkpoint, written by the first rank", format_bytes(plan.checkpoint)),
+        line(f"at {ASSUMED_DISK / 1e9:g} GB/s, an assumption", _duration(plan.checkpoint / ASSUMED_DISK)),
         "",
         "for comparison",
         *(line(part, format_bytes(count)) for part, count in plan.other_memory.items()),

@@ -86,8 +86,8 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def reason(error: OSError) -> str:
+def reason(error: OSError | UserError) -> str:
     """Return `'path': No space left on device`, or as much of it as the error knows."""
-    if error.strerror is None:
+    if isinstance(error, UserError) or error.strerror is None:
         return in_one_line(error)
     return error.strerror if error.filename is None else f"{str(error.filename)!r}: {error.strerror}"
