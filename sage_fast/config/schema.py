@@ -135,8 +135,8 @@ class SamplingConfig(Section):
     width: int = within(832, least=16, every=16)
     """Video width in pixels."""
     sde_window: int = within(0, least=0)
-    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps. A
-    length that divides sampling.steps trains each step equally often; with another the end steps are in fewer windows.
+    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps. A length
+    that divides sampling.steps trains each step equally often; with another the end steps are in fewer windows.
     Surrogates that re-noise the final samples, such as nft, train all steps whatever the window."""
     window_per_prompt: bool = False
     """Draw the window anew for each prompt, instead of one for all prompts of an iteration."""
@@ -472,8 +472,7 @@ class TrainConfig(Section):
     """Learning rate after the warm-up: `constant`, or a `cosine` or `linear` decay to 0 at the end of the run, after
     iterations x optimizer_steps steps. A run extended with --resume follows the curve of its new length."""
     weight_decay: float = within(1e-4, least=0)
-    """Decoupled weight decay: each step shrinks a weight by learning rate x weight_decay, unless its gradient is
-    exactly zero, as that of a LoRA's A is in the first step."""
+    """Decoupled weight decay: each step shrinks a weight by learning rate x weight_decay."""
     eps: float = within(1e-15, above=0)
     """Added to the root of AdamW's second moment. Gradients of a mean log-prob are about 2e-9 per element; the usual
     1e-8 would shrink their updates to a sixth."""
