@@ -135,8 +135,8 @@ class SamplingConfig(Section):
     width: int = within(832, least=16, every=16)
     """Video width in pixels."""
     sde_window: int = within(0, least=0)
-    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps. A length
-    that divides sampling.steps trains each step equally often; with another the end steps are in fewer windows.
+    """Length of a random contiguous window of SDE steps; the ODE is used outside it. 0: all steps are SDE steps. A
+    length that divides sampling.steps trains each step equally often; with another the end steps are in fewer windows.
     Surrogates that re-noise the final samples, such as nft, train all steps whatever the window."""
     window_per_prompt: bool = False
     """Draw the window anew for each prompt, instead of one for all prompts of an iteration."""
