@@ -170,6 +170,21 @@ def test_of_the_best_checkpoint_only_the_weights_stay(
     assert {*FOR_TRAINING} <= {*os.listdir(best)}
 
 
+@pytest.mark.parametrize("content", ["{}", '{"files": []}', '{"files": {"a": 1}}'])
+def test_a_best_checkpoint_with_another_manifest_is_noted(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration, reward in ((1, 0.9), (2, 0.5)):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+        evaluated(tmp_path, iteration, reward)
+    file = checkpoints(tmp_path)[0] / "manifest.json"
+    file.write_text(content)
+    caplog.set_level(logging.INFO)
+    prune_checkpoints(tmp_path, 1, True)
+    assert "manifest.json is not what was written" in " ".join(caplog.text.split())
+    assert file.read_text() == content
+
+
 def test_a_best_checkpoint_with_a_torn_manifest_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = tiny_trainer(settings())
     for iteration, reward in ((1, 0.9), (2, 0.5)):

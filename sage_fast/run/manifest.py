@@ -18,6 +18,9 @@ from sage_fast.util.files import read_json, remove, write_json
 MANIFEST = "manifest.json"
 """File in a checkpoint and in `weights/` that holds the size and SHA-256 of every other file."""
 
+NOT_WRITTEN = f"{MANIFEST} is not what was written"
+"""Fault of a checkpoint whose manifest cannot be read as one."""
+
 FOR_TRAINING = ("state.json", "trainable.safetensors", "ema.safetensors", "anchor.safetensors", "optimizer.pt")
 """Checkpoint files that only a resume reads."""
 
@@ -70,6 +73,19 @@ def fault_of_weights(checkpoint: Path) -> str | None:
     return fault_of(checkpoint, lambda names: [name for name in names if name not in FOR_TRAINING])
 
 
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the manifest's entries: name of a file -> its size and SHA-256.
+
+    Raises:
+        UserError: the manifest is damaged.
+    """
+    found = read_json(folder / MANIFEST)
+    try:
+        return {str(name): {key: entry[key] for key in ("bytes", "sha256")} for name, entry in found["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(NOT_WRITTEN) from error
+
+
 def keep_weights(checkpoint: Path) -> None:
     """Remove the files that only a resume reads. The manifest comes first: a kill then leaves only superfluous files.
 
@@ -77,9 +93,8 @@ def keep_weights(checkpoint: Path) -> None:
         OSError: a file cannot be changed.
         UserError: the manifest is damaged.
     """
-    manifest = read_json(checkpoint / MANIFEST)
-    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name not in FOR_TRAINING}
-    write_json(manifest, checkpoint / MANIFEST)
+    kept = {name: entry for name, entry in _files(checkpoint).items() if name not in FOR_TRAINING}
+    write_json({"files": kept}, checkpoint / MANIFEST)
     for name in FOR_TRAINING:
         remove(checkpoint / name)
 
@@ -93,19 +108,17 @@ def fault_of(folder: Path, chosen: Callable[[list[str]], Iterable[str]], needed:
     if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:
-        files = read_json(folder / MANIFEST)["files"]
-        expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-    except (UserError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not what was written"
+        expected = _files(folder)
+    except UserError:
+        return NOT_WRITTEN
     if needed not in {None, *expected}:
         return f"it holds only weights, without {needed}"
     for name in chosen(sorted(expected)):
-        size, sha256 = expected[name]
-        file = folder / name
+        size, file = expected[name]["bytes"], folder / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
-        if digest(file)["sha256"] != sha256:
+        if digest(file)["sha256"] != expected[name]["sha256"]:
             return f"{name} has changed since it was written (SHA-256)"
     return None
