@@ -125,7 +125,12 @@ def all_reduce_bytes(size: float, ranks: int) -> float:
     return 2 * size * (ranks - 1) / ranks
 
 
-def gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> dict[str, tuple[int, int]]:
+def link(ranks: int) -> tuple[float, float]:
+    """Bytes per second and latency of the slowest link among `ranks` consecutive GPUs."""
+    return (BETWEEN_NODES, LATENCY_BETWEEN) if ranks > NODE else (IN_NODE, LATENCY_IN_NODE)
+
+
+def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> dict[str, tuple[int, int]]:
     """Count what ZeRO-3 gathers for one sample, by running the model: part -> all-gathers, elements.
 
     Each linear layer of a block is gathered when it is called, and again for its backward. A rollout computes AdaLN
@@ -157,7 +162,7 @@ def gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> dict[st
 @functools.cache
 def published_gathers() -> dict[str, tuple[int, int]]:
     policy = meta_policy(HunyuanVideo15(), ModelConfig(tuning="full", dtype="float32"))
-    return gathers(cast(HunyuanVideo15Policy, policy))
+    return count_gathers(cast(HunyuanVideo15Policy, policy))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,16 +222,11 @@ class Layout:
         """Seconds of one optimizer step's all-reduce."""
         if self.sharded > 1:
             return 0.0
-        speed, latency = (BETWEEN_NODES, LATENCY_BETWEEN) if self.gpus > NODE else (IN_NODE, LATENCY_IN_NODE)
+        speed, latency = link(self.gpus)
         return all_reduce_bytes(self.trained_bytes, self.gpus) / speed + 2 * self.gpus * latency
 
-    @property
-    def link(self) -> tuple[float, float]:
-        """Bytes per second and latency of the slowest link between the ranks that share weights."""
-        return (BETWEEN_NODES, LATENCY_BETWEEN) if self.sharded > NODE else (IN_NODE, LATENCY_IN_NODE)
-
     def sharded_part(self, part: str) -> tuple[int, int, float]:
-        """ZeRO-3's all-gathers and reduce-scatters in a part of `gathers`, and the bytes a rank sends in them.
+        """ZeRO-3's all-gathers and reduce-scatters in a part of `count_gathers`, and the bytes a rank sends in them.
 
         Weights and gradients are float32. Training reduces those of every weight that the anchor gathers, in buckets.
         """
@@ -237,7 +237,7 @@ class Layout:
 
     def seconds_of(self, part: str) -> float:
         """Seconds of `sharded_part`."""
-        speed, latency = self.link
+        speed, latency = link(self.sharded)
         gathers, reductions, sent = self.sharded_part(part)
         return sent / speed + (gathers + reductions) * latency
 

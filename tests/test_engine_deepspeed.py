@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.scaling import gathers
+from benchmarks.scaling import count_gathers
 from sage_fast import cli
 from sage_fast.config.load import build, load
 from sage_fast.models.checkpointing import MODES
@@ -133,7 +133,7 @@ def test_what_zero3_gathers_and_keeps(tmp_path: Path) -> None:
         made, alive = found[mode].pop("copies")
         assert made >= 39
         assert alive == 0
-        for part, (count, elements) in gathers(policy, recomputed=mode != "none").items():
+        for part, (count, elements) in count_gathers(policy, recomputed=mode != "none").items():
             assert found[mode][part] == [count, pytest.approx(elements, rel=0.01)], (mode, part)
 
 

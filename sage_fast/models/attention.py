@@ -242,7 +242,9 @@ def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dt
     Empty if only one backend is usable.
     """
     names = usable(device, dtype)
-    return {name: try_attention(ATTENTION[name], shape, device, dtype) for name in names if len(names) > 1}
+    if len(names) == 1:
+        return {}
+    return {name: try_attention(ATTENTION[name], shape, device, dtype) for name in names}
 
 
 def try_attention(

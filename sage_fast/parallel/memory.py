@@ -77,7 +77,8 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
         weights["whole on each rank: outside the blocks"] = float(
             sum((4 if p.requires_grad else width) * p.numel() for p in outer)
         )
-        # Of a block at most: DeepSpeed's own linear function saves the weight for the backward, not autocast's copy.
+        # DeepSpeed's own linear function saves the weight for the backward, not autocast's copy. So the copies of one
+        # block at most are alive.
         copied = sum(p.numel() for p in policy.block_list()[0].parameters())
         training["gathered weights of a block"] = float(width * copied)
     if config.model.element_bytes < width:

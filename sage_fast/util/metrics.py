@@ -131,7 +131,8 @@ class Stopwatch:
 
     def seconds(self) -> dict[str, float]:
         """Return `time/<phase>`, and `time/total` since the stopwatch was created."""
-        return {f"time/{p}": s for p, s in (self._seconds | {"total": time.perf_counter() - self.start}).items()}
+        rows = {f"time/{phase}": value for phase, value in self._seconds.items()}
+        return rows | {"time/total": time.perf_counter() - self.start}
 
 
 def slowest_and_fastest(seconds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
