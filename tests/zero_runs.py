@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.config.schema import Config
-from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.lora import LORA_FILE
@@ -273,11 +272,11 @@ class Copies(TorchDispatchMode):
         return sum(not made.expired() for made in self.made)
 
 
-def collectives(folder: Path) -> None:
-    """Write what ZeRO-3 gathers in each mode of checkpointing, and the copies of weights that a forward leaves."""
+def collectives(folder: Path, mode: str) -> None:
+    """Write what ZeRO-3 gathers in a mode of checkpointing, and the copies of weights that a forward leaves."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     initialize()
-    found = {mode: gathered(mode) for mode in MODES}
+    found = gathered(mode)
     if rank() == 0:
         (folder / "collectives.json").write_text(json.dumps(found))
     shutdown()
