@@ -93,6 +93,24 @@ def test_muon_takes_the_factors_of_an_adapter() -> None:
             assert singular[1] > singular[0] / 2, name
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_weight_without_a_gradient_is_left_alone(optimizer: str) -> None:
+    """At B = 0 the gradient of A is exactly 0: no decay, and AdamW's bias correction does not count the update."""
+    trainer = tiny_trainer(settings(train__weight_decay=0.5, train__learning_rate=1e-2, train__optimizer=optimizer))
+    names = [name for name in trainer.policy.parameters() if ".lora_A." in name]
+    start = trainer.policy.snapshot()
+    trainer.iteration(0)
+    first = trainer.policy.snapshot()
+    assert all(torch.equal(first[name], start[name]) for name in names)
+    assert any(first[name].any() for name in first if ".lora_B." in name)
+    trainer.iteration(1)
+    for name in names:
+        moved = trainer.policy.parameters()[name] - first[name] * (1 - 0.5e-2)
+        assert moved.any()
+        if optimizer == "adamw":  # the first step is the learning rate times the gradient's sign
+            assert float(moved.abs().median()) == pytest.approx(1e-2, rel=1e-3), name
+
+
 def test_8_bits_ask_for_an_eps_that_bounds_an_update() -> None:
     """A second moment that is rounded to 0 leaves m / eps, which the default would let grow without bound."""
     with pytest.raises(UserError, match=r"train.eps = 1e-15: adamw8bit.*at least 1e-10"):

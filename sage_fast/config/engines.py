@@ -59,8 +59,6 @@ class OptimizerRow:
             weights lie over the ranks). It returns torch optimizers that cover all weights, each weight once.
         state_bytes: (elements of a weight, whether Muon updates it) -> bytes of optimizer state per element.
         takes_parts: whether it can update the part of a weight that a rank holds.
-        count: the function, called with (torch optimizers, updates of the run, parts about to be updated), by which an
-            engine of parts lets them count updates that left a part alone. The default does so for AdamW.
         least_eps: smallest `train.eps`.
         package: what has to be installed, or None.
     """
@@ -68,7 +66,6 @@ class OptimizerRow:
     build: str
     state_bytes: Callable[[int, bool], float]
     takes_parts: bool = False
-    count: str = "sage_fast.parallel.zero:count_adamw"
     least_eps: float = 0.0
     package: str | None = None
 

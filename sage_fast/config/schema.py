@@ -472,7 +472,8 @@ class TrainConfig(Section):
     """Learning rate after the warm-up: `constant`, or a `cosine` or `linear` decay to 0 at the end of the run, after
     iterations x optimizer_steps steps. A run extended with --resume follows the curve of its new length."""
     weight_decay: float = within(1e-4, least=0)
-    """Decoupled weight decay: each step shrinks a weight by learning rate x weight_decay."""
+    """Decoupled weight decay: each step shrinks a weight by learning rate x weight_decay, unless its gradient is
+    exactly zero, as that of a LoRA's A is in the first step."""
     eps: float = within(1e-15, above=0)
     """Added to the root of AdamW's second moment. Gradients of a mean log-prob are about 2e-9 per element; the usual
     1e-8 would shrink their updates to a sixth."""

@@ -90,6 +90,7 @@ class PlainEngine(Engine):
     def _update(self, rate: float) -> float:
         """Update the weights if the gradient norm is finite; return the norm."""
         self._reduce_gradients()
+        self._forget_zero_gradients()
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if math.isfinite(norm):
             for optimizer in self.optimizers:
@@ -126,6 +127,14 @@ class PlainEngine(Engine):
             if used:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 all_reduce(p.grad).div_(world_size())
+
+    def _forget_zero_gradients(self) -> None:
+        """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
+        given = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        moving = torch.stack([grad.any() for _, grad in given]).tolist()
+        for (p, _), moves in zip(given, moving):
+            if not moves:
+                p.grad = None
 
     @torch.no_grad()
     def _update_ema(self) -> None:

@@ -12,9 +12,8 @@ import contextlib
 import functools
 import logging
 import os
-import pkgutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
-from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
+from sage_fast.config.engines import ENGINES, OFFLOADS
 from sage_fast.models.policy import Policy, State, WholeStates, check_names
 from sage_fast.parallel import engine_settings
 from sage_fast.parallel.muon import Spread
@@ -101,11 +100,9 @@ class ZeroEngine(PlainEngine):
         self.deepspeed.backward(self.deepspeed(data_size() / total * loss))
 
     def _update(self, rate: float) -> float:
-        all_reduce(moves := self._moves.int(), "max")
-        moving = moves.bool().tolist()
+        moving = all_reduce(self._moves.int(), "max").tolist()
         self._moves.zero_()
         self._waiting = [part for part, moves in zip(self.parts, moving) if moves]
-        self._count_updates(set(self._waiting))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -118,16 +115,6 @@ class ZeroEngine(PlainEngine):
             return float("nan")
         assert not self._waiting, "every part lies in one of DeepSpeed's rows"
         return float(self.deepspeed.get_global_grad_norm())
-
-    def _count_updates(self, moving: Collection[Tensor] = ()) -> None:
-        """Tell the optimizers of all updates, including those that left a weight alone.
-
-        A weight whose gradient is exactly zero is left alone here; the plain engine counts such an update.
-
-        Args:
-            moving: parts that are about to be updated, perhaps for the first time.
-        """
-        pkgutil.resolve_name(OPTIMIZERS[self.config.optimizer].count)(self.optimizers, self.steps, moving)
 
     def _update_row(self, row: Tensor) -> None:
         """Update the parts of weights in a row, by the row's gradient. Weights without a gradient stay unchanged."""
@@ -149,7 +136,6 @@ class ZeroEngine(PlainEngine):
 
     def _optimizer_states(self) -> list[Mapping[int, Any]]:
         """Optimizer states as for unsharded weights; whole on rank 0 only."""
-        self._count_updates()
         return self._changed(super()._optimizer_states(), self._join)
 
     def _load_optimizer_states(self, states: list[Mapping[int, Any]]) -> None:
@@ -210,17 +196,6 @@ class ZeroEngine(PlainEngine):
         finally:
             for p, data in present:
                 p.data = data
-
-
-def count_adamw(optimizers: Sequence[torch.optim.Optimizer], updates: int, moving: Collection[Tensor]) -> None:
-    """Let the bias correction of every AdamW among `optimizers` count `updates`: the `count` of an optimizer's row."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.AdamW):
-            for part in optimizer.param_groups[0]["params"]:
-                if part in moving and part not in optimizer.state:
-                    optimizer.state[part] = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
-            for state in optimizer.state.values():
-                state["step"] = torch.tensor(float(updates))
 
 
 def _is_news(record: logging.LogRecord) -> bool:
