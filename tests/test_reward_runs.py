@@ -128,7 +128,7 @@ def test_the_best_checkpoint_is_told_by_the_videos_that_have_scores(tmp_path: Pa
 def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[object] = []
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         loaded.append(args)
         pytest.fail("the model")
 

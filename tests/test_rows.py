@@ -148,23 +148,6 @@ def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytes
     assert planned == sum(p.numel() for p in policy.parameters().values())
 
 
-NOTED: list[tuple[Any, ...]] = []
-
-
-def note(*given: Any) -> None:
-    NOTED.append(given)
-
-
-def test_an_engine_of_parts_counts_updates_as_the_row_of_the_optimizer_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    zero = pytest.importorskip("sage_fast.parallel.zero")
-    row = dataclasses.replace(OPTIMIZERS["adamw"], count=f"{__name__}:note")
-    engine = object.__new__(zero.ZeroEngine)
-    engine.config = config_with(monkeypatch, OPTIMIZERS, row, train__optimizer="mine").train
-    engine.optimizers, engine.steps = [], 3
-    engine._count_updates()
-    assert NOTED == [([], 3, ())]
-
-
 def test_a_backend_that_is_the_reference_gets_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "try_attention", lambda *_: pytest.fail("tried"))
     monkeypatch.setitem(ATTENTION, "mine", dataclasses.replace(ATTENTION[REFERENCE]))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+import torch
 
 from sage_fast.run import writer as writer_module
 from sage_fast.run.manifest import checkpoints
@@ -175,8 +176,16 @@ def config(folder: Path, **overrides: Any) -> Any:
 
 
 def files(run: Path, iteration: int) -> dict[str, Any]:
-    """Checksums of a checkpoint's files, without the one whose header has no fixed order."""
-    found = read_json(run / "checkpoints" / f"iteration-{iteration:06d}" / "manifest.json")["files"]
+    """Checksums of a checkpoint's files, and of the optimizer its values: pickle writes equal values in several ways.
+
+    Without the weights for export, whose header has no fixed order.
+    """
+    folder = run / "checkpoints" / f"iteration-{iteration:06d}"
+    found = {name: entry["sha256"] for name, entry in read_json(folder / "manifest.json")["files"].items()}
+    states = torch.load(folder / "optimizer.pt", weights_only=True)["states"]
+    found["optimizer.pt"] = [
+        {index: {key: value.tolist() for key, value in state.items()} for index, state in one.items()} for one in states
+    ]
     return {name: entry for name, entry in found.items() if not name.startswith("pytorch_lora_weights")}
 
 

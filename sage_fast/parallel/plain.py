@@ -131,7 +131,7 @@ class PlainEngine(Engine):
     def _forget_zero_gradients(self) -> None:
         """Leave weights alone whose gradient is exactly zero, such as a LoRA's A while B is zero."""
         given = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        moving = torch.stack([grad.any() for _, grad in given]).tolist()
+        moving = torch.stack([grad.any() for _, grad in given]).tolist() if given else []
         for (p, _), moves in zip(given, moving):
             if not moves:
                 p.grad = None
