@@ -408,8 +408,8 @@ class KLConfig(Section):
     warmup_steps: int = within(100, least=0)
     """K of Eq. 41, in optimizer steps. Feedback `share` has no warm-up."""
     feedback: Feedback = "share"
-    """How lambda changes after the warm-up. `share`: hold the KL's share of the gradient. `paper`: Eq. 42 as printed; at
-    the paper's lambda, up to 1e-5, the KL does nothing. `ppo`: the usual direction. `none`: stay at kl.lambda_max."""
+    """How lambda changes after the warm-up. `share`: hold the KL's share of the gradient. `paper`: Eq. 42 as printed,
+    with lambda up to 1e-5, where the KL does nothing. `ppo`: the usual direction. `none`: stay at kl.lambda_max."""
     target: float = within(1e-4, above=0)
     """Target KL of `paper` and `ppo`, per element."""
     target_share: float = within(0.02, above=0, below=1)
