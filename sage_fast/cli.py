@@ -213,18 +213,16 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
 
 @command(
     "init", "write a configuration, a reward and prompts to start from into a folder",
-    argument("folder", metavar="FOLDER", help="new folder, or one without files of those names"),
-    argument(
-        "--config", metavar="NAME", default="demo",
-        help="demo (default), hunyuanvideo15-480p (all weights on 8 GPUs), hunyuanvideo15-480p-lora, "
-             "hunyuanvideo15-480p-distilled (a LoRA of the checkpoint that needs no guidance), paper-480p or "
-             "official-480p (the authors' code)",
-    ),
+    argument("folder", metavar="FOLDER", nargs="?", help="new folder, or one without files of those names"),
+    argument("--config", metavar="NAME", default="demo", help="a configuration of --list (default: demo)"),
+    argument("--list", action="store_true", help="print the configurations: what each trains, on what evidence"),
 )  # fmt: skip
 def _init(options: Options, overrides: Overrides) -> int:
-    from sage_fast.run.init import init
+    from sage_fast.run.init import init, list_configurations
 
-    print(init(Path(options.folder), options.config))
+    if not options.list and options.folder is None:
+        raise UserError("FOLDER is missing: sage-fast init FOLDER [--config NAME]; --list prints the names")
+    print(list_configurations() if options.list else init(Path(options.folder), options.config))
     return 0
 
 

@@ -100,7 +100,7 @@ def shipped(name: str, *overlays: Mapping[str, Any]) -> Config:
     return load(str(files("sage_fast.configs") / f"{name}.yaml"), overlays=overlays)
 
 
-LARGE = {"lora": "hunyuanvideo15-480p-lora", "full": "hunyuanvideo15-480p"}
+LARGE = {"lora": "hunyuanvideo15-480p", "full": "hunyuanvideo15-480p-full"}
 """`model.tuning` -> shipped configuration of the 8.3 B model."""
 RANKS = 8
 """GPUs of 80 GB that the shipped configurations are for."""

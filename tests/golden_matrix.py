@@ -90,6 +90,7 @@ FRAMES = {"sampling__num_frames": 17}  # as many as the testbed's videos have
 
 LOADED: dict[str, tuple[Path, dict[str, Any]]] = {
     "demo": (DEMO, {"train.optimizer_steps": 2}),
+    "demo-nft": (CONFIGS / "demo-nft.yaml", {"train.optimizer_steps": 2}),
     "paper": (PAPER, {}),
     "paper-bfloat16": (PAPER, {"model.dtype": "bfloat16", "sampling.batch_size": 1, "train.batch_size": 1}),
     "paper-bfloat16-full": (PAPER, {"model.dtype": "bfloat16", "model.tuning": "full", "train.parity_gate": False}),

@@ -18,7 +18,7 @@ from sage_fast.cli import main
 from sage_fast.config.load import load
 from sage_fast.report.playback import read_video
 from sage_fast.report.videoset import read_folder
-from sage_fast.run.init import init
+from sage_fast.run.init import EVIDENCE, init
 from sage_fast.util.files import read_metrics
 from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments
@@ -192,7 +192,7 @@ def test_init_writes_what_its_configuration_names(
     ours, theirs = ((file / leaf).read_text() for file, leaf in ((tmp_path, "config.yaml"), (CONFIGS, f"{name}.yaml")))
     pairs = zip(ours.splitlines(), theirs.splitlines(), strict=True)
     differing = [line.split(":")[0].strip() for line, other in pairs if line != other]
-    own_reward = ["name", "weights"] if name == "demo" else []
+    own_reward = ["name", "weights"] if name.startswith("demo") else []
     assert differing == ["output", "prompts", "eval_prompts", *own_reward]
     assert sorted(os.listdir()) == [file for file in FILES if file != "my_rewards.py" or own_reward]
     if name not in ("demo", "hunyuanvideo15-480p") and "SAGE_FAST_SOAK" not in os.environ:
@@ -232,6 +232,20 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["init", str(tmp_path / "prompts.txt")]) == 2
     assert "is a file" in capsys.readouterr().err
     assert (tmp_path / "prompts.txt").read_text() == "mine\n"
+
+
+def test_the_list_of_init_says_on_what_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first two lines of every shipped file; nothing of ours has run at the size of the real model."""
+    assert main(["init", "--list"]) == 0
+    head, *rows = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["configuration", "what it trains", "evidence"]
+    assert [name for name, _, _ in rows] == SHIPPED
+    for name, what, evidence in rows:
+        assert (CONFIGS / f"{name}.yaml").read_text().startswith(f"# {what}\n{EVIDENCE}{evidence}\n")
+        ours = "run here on the testbed" if name.startswith("demo") else "never run"
+        assert evidence == ("run at this size by the authors" if name == "official-480p" else ours)
+    assert main(["init"]) == 2
+    assert "FOLDER is missing" in capsys.readouterr().err
 
 
 def test_init_of_an_unknown_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

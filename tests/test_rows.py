@@ -71,7 +71,7 @@ def iteration(config: Config) -> dict[str, Any]:
 
 def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clip fraction, centring, and both gates, as for `clip`."""
-    row = SurrogateRow(value=cispo, held=outside_clip_range, uses_ratio=True)
+    row = SurrogateRow(title="CISPO", value=cispo, held=outside_clip_range, uses_ratio=True)
     mine = config_with(monkeypatch, SURROGATES, row, objective__surrogate="mine", **UPDATED_TWICE)
     found, clip = iteration(mine), iteration(settings(**UPDATED_TWICE))
     assert found["ratio/clip_fraction"] == pytest.approx(clip["ratio/clip_fraction"], abs=0.2)

@@ -40,6 +40,8 @@ BASE_SETTINGS: dict[str, Any] = {
     "sampling.width": 32,
     "sampling.batch_size": 8,
     "objective.clip_range": 1e-3,
+    "kl.velocity_term": "rollout",  # the KL as the paper prints it
+    "kl.feedback": "paper",
     "train.prompts_per_iteration": 2,
     "train.group_size": 3,
     "train.batch_size": 8,

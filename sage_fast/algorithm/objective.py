@@ -188,6 +188,7 @@ class SurrogateRow:
     """A surrogate and what it needs.
 
     Attributes:
+        title: name of the method that it makes.
         value: (what is scored, settings) -> `[B]`, maximised.
         held: (what is scored, settings) -> bool `[B]`, True where a limit takes effect; its share is
             `ratio/clip_fraction`.
@@ -198,8 +199,10 @@ class SurrogateRow:
         centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
         scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
             velocities; otherwise the final samples with new noise (forward process, docs/math.md).
+        has_beta: uses `objective.nft_beta`.
     """
 
+    title: str
     value: Callable[[Scored, ObjectiveConfig], Tensor]
     held: Callable[[Scored, ObjectiveConfig], Tensor] = lambda scored, _: torch.zeros_like(scored.log_ratio)
     uses_ratio: bool = False
@@ -207,17 +210,26 @@ class SurrogateRow:
     uses_errors: bool = False
     centred: bool = False
     scores_rollout: bool = True
+    has_beta: bool = False
 
 
 SURROGATES = {
-    "clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True),
-    "kl_mask": SurrogateRow(value=_masked_ratio, held=_beyond_kl_limit, uses_kl=True),
-    "log_prob": SurrogateRow(value=_plain_log_prob),
-    "nft": SurrogateRow(value=_nft, centred=True, scores_rollout=False),
-    "nft_adaptive": SurrogateRow(value=_nft_adaptive, centred=True, uses_errors=True, scores_rollout=False),
-    "awm": SurrogateRow(value=_plain_log_prob, scores_rollout=False),
-    "awm_clip": SurrogateRow(value=_clipped_ratio, held=outside_clip_range, uses_ratio=True, scores_rollout=False),
-}
+    "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, held=outside_clip_range, uses_ratio=True),
+    "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, held=_beyond_kl_limit, uses_kl=True),
+    "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
+    "nft": SurrogateRow(
+        title="DiffusionNFT variant", value=_nft, centred=True, scores_rollout=False, has_beta=True
+    ),
+    "nft_adaptive": SurrogateRow(
+        title="DiffusionNFT variant (adaptive weights)", value=_nft_adaptive, centred=True, uses_errors=True,
+        scores_rollout=False, has_beta=True,
+    ),
+    "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=False),
+    "awm_clip": SurrogateRow(
+        title="Advantage-weighted matching with a clip", value=_clipped_ratio, held=outside_clip_range, uses_ratio=True,
+        scores_rollout=False,
+    ),
+}  # fmt: skip
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its row in SURROGATES"
 )

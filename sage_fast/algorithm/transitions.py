@@ -142,6 +142,7 @@ class SamplerRow:
         extrapolation: (s, n) -> w, float64 `[T]`; for a sampler that uses the velocity of the step before.
         notes: (s, n, c) -> sentences on clamped or unusual steps.
         compared: whether `sage-fast sde` shows it without being asked.
+        log_corrected: integrates the SDE of eta^2 s/(1-s) over the step, as SAGE-GRPO does, instead of its first order.
     """
 
     step: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
@@ -149,16 +150,17 @@ class SamplerRow:
     extrapolation: Callable[[Tensor, Tensor], Tensor] | None = None
     notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
     compared: bool = True
+    log_corrected: bool = False
 
 
 SAMPLERS = {
-    "sage": SamplerRow(step=_sage, notes=_sage_notes),
+    "sage": SamplerRow(step=_sage, notes=_sage_notes, log_corrected=True),
     "flow": SamplerRow(step=_flow),
     "dance": SamplerRow(step=_dance),
     "cps": SamplerRow(step=_cps, largest_eta=1.0),
     "dance-precise": SamplerRow(step=_dance_precise),
-    "precise": SamplerRow(step=_precise),
-    "exact": SamplerRow(step=_precise, compared=False),  # alias
+    "precise": SamplerRow(step=_precise, log_corrected=True),
+    "exact": SamplerRow(step=_precise, log_corrected=True, compared=False),  # alias
     "ode": SamplerRow(step=_ode, compared=False),
     "ode2": SamplerRow(step=_ode, extrapolation=_two_step, compared=False),
 }

@@ -120,7 +120,7 @@ class SamplingConfig(Section):
     """Rule of a denoising step; docs/math.md has the formulas. `exact` is `precise` under another name. `ode` and
     `ode2`, which is of second order, add no noise and can only be trained with a surrogate that re-noises the final
     samples, such as nft."""
-    eta: float = within(1.0, least=0, most=10)
+    eta: float = within(0.5, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
     """Denoising steps per rollout."""
@@ -386,9 +386,9 @@ class KLConfig(Section):
     strategy: KLStrategyName = "dual"
     """Terms of the KL. `fixed`: anchor = weights at the start of the run, `model.weights` included. `moving`: an anchor
     that is refreshed. `stepwise`: the rollout policy. `dual`: moving and stepwise."""
-    velocity_term: VelocityTerm = "rollout"
+    velocity_term: VelocityTerm = "closed_form"
     """Form of the KL to the rollout policy. `rollout`: logp_old - logp (Eq. 15). `closed_form`: the same KL without
-    sampling noise."""
+    sampling noise; with one update per iteration it is exactly 0 and costs nothing."""
     beta_pos: float = within(1.0, least=0)
     """Weight of the KL to the anchor."""
     position_fraction: float = within(1.0, above=0, most=1)
@@ -407,9 +407,9 @@ class KLConfig(Section):
     """Upper bound of the weight of the whole KL with feedback `ppo` or `share`; at least kl.lambda_max."""
     warmup_steps: int = within(100, least=0)
     """K of Eq. 41, in optimizer steps. Feedback `share` has no warm-up."""
-    feedback: Feedback = "paper"
-    """How lambda changes after the warm-up. `paper`: Eq. 42 as printed. `ppo`: the usual direction. `share`: hold the
-    KL's share of the gradient. `none`: stay at kl.lambda_max."""
+    feedback: Feedback = "share"
+    """How lambda changes after the warm-up. `share`: hold the KL's share of the gradient. `paper`: Eq. 42 as printed,
+    with lambda up to 1e-5, where the KL does nothing. `ppo`: the usual direction. `none`: stay at kl.lambda_max."""
     target: float = within(1e-4, above=0)
     """Target KL of `paper` and `ppo`, per element."""
     target_share: float = within(0.02, above=0, below=1)

@@ -16,6 +16,8 @@ from sage_fast.data.prompts import SETS, read_prompts
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import write_atomic
 
+_FOLDER = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
+
 OWN = {
     "output": "runs/first",
     "prompts": "prompts.txt # one prompt a line",
@@ -33,6 +35,24 @@ TESTBED_PROMPT = "a red circle moves left quickly"
 REAL_PROMPT = "a red fox trots through fresh snow"
 
 
+EVIDENCE = "# Evidence: "
+"""Beginning of the second line of a shipped configuration; the first says what it trains."""
+
+
+def list_configurations() -> str:
+    """Return a table of the shipped configurations, from their first two lines."""
+    rows = [("configuration", "what it trains", "evidence")]
+    for name in _shipped():
+        what, evidence = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[:2]
+        rows.append((name, what.removeprefix("# "), evidence.removeprefix(EVIDENCE)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _shipped() -> list[str]:
+    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
+
+
 def init(folder: Path, name: str) -> str:
     """Write config.yaml, prompts.txt and heldout.txt, and my_rewards.py for a configuration of the testbed.
 
@@ -46,17 +66,15 @@ def init(folder: Path, name: str) -> str:
     Raises:
         UserError: there is no such configuration, or one of the files exists; nothing is written.
     """
-    shipped = Path(str(files("sage_fast.configs") / "demo.yaml")).parent
-    names = sorted(file.stem for file in shipped.glob("*.yaml"))
-    if name not in names:
+    if name not in (names := _shipped()):
         raise UserError(f"--config {name!r}: {nearest(name, names)}")
-    config = load(shipped / f"{name}.yaml")
+    config = load(_FOLDER / f"{name}.yaml")
     on_testbed = config.data.prompts in SETS
-    texts = {"config.yaml": _own_settings(shipped / f"{name}.yaml", OWN | OWN_REWARD if on_testbed else OWN)}
+    texts = {"config.yaml": _own_settings(_FOLDER / f"{name}.yaml", OWN | OWN_REWARD if on_testbed else OWN)}
     if on_testbed:
-        texts["my_rewards.py"] = (shipped / "my_rewards.py").read_text(encoding="utf-8")
+        texts["my_rewards.py"] = (_FOLDER / "my_rewards.py").read_text(encoding="utf-8")
     for file, source in (("prompts.txt", config.data.prompts), ("heldout.txt", config.data.eval_prompts)):
-        path = source if on_testbed else str(shipped / source.removeprefix("configs/"))
+        path = source if on_testbed else str(_FOLDER / source.removeprefix("configs/"))
         texts[file] = "".join(f"{prompt.text}\n" for prompt in read_prompts(path, config.sampling))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")

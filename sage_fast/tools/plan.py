@@ -31,9 +31,10 @@ from sage_fast.models.sharing import check_heads
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.look import look_at_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.run.messages import config_warnings
+from sage_fast.run.messages import config_warnings, method_of
 from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.tools.harness import H200_BF16_FLOPS
+from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
 
 ASSUMED_DISK = 1e9
@@ -255,7 +256,7 @@ def _duration(seconds: float) -> str:
 
 
 def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
-    """Return the plan of a run on `ranks` ranks, and what it trains on, as text. Loads no weights.
+    """Return the method of a run, what it trains on, and its plan on `ranks` ranks, as text. Loads no weights.
 
     Raises:
         UserError: the settings are impossible, `model.path` is not a checkpoint, or prompts or a reward are missing.
@@ -265,7 +266,8 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     train, heldout = configured_prompts(config)
     check_prompt_sets(config, spec, train, heldout)
     data = _format_data(config, train, heldout)  # before the plan, which takes a second
-    return f"{data}\n\n{format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory))}"
+    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory))
+    return f"{wrapped(method_of(config))}\n\n{data}\n\n{costs}"
 
 
 def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:

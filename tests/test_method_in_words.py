@@ -1,0 +1,70 @@
+"""How a plan and a run name their method."""
+
+from pathlib import Path
+
+import pytest
+
+from sage_fast.algorithm.objective import SURROGATES
+from sage_fast.algorithm.transitions import SAMPLERS
+from sage_fast.cli import main
+from sage_fast.config.load import from_overrides, load
+from sage_fast.run.messages import method_of
+from tests.tiny import FEW_STEPS, arguments
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({}, "SAGE-GRPO: sage SDE, eta 0.5, equalizer, dual KL, 2 % of the gradient"),
+        (
+            {"sampling.sampler": "precise", "kl.feedback": "none", "kl.lambda_min": "0.05", "kl.lambda_max": "0.05"},
+            "SAGE-GRPO: precise SDE, eta 0.5, equalizer, dual KL, lambda 0.05",
+        ),
+        (
+            {"objective.equalizer": "false", "sampling.sde_window": "4", "kl.feedback": "paper"},
+            "GRPO: sage SDE, eta 0.5, noise in 4 of 20 steps, no equalizer, dual KL, lambda 1e-07 to 1e-05",
+        ),
+        (
+            {"sampling.sampler": "flow", "kl.feedback": "ppo", "kl.strategy": "moving"},
+            "GRPO: flow SDE, eta 0.5, equalizer, moving KL, lambda 1e-07 to 1000",
+        ),
+        (
+            {"sampling.sampler": "exact", "objective.surrogate": "kl_mask", "kl.strategy": "none"},
+            "SAGE-GRPO with a KL mask: exact SDE, eta 0.5, equalizer, no KL",
+        ),
+        (
+            {"sampling.sampler": "ode", "objective.surrogate": "nft", "kl.beta_pos": "0", "kl.beta_vel": "0"},
+            "DiffusionNFT variant: ODE rollouts, beta 1, no KL",
+        ),
+        (
+            {"objective.surrogate": "awm", "kl.feedback": "none", "kl.strategy": "fixed"},
+            "Advantage-weighted matching: sage SDE, eta 0.5, fixed KL, lambda 1e-07 to 1e-05",
+        ),
+    ],
+)
+def test_a_method_in_words(settings: dict[str, str], method: str) -> None:
+    assert method_of(from_overrides(settings)) == method
+
+
+def test_the_log_corrected_samplers_are_those_of_one_sde() -> None:
+    assert {name for name, row in SAMPLERS.items() if row.log_corrected} == {"sage", "precise", "exact"}
+    assert {row.title for row in SURROGATES.values() if row.scores_rollout and not row.title.startswith("GRPO")} == set()
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_head_of_a_configuration_has_its_method(file: Path) -> None:
+    what, method = file.read_text().splitlines()[0], method_of(load(file))
+    assert ("SAGE-GRPO" in what) == method.startswith("SAGE-GRPO")
+    assert ("DiffusionNFT variant" in what) == method.startswith("DiffusionNFT variant")
+
+
+def test_a_plan_and_a_run_begin_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run says it before the model is loaded."""
+    words = ["train", str(CONFIGS / "recipes" / "paper.yaml"), "--output", str(tmp_path / "run")]
+    words += FEW_STEPS + arguments(train__iterations=1, eval__num_prompts=1, eval__seeds_per_prompt=1)
+    method = "SAGE-GRPO: sage SDE, eta 1, equalizer, dual KL, lambda 0.2"
+    for more in (["--dry-run"], []):
+        assert main([*words, *more]) == 0
+        assert capsys.readouterr().out.splitlines()[1] == method
