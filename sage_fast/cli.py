@@ -261,12 +261,15 @@ def _train(options: Options, overrides: Overrides) -> int:
         from sage_fast.report.comparison import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.folder import is_restart
+        from sage_fast.run.method import method_of
         from sage_fast.run.train import train
+        from sage_fast.util.console import wrapped
 
     restarted = not options.resume and is_restart(config)
     if restarted:
         config, notes = resumed_settings(options.config, overrides)
         log.info(f"restarted by torchrun: resuming the run in {config.output}")
+    log.info(wrapped(method_of(config)))
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):

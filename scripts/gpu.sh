@@ -230,17 +230,17 @@ command_of() {
                 --path "channels last" --json "$out/decode-480p.json"
             ;;
         iteration)
-            size=(configs/hunyuanvideo15-480p-lora.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3)
+            size=(configs/hunyuanvideo15-480p.yaml --model.path random:hunyuanvideo15-480p --sampling.steps 3)
             $tiny && size=(configs/recipes/paper.yaml "${few[@]}")
             profile_of "$1" "${size[@]}"
             ;;
         full)
-            size=(configs/hunyuanvideo15-480p-lora.yaml --model.tuning full --train.learning_rate 1e-5)
+            size=(configs/hunyuanvideo15-480p-full.yaml --train.engine plain)
             $tiny && size=(configs/recipes/paper_full.yaml --model.dtype bfloat16)
             profile_of "$1" "${size[@]}" "${few[@]}"
             ;;
         nft | nft-zero3)
-            size=(configs/hunyuanvideo15-480p.yaml)
+            size=(configs/hunyuanvideo15-480p-nft.yaml)
             $tiny && size=(configs/recipes/nft_full.yaml --model.dtype bfloat16)
             [[ $1 == nft ]] && size+=(--train.engine plain) || size+=(--train.engine zero3)
             profile_of "$1" "${size[@]}" "${few[@]}"

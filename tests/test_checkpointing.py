@@ -125,7 +125,7 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setup.choose_checkpointing(config, model) == "none"
 
 
-@pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("", 8, 80), ("", 64, 48), ("-lora", 1, 80)])
+@pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)])
 def test_a_run_takes_the_mode_of_its_plan(
     name: str, ranks: int, gigabytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
         assert setting.range in words
     samplers = "sage,flow,dance,cps,dance-precise,precise,exact,ode,ode2"
     assert f"--sampling.sampler {{{samplers}}}\n        Rule of a denoising step" in done.stdout
-    assert "(at least 0 and at most 10; default: 1.0)" in done.stdout
+    assert "(at least 0 and at most 10; default: 0.5)" in done.stdout
     for command in ("sample", "eval", "profile"):
         done = subprocess.run([sys.executable, "-m", "sage_fast", command, "--help"], capture_output=True, text=True)
         assert "sage-fast train --help" in done.stdout

@@ -194,19 +194,19 @@ def test_hooks_use_the_versions_of_the_constraints() -> None:
 
 @pytest.mark.parametrize(
     ("column", "name"),
-    [(0, "paper-480p"), (1, "official-480p"), (2, "hunyuanvideo15-480p"), (3, "hunyuanvideo15-480p-lora")],
+    [(0, "paper-480p"), (1, "official-480p"), (2, "hunyuanvideo15-480p"), (3, "hunyuanvideo15-480p-full")],
 )
 def test_the_source_of_every_value_is_named(column: int, name: str) -> None:
     """docs/choosing.md tells every setting of four configurations, with its value; paths apart.
 
-    The last cell of a row has ours, and after "LoRA:" that of the LoRA if it is another.
+    The last cell of a row has that of our LoRA, and after "All weights:" that for all weights if it is another.
     """
     file = REPOSITORY / "configs" / f"{name}.yaml"
     sections = {key: value for key, value in yaml.safe_load(file.read_text()).items() if isinstance(value, dict)}
     given = {f"{section}.{key}" for section, values in sections.items() for key in values}
     page = (REPOSITORY / "docs" / "choosing.md").read_text()
     rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*)\|(.*)\|(.*)\|$", page, re.M)
-    chosen = {setting: [*cells, cells[2].split(" LoRA:")[-1]][column] for setting, *cells in rows}
+    chosen = {setting: [*cells, cells[2].split(" All weights:")[-1]][column] for setting, *cells in rows}
     stated = {setting: value[1] for setting, cell in chosen.items() if (value := re.match(r" `(.+?)`", cell))}
     assert stated.keys() == given - {"model.path", "data.prompts", "data.eval_prompts", "reward.name", "reward.args"}
     assert load(file, stated) == load(file)
@@ -224,9 +224,9 @@ def test_a_shipped_configuration_names_prompts_that_are_there(file: Path, monkey
     check_early(load(file), 1)
 
 
-def test_the_configuration_for_480p_has_the_method_of_the_recipe_ahead() -> None:
+def test_the_challenger_for_480p_has_the_method_of_the_recipe_ahead() -> None:
     full, recipe = (load(REPOSITORY / "configs" / f"{name}.yaml")
-                    for name in ("hunyuanvideo15-480p", "recipes/nft_full"))  # fmt: skip
+                    for name in ("hunyuanvideo15-480p-nft", "recipes/nft_full"))  # fmt: skip
     same = {
         "model": ["tuning"],
         "sampling": ["sampler", "averaged_weights"],
@@ -242,7 +242,7 @@ def test_the_configuration_for_480p_has_the_method_of_the_recipe_ahead() -> None
 
 def test_the_distilled_configuration_differs_where_the_page_says() -> None:
     ours, distilled = (leaves(yaml.safe_load((REPOSITORY / "configs" / f"hunyuanvideo15-480p{name}.yaml").read_text()))
-                       for name in ("-lora", "-distilled"))  # fmt: skip
+                       for name in ("", "-distilled"))  # fmt: skip
     differ = {key for key in ours if ours[key] != distilled[key]}
     assert ours.keys() == distilled.keys()
     assert differ == {"output", "model.path", "sampling.steps", "eval.steps", "train.timestep_fraction"}

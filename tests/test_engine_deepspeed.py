@@ -199,7 +199,7 @@ PUBLISHED = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width"
 
 def test_the_page_shows_what_the_plan_says() -> None:
     page = (REPOSITORY / "docs" / "engines.md").read_text()
-    for name, ranks in (("-lora", 1), ("", 8)):
+    for name, ranks in (("", 1), ("-full", 8)):
         text = format_plan(plan(load(REPOSITORY / "configs" / f"hunyuanvideo15-480p{name}.yaml"), ranks=ranks))
         assert text[text.index("memory on each") : text.index("  Not counted: text encoders")].rstrip() in page
 

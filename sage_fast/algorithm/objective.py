@@ -217,9 +217,7 @@ SURROGATES = {
     "clip": SurrogateRow(title="GRPO", value=_clipped_ratio, held=outside_clip_range, uses_ratio=True),
     "kl_mask": SurrogateRow(title="GRPO with a KL mask", value=_masked_ratio, held=_beyond_kl_limit, uses_kl=True),
     "log_prob": SurrogateRow(title="GRPO without a ratio", value=_plain_log_prob),
-    "nft": SurrogateRow(
-        title="DiffusionNFT variant", value=_nft, centred=True, scores_rollout=False, has_beta=True
-    ),
+    "nft": SurrogateRow(title="DiffusionNFT variant", value=_nft, centred=True, scores_rollout=False, has_beta=True),
     "nft_adaptive": SurrogateRow(
         title="DiffusionNFT variant (adaptive weights)", value=_nft_adaptive, centred=True, uses_errors=True,
         scores_rollout=False, has_beta=True,

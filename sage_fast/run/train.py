@@ -33,7 +33,7 @@ from sage_fast.run.early import check_output
 from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
-from sage_fast.run.messages import config_warnings, format_row, grace_warning, method_of
+from sage_fast.run.messages import config_warnings, format_row, grace_warning
 from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
@@ -66,7 +66,6 @@ def train(config: Config, *, resume: bool = False, report: Callable[[Config], ob
     check_output(config, resume=resume)
     if not resume:
         check_weights(config)
-    log.info(wrapped(method_of(config)))
     with Stop(config.train.grace_seconds) as stop, locked(Path(config.output)):
         run = Run(config, stop, resume=resume)
         try:

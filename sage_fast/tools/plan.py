@@ -31,7 +31,8 @@ from sage_fast.models.sharing import check_heads
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.look import look_at_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
-from sage_fast.run.messages import config_warnings, method_of
+from sage_fast.run.messages import config_warnings
+from sage_fast.run.method import method_of
 from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.util.console import wrapped

@@ -1,0 +1,39 @@
+"""The method of a run in words."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from sage_fast.algorithm.objective import FEEDBACKS, equalizes, kl_acts, surrogate_of
+from sage_fast.algorithm.transitions import SAMPLERS
+from sage_fast.config.schema import Config, KLConfig, ODESampler
+
+
+def method_of(config: Config) -> str:
+    """Return the method in words, such as `SAGE-GRPO: sage SDE, eta 0.5, equalizer, dual KL, lambda 0.05`.
+
+    It is SAGE-GRPO if a log-corrected SDE is scored with the equalizer.
+    """
+    sampling, objective, row = config.sampling, config.objective, surrogate_of(config.objective)
+    sampler, equalized = sampling.sampler, equalizes(objective)
+    own = row.scores_rollout and SAMPLERS[sampler].log_corrected and equalized
+    noisy = sampler not in get_args(ODESampler)
+    words = [f"{sampler} SDE, eta {sampling.eta:g}" if noisy else f"{sampler.upper()} rollouts"]
+    if noisy and sampling.sde_window:
+        words.append(f"noise in {sampling.sde_window} of {sampling.steps} steps")
+    if row.scores_rollout:
+        words.append("equalizer" if equalized else "no equalizer")
+    if row.has_beta:
+        words.append(f"beta {objective.nft_beta:g}")
+    return f"{'SAGE-' * own}{row.title}: {', '.join(words)}, {_kl_in_words(config.kl)}"
+
+
+def _kl_in_words(kl: KLConfig) -> str:
+    if not kl_acts(kl):
+        return "no KL"
+    row = FEEDBACKS[kl.feedback]
+    if row.holds_share:
+        return f"{kl.strategy} KL, {100 * kl.target_share:g} % of the gradient"
+    most = kl.lambda_max if row.capped or row.too_large is None else kl.lambda_limit
+    span = f"{kl.lambda_min:g} to {most:g}" if kl.lambda_min < most else f"{most:g}"
+    return f"{kl.strategy} KL, lambda {span}"
