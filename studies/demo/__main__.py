@@ -1,0 +1,46 @@
+"""`python -m studies.demo`: search the demo's settings, and confirm them on prompts and seeds that chose nothing."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from sage_fast.cli import guarded
+from sage_fast.util.console import show
+from studies.command import folders_of, study_parser, workers_of
+
+log = logging.getLogger("sage_fast.studies")
+
+PROGRAM = "python -m studies.demo"
+ABOUT = """\
+What the demo gains by SAGE-GRPO and by its challenger DiffusionNFT, and how SAGE-GRPO's settings were chosen: on the
+testbed, a tiny HunyuanVideo 1.5 of moving shapes; not on the 8.3 B model. `python -m studies.demo` writes this page."""
+
+
+def _study(options: argparse.Namespace) -> int:
+    show(quiet=options.quiet)
+    log.info("loading PyTorch and diffusers")
+    from studies import page
+    from studies.demo import findings, runs
+    from studies.finding import Material
+    from studies.runs import facts
+
+    folder, archive = folders_of(options, "demo-search")
+    made = runs.make(archive, quick=options.quick, workers=workers_of(options))
+    provenance = facts(made.all, f"{PROGRAM}{' --quick' * options.quick}")
+    material = Material(quick=options.quick, runs=made.all)
+    text = runs.protocol_text()
+    print(page.write_study(findings.claims(made), material, folder, ABOUT, provenance, text, title="The demo"))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the study; return the exit status as `sage-fast` does."""
+    options = study_parser(PROGRAM, (__doc__ or "").partition(": ")[2]).parse_args(arguments)
+    return guarded("studies.demo", lambda: _study(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

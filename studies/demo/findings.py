@@ -1,0 +1,110 @@
+"""What the demo's study found."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from studies.demo.runs import NFT, SAGE, Made, score
+from studies.figures import draw_intervals
+from studies.finding import Claim, Finding, Material
+from studies.race.findings import gain, judge_above, judge_gain
+from studies.runs import TrainedRun, difference
+
+NAMES = {SAGE: "SAGE-GRPO", NFT: "DiffusionNFT"}
+
+
+def seconds(runs: Sequence[TrainedRun]) -> float:
+    """Return the mean time of a run's iterations, without evaluations."""
+    return statistics.fmean(sum(float(row["time/total"]) for row in run.rows) for run in runs)
+
+
+def _find_gain(made: Made, material: Material) -> Finding:
+    """Decide whether SAGE-GRPO ends above its challenger."""
+    runs, others = made.confirmation[SAGE], made.confirmation[NFT]
+    above = difference(runs, others)
+    text = (
+        f"SAGE-GRPO gains {gain(runs)} and DiffusionNFT {gain(others)}: a difference of {above} (95 % intervals over "
+        f"{len(runs)} seeds and {len(runs[0].score())} prompts). The judge gains {judge_gain(runs)} and "
+        f"{judge_gain(others)}. A run's iterations took {seconds(runs):.0f} and {seconds(others):.0f} s of one core."
+    )
+    heading = ("configuration", "method", "before", "after", "gain", "judge", "seconds on one core")
+    table = [heading] + [
+        (
+            f"`{name}`",
+            NAMES[name],
+            f"{statistics.fmean(run.course()[0] for run in made.confirmation[name]):.3f}",
+            f"{score(made.confirmation[name]):.3f}",
+            str(gain(made.confirmation[name])),
+            str(judge_gain(made.confirmation[name])),
+            f"{seconds(made.confirmation[name]):.0f}",
+        )
+        for name in (SAGE, NFT)
+    ]
+    rows = [
+        {"configuration": name, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
+        | {part: run.mean(part) for part in run.evaluations[0]["parts"]}
+        for name, trained in made.confirmation.items()
+        for run in trained
+    ]
+
+    def draw(figure: Figure) -> None:
+        shown = {NAMES[name]: gain(trained) for name, trained in made.confirmation.items()}
+        values = {name: (d.value, d.low, d.high) for name, d in shown.items()}
+        draw_intervals(figure.subplots(), values, "gain of the held-out composite, 95 % interval", lines=(0,))
+
+    return Finding(verdict=judge_above(above), text=text, draw=draw, rows=rows, table=table)
+
+
+def _find_best(made: Made, material: Material) -> Finding:
+    """Decide whether the best cell is ahead of the second on the same seeds."""
+    ranked = sorted((cell for cell in made.search if len(made.search[cell]) > 1), key=lambda c: -score(made.search[c]))
+    best, second = ranked[:2]
+    above = difference(made.search[best], made.search[second])
+    text = (
+        f"`{best}` is best over both seeds, {above} above `{second}`: two seeds choose, they prove nothing. "
+        "Cells that were not among the best on the first seed have that one alone."
+    )
+    table = [("cell", *(f"seed {run.seed}" for run in made.search[best]), "mean gain", "judge", "seconds on one core")]
+    for cell, runs in sorted(made.search.items(), key=lambda item: (-len(item[1]), -score(item[1]))):
+        own = [f"{run.mean() - run.course()[0]:+.3f}" for run in runs]
+        own += [""] * (len(made.search[best]) - len(runs))
+        judge = f"{judge_gain(runs).value:+.3f}"
+        table.append((f"`{cell}`", *own, f"{gain(runs).value:+.3f}", judge, f"{seconds(runs):.0f}"))
+    rows = [
+        {"cell": cell, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
+        for cell, runs in made.search.items()
+        for run in runs
+    ]
+
+    def draw(figure: Figure) -> None:
+        values = {cell: (gain(runs).value,) * 3 for cell, runs in made.search.items()}
+        draw_intervals(figure.subplots(), values, "gain of the held-out composite", lines=(0,))
+
+    return Finding(verdict=judge_above(above), text=text, draw=draw, rows=rows, table=table)
+
+
+def claims(made: Made) -> list[Claim]:
+    """Return the claims in the order of the page."""
+    return [
+        Claim(
+            name="demo-gain",
+            title="SAGE-GRPO and its challenger",
+            kind="beyond",
+            source="",
+            says="On prompts and seeds that chose nothing the demo by SAGE-GRPO ends above that by DiffusionNFT.",
+            find=functools.partial(_find_gain, made),
+            size=(8.6, 1.8),
+        ),
+        Claim(
+            name="demo-search",
+            title="The search",
+            kind="beyond",
+            source="",
+            says="The cell that the search chose is better than the second.",
+            find=functools.partial(_find_best, made),
+        ),
+    ]

@@ -1,0 +1,97 @@
+"""The runs of the demo's study: cells of the search, and the confirmation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sage_fast.config.load import load, read_yaml
+from sage_fast.config.schema import Config
+from studies.runs import TrainedRun, shipped, train_runs
+
+SAGE, NFT = "demo", "demo-nft"
+"""The shipped configurations that are compared."""
+QUICK = 2
+"""Iterations of a run with `--quick`."""
+
+
+@functools.cache
+def _protocol() -> dict[str, Any]:
+    return read_yaml(Path(__file__).with_name("protocol.yaml"))
+
+
+def protocol_text() -> list[str]:
+    """Return the protocol's paragraphs, which were written before the runs."""
+    return list(_protocol()["text"])
+
+
+def cells() -> dict[str, Mapping[str, Any]]:
+    """Return cell -> its settings over `search.yaml`."""
+    return dict(_protocol()["cells"])
+
+
+def settings_of(run: str, quick: bool) -> Config:
+    """Return the settings of a run by its name."""
+    name, _, seed = run.rpartition("-seed")
+    overlays: list[Mapping[str, Any]] = [{"seed": int(seed)}]
+    if name in (SAGE, NFT):
+        read = functools.partial(shipped, name)
+        overlays.append(_protocol()["confirmation"]["base"])
+        overlays.append({"eval.interval": read(*overlays).train.iterations})  # none before the end
+    else:
+        read = functools.partial(_over_search, cells()[name])
+    small = {"train.iterations": QUICK, "eval.interval": QUICK, "eval.seeds_per_prompt": 1, "eval.num_prompts": 2}
+    return read(*overlays, small if quick else {})
+
+
+def _over_search(cell: Mapping[str, Any], *overlays: Mapping[str, Any]) -> Config:
+    return load(str(Path(__file__).with_name("search.yaml")), overlays=[cell, *overlays])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+    """The runs of the study.
+
+    Attributes:
+        search: cell -> its runs: on the first seed, and for the best cells on the others.
+        confirmation: `SAGE` and `NFT` -> runs on seeds and prompts that chose nothing.
+    """
+
+    search: Mapping[str, Sequence[TrainedRun]]
+    confirmation: Mapping[str, Sequence[TrainedRun]]
+
+    @property
+    def all(self) -> dict[str, Sequence[TrainedRun]]:
+        return {**self.search, **self.confirmation}
+
+    @property
+    def best(self) -> str:
+        """The cell with the highest mean score of those with all seeds."""
+        most = max(map(len, self.search.values()))
+        whole = [cell for cell, runs in self.search.items() if len(runs) == most]
+        return max(whole, key=lambda cell: score(self.search[cell]))
+
+
+def score(runs: Sequence[TrainedRun]) -> float:
+    """Return the mean held-out score at the end of the runs."""
+    return statistics.fmean(run.mean() for run in runs)
+
+
+def make(folder: Path, *, quick: bool, workers: int) -> Made:
+    """Train the runs that `folder` lacks: the search on the first seed, its best cells on the others, the confirmation."""
+
+    def train(names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[TrainedRun]]:
+        settings = {f"{name}-seed{seed}": settings_of(f"{name}-seed{seed}", quick) for seed in seeds for name in names}
+        made = train_runs(__package__ + ".runs", settings, folder, quick=quick, workers=workers)
+        return {name: made[i :: len(names)] for i, name in enumerate(names)}
+
+    first, *others = _protocol()["search"]["seeds"]
+    search = train(list(cells()), [first])
+    ranked = sorted(search, key=lambda cell: score(search[cell]), reverse=True)
+    again = train(ranked[: _protocol()["search"]["best"]], others)
+    confirmation = train([SAGE, NFT], _protocol()["confirmation"]["seeds"])
+    return Made(search={cell: runs + again.get(cell, []) for cell, runs in search.items()}, confirmation=confirmation)
