@@ -82,7 +82,7 @@ def score(runs: Sequence[TrainedRun]) -> float:
 
 
 def make(folder: Path, *, quick: bool, workers: int) -> Made:
-    """Train the runs that `folder` lacks: the search on the first seed, its best cells on the others, the confirmation."""
+    """Train the runs that `folder` lacks: the search, its best cells again on the other seeds, and the confirmation."""
 
     def train(names: Sequence[str], seeds: Sequence[int]) -> dict[str, list[TrainedRun]]:
         settings = {f"{name}-seed{seed}": settings_of(f"{name}-seed{seed}", quick) for seed in seeds for name in names}
