@@ -48,7 +48,7 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
         expected = (r * squares[0] + (1 - r) * squares[1] - squares[2]) * 5 / beta
         if reduction == "unscaled":
             expected = expected * s.flatten().square()
-        log_prob, kl_anchor, kl_old = scored(v)
+        log_prob, kl_anchor, kl_old, *_ = scored(v)
         loss = sage_loss(
             log_prob, kl_anchor, kl_old, log_prob_old=scored(v_old)[0], advantage=advantage,
             equalizer=TABLE.equalizer(reduction), kl_weight=1.0, objective=objective, kl=KLConfig(strategy="none"),
@@ -81,8 +81,8 @@ class Noised:
 
     def loss(self, v: torch.Tensor, objective: ObjectiveConfig) -> Loss:
         coefs, steps = TABLE.coefficients(v[0].numel(), objective.log_prob), torch.arange(4)
-        log_prob, kl_anchor, kl_old = transition_score(self.x, self.x0, v, coefs, steps, v_old=self.v_old)
-        old, _, _ = transition_score(self.x, self.x0, self.v_old, coefs, steps)
+        log_prob, kl_anchor, kl_old, *_ = transition_score(self.x, self.x0, v, coefs, steps, v_old=self.v_old)
+        old, *_ = transition_score(self.x, self.x0, self.v_old, coefs, steps)
         return sage_loss(
             log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=self.advantage, kl_weight=1.0, objective=objective,
             equalizer=TABLE.equalizer(objective.log_prob), kl=KLConfig(strategy="none"),

@@ -47,8 +47,8 @@ class Replay:
 
     def score(
         self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a forward at `micro`; return log-probs, KL to the anchor and KL to the rollout, each float32 `[B]`.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Run a forward at `micro`; return the outputs of `transition_score`, each float32 `[B]`.
 
         `v_old`, if given, replaces the rollout's stored velocity.
         """
