@@ -29,11 +29,11 @@ class Specialisation:
     Attributes:
         kernel: name of the kernel.
         x, v: Triton element types of the latents and of the velocities.
-        guidance, anchor, old: which optional inputs are present.
+        guidance, anchor, old, beta: which optional inputs are present.
         aligned: whether numel is a multiple of 16, as it is for every latent with 16 or 32 channels.
         numel: `i32`, `i64` (samples of 2^31 elements or more) or `1` (Triton turns an argument of 1 into a constant).
         one_step: whether the batch is at one step, as in a rollout; otherwise each sample has its own.
-        outputs: number of results of the second reduction stage: 1 for the step, 3 for the score.
+        outputs: number of results of the second reduction stage: 1 for the step, 5 for the score.
         weights: Triton element type of the RMSNorms' weights, if it is not `x`.
         part: 0 for the queries, 1 for the keys, in the backward of RMSNorm and rotation.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
@@ -47,6 +47,7 @@ class Specialisation:
     guidance: bool = False
     anchor: bool = False
     old: bool = False
+    beta: bool = False
     aligned: bool = True
     numel: str = "i32"
     one_step: bool = False
@@ -70,7 +71,7 @@ class Specialisation:
                 + f", room {self.room}" * (self.room > 0)
             )
         parts = [f"{self.x} x", f"{self.v} v"]
-        parts += [name for name in ("guidance", "anchor", "old") if getattr(self, name)]
+        parts += [name for name in ("guidance", "anchor", "old", "beta") if getattr(self, name)]
         parts += ["one step"] * self.one_step + ["unaligned"] * (not self.aligned)
         parts += [f"{self.numel} numel"] * (self.numel != "i32")
         return ", ".join(parts)
@@ -118,6 +119,7 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     ),
     Specialisation(kernel=_FWD, one_step=True),
     *(Specialisation(kernel=kernel, **inputs) for kernel in (_FWD, _BWD) for inputs in _SCORE_INPUTS),
+    *(Specialisation(kernel=_FWD, **inputs, beta=True) for inputs in _SCORE_INPUTS),
     *(
         Specialisation(kernel=f"_{name}_fwd_kernel", x=x)
         for name in ("norm_modulate", "norm_rotate", "gated_norm")
@@ -136,8 +138,8 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         for part in (0, 1)
     ),
     Specialisation(kernel="_reduce_kernel", outputs=1, one_step=True),
-    Specialisation(kernel="_reduce_kernel", outputs=3, one_step=True),
-    Specialisation(kernel="_reduce_kernel", outputs=3),
+    Specialisation(kernel="_reduce_kernel", outputs=5, one_step=True),
+    Specialisation(kernel="_reduce_kernel", outputs=5),
 )
 """The compilations that matter; every other one differs from one of these only in an element type."""
 
@@ -164,6 +166,7 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
         "HAS_GUIDANCE": s.guidance,
         "HAS_ANCHOR": s.anchor,
         "HAS_OLD": s.old,
+        "HAS_BETA": s.beta,
         "STEP_STRIDE": int(not s.one_step),
         "ALIGNED": s.aligned and s.numel != "1",
         "TILES": 2,  # a 480p latent
@@ -174,7 +177,8 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
     }
     absent = ["v_uncond_ptr", "guidance_ptr"] * (not s.guidance)
     absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old)
-    absent += ["kl_anchor_ptr", "kl_old_ptr"] * (s.outputs != 3)
+    absent += ["beta"] * (not s.beta)
+    absent += ["kl_anchor_ptr", "kl_old_ptr", "error_plus_ptr", "error_minus_ptr"] * (s.outputs != 5)
     constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
     constants |= {name: None for name in kernel.arg_names if name in absent}
     if s.numel == "1":

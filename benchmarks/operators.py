@@ -208,10 +208,10 @@ def check(case: Case) -> None:
     """
     x_next, log_prob = transition_step(case.x, case.v, case.coefs, case.step, case.seed)
     scored = transition_score_reference(
-        case.x.double(), x_next, case.v, case.v_anchor, None, case.coefs.double(), case.step
+        case.x.double(), x_next, case.v, case.v_anchor, None, case.coefs.double(), case.step, None
     )
     torch.testing.assert_close(log_prob.double(), scored[0], rtol=1e-4, atol=1e-4)
-    log_prob, kl, _ = transition_score(case.x, x_next, case.v, case.coefs, case.step, case.v_anchor)
+    log_prob, kl, *_ = transition_score(case.x, x_next, case.v, case.coefs, case.step, case.v_anchor)
     torch.testing.assert_close(log_prob.double(), scored[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(kl.double(), scored[1], rtol=1e-4, atol=1e-6)
     eager = eager_score(case.x.double(), x_next.double(), case.v, case.v_anchor, case.sigma, case.sigma_next, ETA)

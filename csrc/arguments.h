@@ -34,6 +34,8 @@ struct ScoreArgs {
   Array x, x_next, v;
   Array other[2];  // anchor, rollout policy
   Row row;
+  bool errors = false;  // whether the sums of the errors are wanted
+  float beta = 0;
 };
 
 // Rows of one sample: x, y, sum, dy and residual [S, width]; scale, shift and gate [width]. `out` is the result

@@ -48,4 +48,17 @@ inline double sum_of_squares(const float* values, int64_t n) {
   return sum;
 }
 
+// The same of |values|.
+inline double sum_of_magnitudes(const float* values, int64_t n) {
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += std::fabs(values[i + lane]);
+  }
+  for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += std::fabs(values[i]);
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
 }  // namespace sage_fast::INSTRUCTION_SET

@@ -44,23 +44,32 @@ double step(const StepArgs& args, int64_t begin, int64_t end) {
   return sum;
 }
 
-// Computes the sums of (x_next - a x - b v)^2, (v - v_anchor)^2 and (v - v_old)^2 over [begin, end).
+// Computes the sums of (x_next - a x - b v)^2, (v - v_anchor)^2 and (v - v_old)^2 over [begin, end), and with `errors`
+// those of |x_next - a x - b v + (1 -+ beta) b (v - v_old)|.
 void score(const ScoreArgs& args, int64_t begin, int64_t end, double* sums) {
-  float x_buffer[kBlock], next_buffer[kBlock], v_buffer[kBlock], other_buffer[kBlock], difference[kBlock];
+  float x_buffer[kBlock], next_buffer[kBlock], v_buffer[kBlock], other_buffer[kBlock];
+  float residual[kBlock], difference[kBlock];
   const float a = args.row.a, b = args.row.b;
-  sums[0] = sums[1] = sums[2] = 0;
+  std::fill(sums, sums + 5, 0.0);
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t n = std::min(kBlock, end - i);
     const float* x = load(args.x, i, n, x_buffer);
     const float* next = load(args.x_next, i, n, next_buffer);
     const float* v = load(args.v, i, n, v_buffer);
-    for (int64_t j = 0; j < n; ++j) difference[j] = next[j] - a * x[j] - b * v[j];
-    sums[0] += sum_of_squares(difference, n);
+    for (int64_t j = 0; j < n; ++j) residual[j] = next[j] - a * x[j] - b * v[j];
+    sums[0] += sum_of_squares(residual, n);
     for (int k = 0; k < 2; ++k) {
       if (args.other[k].data == nullptr) continue;
       const float* other = load(args.other[k], i, n, other_buffer);
       for (int64_t j = 0; j < n; ++j) difference[j] = v[j] - other[j];
       sums[1 + k] += sum_of_squares(difference, n);
+    }
+    if (!args.errors) continue;
+    if (args.other[1].data == nullptr) std::fill(difference, difference + n, 0.0f);  // v stands for v_old
+    for (int k = 0; k < 2; ++k) {
+      const float share = (k == 0 ? 1 - args.beta : 1 + args.beta) * b;
+      for (int64_t j = 0; j < n; ++j) other_buffer[j] = residual[j] + share * difference[j];
+      sums[3 + k] += sum_of_magnitudes(other_buffer, n);
     }
   }
 }

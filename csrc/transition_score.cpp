@@ -22,26 +22,32 @@ const float* floats(const Tensor& tensor) { return static_cast<const float*>(ten
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> transition_score(const Tensor& x, const Tensor& x_next, const Tensor& v,
-                                                    const std::optional<Tensor>& v_anchor,
-                                                    const std::optional<Tensor>& v_old, const Tensor& coefs,
-                                                    const Tensor& step) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> transition_score(const Tensor& x, const Tensor& x_next,
+                                                                    const Tensor& v,
+                                                                    const std::optional<Tensor>& v_anchor,
+                                                                    const std::optional<Tensor>& v_old,
+                                                                    const Tensor& coefs, const Tensor& step,
+                                                                    std::optional<double> beta) {
   const Inputs in(x, x_next, v, v_anchor, v_old, coefs, step);
   const int64_t samples = in.xs.count(), numel = in.xs.numel(), chunks = chunks_of(numel);
-  std::vector<double> sums(samples * chunks * 3);
+  std::vector<double> sums(samples * chunks * 5);
   for_each_chunk(in.xs, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
-    loops().score(in[i], begin, end, &sums[(i * chunks + chunk) * 3]);
+    ScoreArgs args = in[i];
+    args.errors = beta.has_value();
+    args.beta = static_cast<float>(beta.value_or(0));
+    loops().score(args, begin, end, &sums[(i * chunks + chunk) * 5]);
   });
-  Tensor out[3] = {new_floats(x, {samples}), new_floats(x, {samples}), new_floats(x, {samples})};
+  Tensor out[5] = {new_floats(x, {samples}), new_floats(x, {samples}), new_floats(x, {samples}),
+                   new_floats(x, {samples}), new_floats(x, {samples})};
   for (int64_t i = 0; i < samples; ++i) {
     const Row row = in.rows[i];
-    for (int k = 0; k < 3; ++k) {
-      const double mean = mean_of_chunks(sums, i, numel, 3, k);
-      const double value = k == 0 ? row.w * mean + row.k : row.m * mean;
+    for (int k = 0; k < 5; ++k) {
+      const double mean = mean_of_chunks(sums, i, numel, 5, k);
+      const double value = k == 0 ? row.w * mean + row.k : k < 3 ? row.m * mean : mean;
       static_cast<float*>(out[k].mutable_data_ptr())[i] = static_cast<float>(value);
     }
   }
-  return {out[0], out[1], out[2]};
+  return {out[0], out[1], out[2], out[3], out[4]};
 }
 
 Tensor transition_score_backward(const Tensor& grad_logp, const Tensor& grad_kl_anchor, const Tensor& grad_kl_old,
@@ -71,8 +77,8 @@ Tensor transition_score_backward(const Tensor& grad_logp, const Tensor& grad_kl_
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sage_fast_cpu, m) {
   m.def(
-      "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step)"
-      " -> (Tensor, Tensor, Tensor)");
+      "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step,"
+      " float? beta) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "transition_score_backward(Tensor grad_logp, Tensor grad_kl_anchor, Tensor grad_kl_old, Tensor x, Tensor x_next,"
       " Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step) -> Tensor");

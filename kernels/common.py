@@ -212,6 +212,8 @@ def _reduce_kernel(
     logp_ptr,
     kl_anchor_ptr,
     kl_old_ptr,
+    error_plus_ptr,
+    error_minus_ptr,
     inverse_numel,
     steps,
     programs,
@@ -219,7 +221,7 @@ def _reduce_kernel(
     STEP_STRIDE: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):
-    """Reduce partial sums `[B, OUTPUTS, programs]` to logp `[B]`, and to both KLs `[B]` if OUTPUTS is 3."""
+    """Reduce partial sums `[B, OUTPUTS, programs]` to logp, and to both KLs and errors if OUTPUTS is 5."""
     sample = tl.program_id(0).to(tl.int64)
     _, _, _, w, k, m, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
     column = tl.arange(0, PARTIALS)
@@ -227,11 +229,15 @@ def _reduce_kernel(
     row_ptr = partial_ptr + sample * OUTPUTS * programs
     square = tl.sum(tl.load(row_ptr + column, mask=mask, other=0.0)) * inverse_numel
     tl.store(logp_ptr + sample, tl.fma(w, square, k))
-    if OUTPUTS == 3:
+    if OUTPUTS == 5:
         anchor = tl.sum(tl.load(row_ptr + programs + column, mask=mask, other=0.0)) * inverse_numel
         tl.store(kl_anchor_ptr + sample, m * anchor)
         old = tl.sum(tl.load(row_ptr + 2 * programs + column, mask=mask, other=0.0)) * inverse_numel
         tl.store(kl_old_ptr + sample, m * old)
+        plus = tl.sum(tl.load(row_ptr + 3 * programs + column, mask=mask, other=0.0)) * inverse_numel
+        tl.store(error_plus_ptr + sample, plus)
+        minus = tl.sum(tl.load(row_ptr + 4 * programs + column, mask=mask, other=0.0)) * inverse_numel
+        tl.store(error_minus_ptr + sample, minus)
 
 
 def split(numel: int) -> tuple[int, int]:
@@ -260,7 +266,7 @@ def reduce(partial: Tensor, coefs: Tensor, step: Tensor, numel: int) -> list[Ten
         coefs,
         step,
         *results,
-        *[None] * (3 - outputs),
+        *[None] * (5 - outputs),
         1 / max(numel, 1),
         len(coefs),
         count,

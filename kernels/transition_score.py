@@ -1,9 +1,11 @@
-"""Score a stored transition on the GPU: log-prob and both KLs in one pass, the gradient in v in another.
+"""Score a stored transition on the GPU: log-prob, both KLs and both errors in one pass, the gradient in v in another.
 
-    logp      = w mean((x_next - a x - b v)^2) + k
-    kl_anchor = m mean((v - v_anchor)^2)
-    kl_old    = m mean((v - v_old)^2)
-    dv        = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
+    logp        = w mean((x_next - a x - b v)^2) + k
+    kl_anchor   = m mean((v - v_anchor)^2)
+    kl_old      = m mean((v - v_old)^2)
+    error_plus  = mean |x_next - a x - b v + (1-beta) b (v - v_old)|
+    error_minus = mean |x_next - a x - b v + (1+beta) b (v - v_old)|
+    dv          = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
 
 x, x_next, v, v_anchor, v_old `[B, ...]` flattened to `[B, numel]`, numel = D; coefs `[T, 6]`; step `[]` or `[B]`;
 results and their gradients `[B]`. Bytes per element with fp32 x and x_next and bf16 velocities: forward 12, backward 14
@@ -42,18 +44,20 @@ def _transition_score_fwd_kernel(
     coefs_ptr,
     step_ptr,
     partial_ptr,
+    beta,
     numel,
     steps,
     programs,
     HAS_ANCHOR: tl.constexpr,
     HAS_OLD: tl.constexpr,
+    HAS_BETA: tl.constexpr,
     STEP_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Store three sums of squares over this program's tiles. Grid `(B, programs)`."""
+    """Store three sums of squares and two of magnitudes over this program's tiles. Grid `(B, programs)`."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     a, b, _, _, _, _, _ = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
@@ -61,6 +65,8 @@ def _transition_score_fwd_kernel(
     total = tl.zeros([BLOCK // VEC, VEC], tl.float32)
     total_anchor = tl.zeros([BLOCK // VEC, VEC], tl.float32)
     total_old = tl.zeros([BLOCK // VEC, VEC], tl.float32)
+    total_plus = tl.zeros([BLOCK // VEC], tl.float32)  # per thread: sm_80 has too few registers for more
+    total_minus = tl.zeros([BLOCK // VEC], tl.float32)
     for turn in range(TILES):
         first = (program + turn * programs) * BLOCK
         start = sample * numel + first
@@ -74,10 +80,20 @@ def _transition_score_fwd_kernel(
         if HAS_OLD:
             difference = v - _load(v_old_ptr, start, inner, mask)
             total_old = tl.fma(difference, difference, total_old)
-    out_ptr = partial_ptr + sample * 3 * programs + program
+        if HAS_BETA:
+            plus = residual
+            minus = residual
+            if HAS_OLD:
+                plus = tl.fma((1.0 - beta) * b, difference, residual)
+                minus = tl.fma((1.0 + beta) * b, difference, residual)
+            total_plus += tl.sum(tl.abs(plus), axis=1)
+            total_minus += tl.sum(tl.abs(minus), axis=1)
+    out_ptr = partial_ptr + sample * 5 * programs + program
     tl.store(out_ptr, tl.sum(total))
     tl.store(out_ptr + programs, tl.sum(total_anchor))
     tl.store(out_ptr + 2 * programs, tl.sum(total_old))
+    tl.store(out_ptr + 3 * programs, tl.sum(total_plus))
+    tl.store(out_ptr + 4 * programs, tl.sum(total_minus))
 
 
 @triton.jit
@@ -134,7 +150,8 @@ def transition_score(
     v_old: Tensor | None,
     coefs: Tensor,
     step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    beta: float | None,
+) -> tuple[Tensor, ...]:
     """Launch the forward; arguments as `sage_fast::transition_score`. Copies inputs that are not contiguous.
 
     A step outside the table cannot be reported without synchronising; its sample comes back as nan.
@@ -142,10 +159,9 @@ def transition_score(
     x, x_next, v, v_anchor, v_old, coefs, step = contiguous(x, x_next, v, v_anchor, v_old, coefs, step)
     batch, numel = len(x), x[:1].numel()
     if batch == 0:
-        logp, kl_anchor, kl_old = (x.new_empty(0, dtype=torch.float32) for _ in range(3))
-        return logp, kl_anchor, kl_old
+        return tuple(x.new_empty(0, dtype=torch.float32) for _ in range(5))
     count, tiles = split(numel)
-    partial = torch.empty(batch, 3, count, dtype=torch.float32, device=x.device)
+    partial = torch.empty(batch, 5, count, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         if numel > 0:
             _transition_score_fwd_kernel[(batch, count)](
@@ -157,11 +173,13 @@ def transition_score(
                 coefs,
                 step,
                 partial,
+                beta,
                 numel,
                 len(coefs),
                 count,
                 HAS_ANCHOR=v_anchor is not None,
                 HAS_OLD=v_old is not None,
+                HAS_BETA=beta is not None,
                 STEP_STRIDE=step.ndim,
                 ALIGNED=numel % 16 == 0,
                 TILES=tiles,
@@ -169,8 +187,7 @@ def transition_score(
                 VEC=vec(x, x_next, v, v_anchor, v_old),
                 **LAUNCH_OPTIONS,
             )
-        logp, kl_anchor, kl_old = reduce(partial, coefs, step, numel)
-    return logp, kl_anchor, kl_old
+        return tuple(reduce(partial, coefs, step, numel))
 
 
 def transition_score_backward(

@@ -323,7 +323,7 @@ class Trainer:
     def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, Tensor, Tensor]:
         """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
-        log_prob, kl_anchor, kl_old = self.replay.score(batch, micro)
+        log_prob, kl_anchor, kl_old, *mean_errors = self.replay.score(batch, micro)
         scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
         old = batch.trajectories.log_prob_old(micro, log_prob)
         config, row = self.config, Row(*batch.coefs[steps].unbind(1))
@@ -337,6 +337,7 @@ class Trainer:
             objective=config.objective,
             kl=config.kl,
             row=row,
+            mean_errors=mean_errors,
         )
         numel = math.prod(self.latent_shape)
         policy, kl = gradient_norms(loss, log_prob, old, kl_old, row, numel, kl=config.kl)

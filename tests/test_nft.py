@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from sage_fast.algorithm.objective import Loss, sage_loss
+from sage_fast.algorithm.objective import Loss, sage_loss, scores_noised_samples
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.algorithm.transitions import forward_table, sigma_schedule
 from sage_fast.config.schema import KLConfig, ObjectiveConfig, Reduction
@@ -16,7 +16,8 @@ from sage_fast.ops.philox import STREAM_TRANSITION, philox_normal
 from sage_fast.rewards import Reward
 from sage_fast.rollout.trajectories import NoisedSamples
 from sage_fast.util.errors import UserError
-from tests.tiny import CPU, BrightnessReward, settings, tiny_trainer
+from tests.test_objective import rolled_out
+from tests.tiny import CPU, BrightnessReward, perturb, settings, tiny_trainer
 
 TABLE = forward_table(sigma_schedule(4, 3.0))
 NFT = {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"}
@@ -48,7 +49,7 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
         expected = (r * squares[0] + (1 - r) * squares[1] - squares[2]) * 5 / beta
         if reduction == "unscaled":
             expected = expected * s.flatten().square()
-        log_prob, kl_anchor, kl_old = scored(v)
+        log_prob, kl_anchor, kl_old, *_ = scored(v)
         loss = sage_loss(
             log_prob, kl_anchor, kl_old, log_prob_old=scored(v_old)[0], advantage=advantage,
             equalizer=TABLE.equalizer(reduction), kl_weight=1.0, objective=objective, kl=KLConfig(strategy="none"),
@@ -81,12 +82,15 @@ class Noised:
 
     def loss(self, v: torch.Tensor, objective: ObjectiveConfig) -> Loss:
         coefs, steps = TABLE.coefficients(v[0].numel(), objective.log_prob), torch.arange(4)
-        log_prob, kl_anchor, kl_old = transition_score(self.x, self.x0, v, coefs, steps, v_old=self.v_old)
-        old, _, _ = transition_score(self.x, self.x0, self.v_old, coefs, steps)
+        log_prob, kl_anchor, kl_old, *mean_errors = transition_score(
+            self.x, self.x0, v, coefs, steps, v_old=self.v_old, beta=objective.nft_beta
+        )
+        old, *_ = transition_score(self.x, self.x0, self.v_old, coefs, steps)
         return sage_loss(
             log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=self.advantage, kl_weight=1.0, objective=objective,
             equalizer=TABLE.equalizer(objective.log_prob), kl=KLConfig(strategy="none"),
             bias=TABLE.log_ratio_bias(objective.log_prob), row=Row(*coefs[steps].unbind(1)),
+            mean_errors=mean_errors,
         )  # fmt: skip
 
     def error(self, v: torch.Tensor) -> torch.Tensor:
@@ -130,18 +134,23 @@ def test_clipped_matching_by_hand() -> None:
     assert 0 < loss.clipped.sum() < 4
 
 
-def adaptive(noised: Noised, v: torch.Tensor, beta: float, mean_of: Any) -> torch.Tensor:
-    """Loss of DiffusionNFT's code: clamp / beta times the branches' errors on x0, each divided by `mean_of` it."""
-    r, total = 0.5 + noised.advantage / 10, torch.zeros(4, dtype=torch.float64)
-    for share, sign in ((r, 1), (1 - r, -1)):
-        branch = (1 - sign * beta) * noised.v_old + sign * beta * v
-        error = (noised.x - noised.s * branch) - noised.x0
-        total = total + share * error.square().mean(1) / mean_of(error.detach())
-    return 5 / beta * total
+def adaptive(
+    x: Tensor, x0: Tensor, s: Tensor, v: Tensor, v_old: Tensor, advantage: Tensor, objective: ObjectiveConfig
+) -> Tensor:
+    """Loss of DiffusionNFT's code, float64 `[B]`: each branch's x0_hat, weighed by its own mean absolute error."""
+    x, x0, v, v_old, advantage = (value.double() for value in (x, x0, v, v_old, advantage))
+    beta, s, over = objective.nft_beta, s.double().view(-1, *[1] * (x.ndim - 1)), tuple(range(1, x.ndim))
+    positive, negative = beta * v + (1 - beta) * v_old, (1 + beta) * v_old - beta * v
 
+    def branch(prediction: Tensor) -> Tensor:
+        x0_hat = x - s * prediction
+        with torch.no_grad():
+            weight = (x0_hat - x0).abs().mean(over, keepdim=True).clip(min=1e-5)
+        return ((x0_hat - x0).square() / weight).mean(over)
 
-def rms_as_mean(error: torch.Tensor) -> torch.Tensor:
-    return (2 / torch.pi) ** 0.5 * error.square().mean(1).sqrt()
+    clamp = objective.advantage_clamp
+    r = advantage / clamp / 2 + 0.5
+    return clamp / beta * (r * branch(positive) + (1 - r) * branch(negative))
 
 
 @pytest.mark.parametrize("by", [0.0, 0.3])
@@ -150,25 +159,49 @@ def rms_as_mean(error: torch.Tensor) -> torch.Tensor:
 def test_adaptive_weighting_by_hand(reduction: Reduction, beta: float, by: float) -> None:
     """The loss is the same with every reduction."""
     noised = Noised()
-    v = noised.moved(by)
-    loss = noised.loss(v, ObjectiveConfig(surrogate="nft_adaptive", nft_beta=beta, log_prob=reduction))
-    expected = adaptive(noised, v, beta, rms_as_mean)
+    v, objective = noised.moved(by), ObjectiveConfig(surrogate="nft_adaptive", nft_beta=beta, log_prob=reduction)
+    loss = noised.loss(v, objective)
+    expected = adaptive(noised.x, noised.x0, noised.s, v, noised.v_old, noised.advantage, objective)
     torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-5)
     check_gradient(loss.total, expected, v, rtol=1e-4)
 
 
-def test_how_far_the_rms_is_from_the_mean_error() -> None:
-    """They differ by 1 % for normal errors of 4,096 elements, by 13 % for longer tails, by 8 % for bounded errors."""
-    noised = Noised(4096)
-    v = noised.moved(0.3)
-    exact, ours = (adaptive(noised, v, 1.0, mean_of) for mean_of in (lambda e: e.abs().mean(1), rms_as_mean))
-    check_gradient(ours, exact, v, rtol=0.02)
-    generator = torch.Generator().manual_seed(0)
-    uniform = 2 * torch.rand(1, 100_000, generator=generator) - 1
-    laplace = torch.log1p(-uniform.abs()) * uniform.sign()
-    normal = torch.randn(1, 100_000, generator=generator)
-    found = [float(rms_as_mean(error) / error.abs().mean(1)) for error in (normal, laplace, uniform)]
-    assert found == pytest.approx([1.0, 2 / torch.pi**0.5, (8 / 3 / torch.pi) ** 0.5], rel=0.01)
+def test_a_branch_without_an_error_is_finite() -> None:
+    """With beta 1 and v = v_old = target both predictions are x0; the weight is 1e-5, as in the published code."""
+    noised = Noised()
+    noised.v_old = noised.target
+    v, objective = noised.moved(1e-7), ObjectiveConfig(surrogate="nft_adaptive", log_prob="unscaled")
+    expected = adaptive(noised.x, noised.x0, noised.s, v, noised.v_old, noised.advantage, objective)
+    loss = noised.loss(v, objective)
+    torch.testing.assert_close(loss.total.double(), expected, rtol=0, atol=1e-6)
+    assert torch.autograd.grad(loss.total.sum(), v)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_training_has_the_loss_of_the_published_code(updates: int) -> None:
+    """Loss of an iteration's transitions from the velocities that the policy and the rollout's policy give there."""
+    overrides = NFT | {"objective__surrogate": "nft_adaptive", "objective__nft_beta": 0.3, "sampling__steps": 3}
+    trainer = tiny_trainer(settings(**overrides, train__group_size=2, train__optimizer_steps=updates))
+    perturb(trainer, 0.02, seed=8)
+    batch, transitions = rolled_out(trainer)
+    v_old = trainer.replay.velocity(batch, transitions).detach()
+    if scores_noised_samples(trainer.config):
+        trainer.replay.score_noised(batch)
+        perturb(trainer, 0.1, seed=9)
+    stored = batch.trajectories
+    x, x0 = stored.gather(stored.states, transitions), stored.next_states(transitions)
+    samples, steps = (torch.tensor(indices) for indices in zip(*transitions))
+    v = trainer.replay.velocity(batch, transitions)
+    s, advantage = trainer.full_table.sigmas[steps], batch.advantages[samples]
+    expected = adaptive(x, x0, s, v, v_old, advantage, trainer.config.objective)
+    ours = trainer._loss(batch, transitions)[0].total
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
+    gradients = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss.sum(), trainer.engine.parameters)])
+        for loss in (ours, expected)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4 * float(gradients[1].abs().max()))
+    assert v.equal(v_old) == (updates == 1)
 
 
 def test_final_samples_are_noised_by_their_own_seeds() -> None:

@@ -44,8 +44,8 @@ def drawn(
     coefs = exact_coefficients(table, objective.log_prob)
     at = torch.tensor(step)
     v = (v_old + moved * direction / direction[0].square().mean().sqrt()).requires_grad_()
-    old, _, _ = transition_score(x, x_next, v_old, coefs, at)
-    log_prob, kl_anchor, kl_old = transition_score(x, x_next, v, coefs, at, v_old=v_old)
+    old, *_ = transition_score(x, x_next, v_old, coefs, at)
+    log_prob, kl_anchor, kl_old, *_ = transition_score(x, x_next, v, coefs, at, v_old=v_old)
     ones = torch.ones(samples, dtype=torch.float64)
     loss = sage_loss(
         log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=ones, kl_weight=0.0, objective=objective,

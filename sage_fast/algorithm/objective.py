@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -89,19 +89,21 @@ def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Squared errors of the velocity on a noised sample, each `[B]` and a mean over the elements.
+    """Errors of x0_hat = x_s - s v, each `[B]` and a mean over the elements; `plus` and `minus` have no gradient.
 
     Attributes:
-        present: mean((v - target)^2); the target is the new noise minus the final sample.
-        rollout: mean((v_old - target)^2).
-        moved: mean((v - v_old)^2).
-        sigma: noise level.
+        present: mean((x0_hat - x0)^2) of v.
+        rollout: the same of v_old.
+        moved: mean((s (v - v_old))^2).
+        plus: mean |x0_hat - x0| of v+.
+        minus: the same of v-.
     """
 
     present: Tensor
     rollout: Tensor
     moved: Tensor
-    sigma: Tensor
+    plus: Tensor
+    minus: Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ class Scored:
         kl_old: KL to the rollout policy, in closed form.
         drift: bias x KL, which is minus the expected plain log-ratio under the rollout policy.
         advantage: A_i.
-        errors: squared errors of the velocity, for a row that uses them.
+        errors: errors of the predicted final sample, for a row that uses them.
     """
 
     log_ratio: Tensor
@@ -160,27 +162,15 @@ def _nft(scored: Scored, objective: ObjectiveConfig) -> Tensor:
     return scored.advantage * scored.log_ratio - objective.nft_beta * objective.advantage_clamp * scored.drift
 
 
-MEAN_OVER_RMS = math.sqrt(2 / math.pi)
-"""mean |e| / rms(e) of normally distributed e."""
-
-
 def _nft_adaptive(scored: Scored, objective: ObjectiveConfig) -> Tensor:
-    """Negative DiffusionNFT loss on x0, each branch divided by its mean error, times advantage_clamp / beta.
-
-    The published code divides by mean |x0_hat - x0|, without a gradient. Here it is MEAN_OVER_RMS times the rms.
-    """
+    """Negative DiffusionNFT loss on x0, each branch divided by its mean error, times advantage_clamp / beta."""
     errors, beta, clamp = scored.errors, objective.nft_beta, objective.advantage_clamp
     assert errors is not None
     even = errors.rollout + beta**2 * errors.moved
     odd = beta * (errors.present - errors.rollout - errors.moved)
     share = 0.5 + 0.5 * scored.advantage / clamp
-
-    def adapted(error: Tensor) -> Tensor:
-        """|x0_hat - x0|^2 / mean |x0_hat - x0| of a branch; sigma^2 error is the squared error on x0."""
-        mean = MEAN_OVER_RMS * errors.sigma * error.detach().clamp(min=0).sqrt()
-        return errors.sigma**2 * error / mean.clamp(min=1e-5)
-
-    return -clamp / beta * (share * adapted(even + odd) + (1 - share) * adapted(even - odd))
+    plus, minus = (even + odd) / errors.plus.clamp(min=1e-5), (even - odd) / errors.minus.clamp(min=1e-5)
+    return -clamp / beta * (share * plus + (1 - share) * minus)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,8 +184,8 @@ class SurrogateRow:
             `ratio/clip_fraction`.
         uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
         uses_kl: needs the KL to the rollout policy in closed form.
-        uses_errors: needs the squared errors of the velocity, and weighs the noise levels itself; only on noised
-            samples.
+        uses_errors: needs the errors of the predicted final sample, and weighs the noise levels itself; only on
+            noised samples.
         centred: adds the KL to the rollout policy to the log-ratio, whatever `objective.ratio` says.
         scores_rollout: scores the steps of the rollout (reverse process), which itself yields their log-probs and
             velocities; otherwise the final samples with new noise (forward process, docs/math.md).
@@ -381,6 +371,7 @@ def sage_loss(
     kl: KLConfig,
     bias: Tensor | float = 1.0,
     row: Row | None = None,
+    mean_errors: Sequence[Tensor] = (),
 ) -> Loss:
     """Compute the whole loss from the outputs of `transition_score`; all tensors are `[B]`.
 
@@ -394,12 +385,13 @@ def sage_loss(
         kl_weight: lambda_KL.
         bias: `TransitionTable.log_ratio_bias` of each transition.
         row: coefficients of each transition, for a surrogate that uses errors.
+        mean_errors: error_plus and error_minus, for the same.
     """
     surrogate, strategy = surrogate_of(objective), strategy_of(kl)
     log_ratio, errors = log_prob - log_prob_old, None
     if surrogate.uses_errors:
         assert row is not None
-        errors = squared_errors(log_prob, log_prob_old, kl_old, row)
+        errors = errors_on_x0(log_prob, log_prob_old, kl_old, row, mean_errors)
     weight = equalizer if equalizes(objective) else torch.ones_like(equalizer)
     if centres_ratio(objective):
         # kl_old keeps its gradient: it cancels the part of the log-ratio's gradient that is quadratic in v - v_old.
@@ -425,10 +417,11 @@ def sage_loss(
     )
 
 
-def squared_errors(log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, row: Row) -> Errors:
-    """Return the squared errors behind the log-probs of noised samples, where the residual is b (target - v)."""
-    present, rollout = ((value - row.k) / (row.w * row.b.square()) for value in (log_prob, log_prob_old))
-    return Errors(present=present, rollout=rollout, moved=kl_old / row.m, sigma=row.b.abs())
+def errors_on_x0(log_prob: Tensor, log_prob_old: Tensor, kl_old: Tensor, row: Row, means: Sequence[Tensor]) -> Errors:
+    """Return the errors behind the scores of noised samples, where the residual is x0 - x0_hat and b is -s."""
+    present, rollout = ((value - row.k) / row.w for value in (log_prob, log_prob_old))
+    moved, (plus, minus) = row.b.square() * kl_old / row.m, means
+    return Errors(present=present, rollout=rollout, moved=moved, plus=plus, minus=minus)
 
 
 def gradient_norms(

@@ -1,14 +1,16 @@
 """Score a stored transition under the current policy: log-prob and both KLs, differentiable in the velocity.
 
-    logp      = w mean((x_next - a x - b v)^2) + k
-    kl_anchor = m mean((v - v_anchor)^2)             position term of the dual KL (Eq. 13), 0 without v_anchor
-    kl_old    = m mean((v - v_old)^2)                velocity term in closed form (Eq. 12), 0 without v_old
+    logp        = w mean((x_next - a x - b v)^2) + k
+    kl_anchor   = m mean((v - v_anchor)^2)           position term of the dual KL (Eq. 13), 0 without v_anchor
+    kl_old      = m mean((v - v_old)^2)              velocity term in closed form (Eq. 12), 0 without v_old
+    error_plus  = mean |x_next - a x - b v+|         v+ = (1-beta) v_old + beta v, 0 without beta
+    error_minus = mean |x_next - a x - b v-|         v- = (1+beta) v_old - beta v, 0 without beta
 
     dv = 2/D [ -g_logp w b (x_next - a x - b v) + g_anchor m (v - v_anchor) + g_old m (v - v_old) ]
 
-D is the number of elements per sample. Forward and backward each read every input once; the backward writes dv once.
-No intermediate of latent size is stored. Bytes per element with fp32 x and x_next and bf16 velocities: forward 12,
-backward 14 (with v_anchor, without v_old).
+D is the number of elements per sample. The errors weigh the branches of DiffusionNFT and have no gradient. Forward and
+backward each read every input once; the backward writes dv once. No intermediate of latent size is stored. Bytes per
+element with fp32 x and x_next and bf16 velocities: forward 12, backward 14 (with v_anchor, without v_old).
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row
 from sage_fast.ops._dispatch import register
 
 LIBRARY.define(
-    "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step)"
-    " -> (Tensor, Tensor, Tensor)"
+    "transition_score(Tensor x, Tensor x_next, Tensor v, Tensor? v_anchor, Tensor? v_old, Tensor coefs, Tensor step,"
+    " float? beta) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "transition_score_backward(Tensor grad_logp, Tensor grad_kl_anchor, Tensor grad_kl_old, Tensor x, Tensor x_next,"
@@ -39,8 +41,9 @@ def transition_score(
     step: Tensor,
     v_anchor: Tensor | None = None,
     v_old: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-prob of `x_next` given `x`, and the KLs to the anchor and to the rollout policy.
+    beta: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the log-prob of `x_next` given `x`, the KLs to the anchor and to the rollout policy, and two mean errors.
 
     Args:
         x: `[B, ...]` latents before the transition, float32 or bfloat16.
@@ -49,10 +52,12 @@ def transition_score(
         coefs: float32 `[T, 6]` from `TransitionTable.coefficients`.
         step: int64 `[]` or `[B]`; a training batch may mix steps.
         v_anchor: `[B, ...]` velocity of the anchor, or None.
-        v_old: `[B, ...]` velocity of the rollout policy, or None.
+        v_old: `[B, ...]` velocity of the rollout policy, or None, which stands for v in the errors.
+        beta: weight of v in DiffusionNFT's positive and negative predictions, or None if their errors are not needed.
 
     Returns:
-        logp, kl_anchor, kl_old, each float32 `[B]`; all 0 at steps with c = 0.
+        logp, kl_anchor, kl_old, error_plus, error_minus, each float32 `[B]`; the first three are 0 at steps with c = 0.
+        The errors have no gradient.
 
     Raises:
         ValueError: the shape, dtype or device of a tensor does not fit.
@@ -60,8 +65,7 @@ def transition_score(
     check(x, coefs, step, {"x_next": x_next, "v": v, "v_anchor": v_anchor, "v_old": v_old}, {})
     if x_next.dtype != x.dtype:
         raise ValueError(f"x_next: expected the dtype of x {x.dtype}, got {x_next.dtype}")
-    logp, kl_anchor, kl_old = torch.ops.sage_fast.transition_score(x, x_next, v, v_anchor, v_old, coefs, step)
-    return logp, kl_anchor, kl_old
+    return torch.ops.sage_fast.transition_score(x, x_next, v, v_anchor, v_old, coefs, step, beta)
 
 
 def transition_score_reference(
@@ -72,7 +76,8 @@ def transition_score_reference(
     v_old: Tensor | None,
     coefs: Tensor,
     step: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    beta: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Specification in plain PyTorch; autograd can differentiate it."""
     dtype = compute_dtype(x)
     coef = row(coefs, step, x)
@@ -83,7 +88,12 @@ def transition_score_reference(
         torch.zeros_like(coef.m) if other is None else coef.m * sample_mean((v - other.to(dtype)).square())
         for other in (v_anchor, v_old)
     )
-    return logp, kl_anchor, kl_old
+    error_plus, error_minus = torch.zeros_like(logp), torch.zeros_like(logp)
+    if beta is not None:
+        shift = 0 if v_old is None else per_sample(coef.b, x) * (v - v_old.to(dtype))
+        error_plus = sample_mean((residual + (1 - beta) * shift).abs()).detach()
+        error_minus = sample_mean((residual + (1 + beta) * shift).abs()).detach()
+    return logp, kl_anchor, kl_old, error_plus, error_minus
 
 
 def transition_score_backward_reference(
@@ -116,8 +126,8 @@ register("transition_score_backward", transition_score_backward_reference)
 
 
 @torch.library.register_fake("sage_fast::transition_score", lib=LIBRARY)
-def _fake(x, x_next, v, v_anchor, v_old, coefs, step):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape[0], dtype=compute_dtype(x)) for _ in range(3))
+def _fake(x, x_next, v, v_anchor, v_old, coefs, step, beta):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape[0], dtype=compute_dtype(x)) for _ in range(5))
 
 
 @torch.library.register_fake("sage_fast::transition_score_backward", lib=LIBRARY)
@@ -128,12 +138,13 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.mark_non_differentiable(*output[3:])
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    dv = torch.ops.sage_fast.transition_score_backward(*grads, *ctx.saved_tensors)
-    return None, None, dv, None, None, None, None
+    dv = torch.ops.sage_fast.transition_score_backward(*grads[:3], *ctx.saved_tensors)
+    return None, None, dv, None, None, None, None, None
 
 
 torch.library.register_autograd("sage_fast::transition_score", _backward, setup_context=_setup_context, lib=LIBRARY)

@@ -65,7 +65,7 @@ def check_parity(replay: Replay, batch: Batch, biases: Tensor, equalizer: Tensor
         return [*micros, *micros[-1:] * policy.states.missing(len(micros))]
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        log_prob, _, kl = replay.score(batch, micro, v_old)
+        log_prob, _, kl, *_ = replay.score(batch, micro, v_old)
         index = on_device([t for _, t in micro], policy.device)
         change = (log_prob - batch.trajectories.log_prob_old(micro, log_prob)).detach()
         return change, kl if row.uses_kl else biases[index] * kl

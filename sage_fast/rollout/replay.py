@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import stores_rollout_velocities
+from sage_fast.algorithm.objective import stores_rollout_velocities, surrogate_of
 from sage_fast.algorithm.schedule import Transition
 from sage_fast.config.schema import Config
 from sage_fast.models.policy import Policy, State
@@ -47,8 +47,8 @@ class Replay:
 
     def score(
         self, batch: Batch, micro: Sequence[Transition], v_old: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a forward at `micro`; return log-probs, KL to the anchor and KL to the rollout, each float32 `[B]`.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Run a forward at `micro`; return the outputs of `transition_score`, each float32 `[B]`.
 
         `v_old`, if given, replaces the rollout's stored velocity.
         """
@@ -57,7 +57,9 @@ class Replay:
         v, step = self.velocity(batch, micro, x), on_device([t for _, t in micro], self.policy.device)
         if v_old is None and stores_rollout_velocities(self.config):
             v_old = stored.gather(stored.velocities, micro)
-        return transition_score(x, stored.next_states(micro), v, batch.coefs, step, batch.anchor_of(micro), v_old)
+        x_next, v_anchor, objective = stored.next_states(micro), batch.anchor_of(micro), self.config.objective
+        beta = objective.nft_beta if surrogate_of(objective).uses_errors else None
+        return transition_score(x, x_next, v, batch.coefs, step, v_anchor, v_old, beta)
 
     def velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor | None = None) -> Tensor:
         """Return the guided velocity `[B, C, T, H, W]` at the stored latents; pass `x` if already gathered."""

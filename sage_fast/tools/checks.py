@@ -90,7 +90,7 @@ def check_transition_step(kernels: Kernels, *arguments: Any) -> Iterator[Compari
     # The log-prob belongs to the value as stored, so the references score that value.
     plain, exact = (
         transition_score_reference(
-            x.to(dtype), x_next.to(dtype), guided(v, v_uncond, guidance, dtype), None, None, coefs, step
+            x.to(dtype), x_next.to(dtype), guided(v, v_uncond, guidance, dtype), None, None, coefs, step, None
         )[0]
         for dtype in (torch.float32, torch.float64)
     )
@@ -98,13 +98,13 @@ def check_transition_step(kernels: Kernels, *arguments: Any) -> Iterator[Compari
 
 
 def check_transition_score(kernels: Kernels, *arguments: Any) -> Iterator[Comparison]:
-    """Compare the operator on `arguments`: x, x_next, v, v_anchor, v_old, coefs, step."""
-    names = ("logp", "kl_anchor", "kl_old")
+    """Compare the operator on `arguments`: x, x_next, v, v_anchor, v_old, coefs, step, beta."""
+    names = ("logp", "kl_anchor", "kl_old", "error_plus", "error_minus")
     yield from compare(names, kernels("transition_score"), transition_score_reference, *arguments)
     x = arguments[0]
     grads = (torch.randn(len(x), device=x.device) for _ in range(3))
     backward = kernels("transition_score_backward")
-    yield from compare(["dv"], backward, transition_score_backward_reference, *grads, *arguments)
+    yield from compare(["dv"], backward, transition_score_backward_reference, *grads, *arguments[:-1])
 
 
 def check_norm_modulate(
@@ -171,11 +171,11 @@ def example(operator: str, device: torch.device, dtype: torch.dtype) -> list[Any
         table = transition_table(sigma_schedule(20, 5.0), "flow", 0.7)
         coefs = table.coefficients(math.prod(shape[1:])).to(device)
         step = torch.tensor(7, device=device)
-        x, v, other = random(*shape, dtype=torch.float32), random(*shape), random(*shape)
+        x, v, other, old = random(*shape, dtype=torch.float32), *(random(*shape) for _ in range(3))
         if operator == "transition_step":
             return [x, v, other, torch.tensor(6.0, device=device), coefs, step, torch.arange(3, device=device)]
         x_next = float(table.a[7]) * x + float(table.b[7]) * v.float() + float(table.c[7]) * torch.randn_like(x)
-        return [x, x_next, v, other, None, coefs, step]
+        return [x, x_next, v, other, old, coefs, step, 0.3]
     if operator == "norm_rotate":
         angles = 6.3 * torch.rand(75, 32, device=device)
         rotary = torch.stack([angles.cos(), angles.sin()], dim=-1)

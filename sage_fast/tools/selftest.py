@@ -115,7 +115,7 @@ def inputs(operator: str, device: torch.device) -> list[Any]:
     x, v, other = (torch.randn(shape, device=device, dtype=kind) for kind in (torch.float32, dtype, dtype))
     if operator == "transition_step":
         return [x, v, None, None, coefs, step, torch.arange(shape[0], device=device)]
-    return [x, torch.randn_like(x), v, other, None, coefs, step]
+    return [x, torch.randn_like(x), v, other, None, coefs, step, None]
 
 
 def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:

@@ -220,7 +220,7 @@ def _gradients(trainer: Trainer, batch: Batch, t: int) -> Tensor:
         micro = [(i, t)]
         x = rows.gather(rows.states, micro)
         v = trainer.replay.velocity(batch, micro, x)
-        log_prob, _, _ = transition_score(x, rows.next_states(micro), v, batch.coefs, torch.tensor([t]))
+        log_prob, *_ = transition_score(x, rows.next_states(micro), v, batch.coefs, torch.tensor([t]))
         grad_v, *grads = torch.autograd.grad(log_prob.sum(), [v, *weights], allow_unused=True)
         whole = torch.cat(
             [(torch.zeros_like(w) if g is None else g).flatten() for w, g in zip(weights, grads)]

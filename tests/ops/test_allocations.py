@@ -45,7 +45,7 @@ def make(call: str, name: str, numel: int, device: torch.device) -> tuple[Call, 
     calls: dict[str, Call] = {
         "step": lambda: step(x, v, None, None, coefs, row, seed),
         "step with guidance": lambda: step(x, v, v, guidance, coefs, row, seed),
-        "score": lambda: score(x, x, v, v, v, coefs, row),
+        "score": lambda: score(x, x, v, v, v, coefs, row, 0.3),
         "score backward": lambda: backward(grad, grad, grad, x, x, v, v, v, coefs, row),
     }
     return calls[call], v.nbytes

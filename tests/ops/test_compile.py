@@ -40,7 +40,7 @@ from sage_fast.models.projection import room_for
 
 names = ("_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel")
 odd = [
-    Specialisation(kernel=name, guidance=True, anchor=True, old=True, numel=numel)
+    Specialisation(kernel=name, guidance=True, anchor=True, old=True, beta="fwd" in name, numel=numel)
     for name in names
     for numel in ("1", "i64")
 ]
@@ -180,7 +180,7 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
     present = {name: isinstance(given.get(f"{name}_ptr"), Tensor) for name in ("v_uncond", "v_anchor", "v_old")}
     return Specialisation(
         kernel=kernel, x=x, v=v, guidance=present["v_uncond"], anchor=present["v_anchor"], old=present["v_old"],
-        one_step=given.get("STEP_STRIDE") == 0, outputs=given.get("OUTPUTS", 0),
+        beta=given.get("HAS_BETA", False), one_step=given.get("STEP_STRIDE") == 0, outputs=given.get("OUTPUTS", 0),
         weights=None if weights == x else weights, part=given.get("PART", 0),
         sums=given.get("MODULATION", given.get("WEIGHTS", False)), residual=given.get("RESIDUAL", False),
         gated=given.get("GATED", False),

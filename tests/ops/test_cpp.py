@@ -64,7 +64,8 @@ def check_step(x: Tensor, v: Tensor, v_uncond: Tensor | None, coefs: Tensor, ste
 def check_score(
     x: Tensor, x_next: Tensor, v: Tensor, v_anchor: Tensor | None, v_old: Tensor | None, coefs: Tensor, step: Tensor
 ) -> None:
-    assert_accurate(check_transition_score(kernels, x, x_next, v, v_anchor, v_old, coefs, step))
+    for beta in (None, 0.3):
+        assert_accurate(check_transition_score(kernels, x, x_next, v, v_anchor, v_old, coefs, step, beta))
 
 
 @pytest.mark.parametrize(("x_dtype", "v_dtype"), DTYPES, ids=str)
@@ -114,8 +115,8 @@ def test_same_bits_with_any_number_of_threads() -> None:
     for count in (1, 2, 3, 1):
         torch.set_num_threads(count)
         w = v.detach().requires_grad_()
-        outputs = transition_score(x, x_next, w, coefs, step, v_anchor, v_old)
-        gradient = torch.autograd.grad(outputs, w, [torch.ones(3)] * 3)[0]
+        outputs = transition_score(x, x_next, w, coefs, step, v_anchor, v_old, 0.3)
+        gradient = torch.autograd.grad(outputs[:3], w, [torch.ones(3)] * 3)[0]
         results.append([*transition_step(x, v, coefs, step, seed), *(o.detach() for o in outputs), gradient])
     torch.set_num_threads(threads)
     for other in results[1:]:
@@ -126,7 +127,7 @@ def test_same_bits_with_any_number_of_threads() -> None:
 def test_scoring_what_was_stepped(x_dtype: torch.dtype) -> None:
     x, _, v, _, _, coefs, step, seed = make((4, 32, 3, 6, 7), x_dtype, torch.bfloat16, "sage")
     x_next, rolled = transition_step(x, v, coefs, step, seed)
-    scored, _, _ = transition_score(x, x_next, v, coefs, step)
+    scored, *_ = transition_score(x, x_next, v, coefs, step)
     torch.testing.assert_close(scored, rolled, rtol=1e-6, atol=1e-6)
 
 
@@ -136,7 +137,7 @@ def test_schemas() -> None:
     ops = torch.ops.sage_fast
     torch.library.opcheck(ops.transition_step.default, (x, v, None, None, coefs, step, seed))
     torch.library.opcheck(
-        ops.transition_score.default, (x, x_next, v.requires_grad_(), v_anchor, None, coefs, step),
+        ops.transition_score.default, (x, x_next, v.requires_grad_(), v_anchor, None, coefs, step, 0.3),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

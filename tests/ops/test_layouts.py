@@ -38,7 +38,7 @@ def calls(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Iterator[tu
     x, x_next, v, anchor, old = (latents(3, 4, 5) for _ in range(5))
     step, grads = torch.tensor([0, 3, 5]), (row(3), row(3), row(3))
     yield "transition_step", (x, v, anchor, torch.tensor(6.0), coefs, step, torch.arange(3))
-    yield "transition_score", (x, x_next, v, anchor, old, coefs, step)
+    yield "transition_score", (x, x_next, v, anchor, old, coefs, step, 0.3)
     yield "transition_score_backward", (*grads, x, x_next, v, anchor, old, coefs, step)
 
     modulate = (latents(3, 4, 6), row(3, 6))

@@ -35,9 +35,11 @@ def test_step_by_hand() -> None:
 def test_score_by_hand() -> None:
     x, x_next, v, v_anchor, v_old = inputs()
     step = torch.tensor([0, 3, 5])
-    log_prob, kl_anchor, kl_old = transition_score(x, x_next, v, COEFS, step, v_anchor, v_old)
+    log_prob, kl_anchor, kl_old, *errors = transition_score(x, x_next, v, COEFS, step, v_anchor, v_old, 0.3)
     for i, t in enumerate(step.tolist()):
         a, b, c = COEFS[t, :3].double()
+        for error, branch in zip(errors, (0.7 * v_old + 0.3 * v, 1.3 * v_old - 0.3 * v)):
+            assert float(error[i]) == pytest.approx(float((x_next[i] - a * x[i] - b * branch[i]).abs().mean()))
         if c == 0:
             assert (float(log_prob[i]), float(kl_anchor[i]), float(kl_old[i])) == (0, 0, 0)
             continue
@@ -57,10 +59,12 @@ def test_score_gradient(anchors: int) -> None:
     others = (v_anchor if anchors > 0 else None, v_old if anchors > 1 else None)
     step = torch.tensor([0, 3, 5])
     v.requires_grad_()
-    assert torch.autograd.gradcheck(lambda w: transition_score(x, x_next, w, COEFS, step, *others), (v,))
+    assert torch.autograd.gradcheck(lambda w: transition_score(x, x_next, w, COEFS, step, *others, 0.3), (v,))
     upstream = [torch.randn(3, dtype=torch.float64) for _ in range(3)]
-    ours = torch.autograd.grad(transition_score(x, x_next, v, COEFS, step, *others), v, upstream)[0]
-    outputs = transition_score_reference(x, x_next, v, *others, COEFS, step)
+    scores = transition_score(x, x_next, v, COEFS, step, *others, 0.3)
+    assert not any(error.requires_grad for error in scores[3:])
+    ours = torch.autograd.grad(scores[:3], v, upstream)[0]
+    outputs = transition_score_reference(x, x_next, v, *others, COEFS, step, 0.3)
     used = [(out, grad) for out, grad in zip(outputs, upstream) if out.requires_grad]
     theirs = torch.autograd.grad([out for out, _ in used], v, [grad for _, grad in used])[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -70,7 +74,9 @@ def test_schemas() -> None:
     x, x_next, v, v_anchor, _ = inputs(torch.float32)
     step, seed = torch.tensor([0, 3, 5]), torch.arange(3)
     v.requires_grad_()
-    torch.library.opcheck(torch.ops.sage_fast.transition_score.default, (x, x_next, v, v_anchor, None, COEFS, step))
+    for beta in (None, 0.3):
+        arguments = (x, x_next, v, v_anchor, None, COEFS, step, beta)
+        torch.library.opcheck(torch.ops.sage_fast.transition_score.default, arguments)
     arguments = (x, v.detach(), None, None, COEFS, step, seed)
     torch.library.opcheck(torch.ops.sage_fast.transition_step.default, arguments)
     grads = (torch.randn(3), torch.randn(3), torch.randn(3))
@@ -87,7 +93,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     assert log_prob.shape == shape[:1]
     assert log_prob.isfinite().all()
     v.requires_grad_()
-    outputs = transition_score(x, x_next, v, COEFS, torch.tensor(1), v.detach())
+    outputs = transition_score(x, x_next, v, COEFS, torch.tensor(1), v.detach(), beta=0.3)
     torch.stack(outputs).sum().backward()
     assert v.grad is not None
     assert v.grad.shape == shape
@@ -98,7 +104,7 @@ def test_bfloat16_latents_score_the_stored_value() -> None:
     x, v, *_ = inputs(torch.bfloat16)
     x_next, log_prob = transition_step(x, v, COEFS, torch.tensor(2), torch.arange(3))
     assert x_next.dtype == torch.bfloat16
-    again, _, _ = transition_score(x, x_next, v, COEFS, torch.tensor(2))
+    again, *_ = transition_score(x, x_next, v, COEFS, torch.tensor(2))
     torch.testing.assert_close(log_prob, again, rtol=1e-6, atol=1e-6)
 
 

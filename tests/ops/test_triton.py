@@ -127,10 +127,13 @@ def kernels(name: str) -> Callable[..., Any]:
     }[name]
 
 
+SCORES = ("score", "kl_anchor", "kl_old", "error_plus", "error_minus")
 BOUNDS = {
     "x_next": {"absolute": 1e-6, "relative": 0.0},
     "kl_anchor": {"absolute": 1e-6, "relative": 0.0},
     "kl_old": {"absolute": 1e-6, "relative": 0.0},
+    "error_plus": {"absolute": 1e-6, "relative": 0.0},
+    "error_minus": {"absolute": 1e-6, "relative": 0.0},
     "dv": {"relative": 1e-7},
 }
 
@@ -141,9 +144,9 @@ def check_step(case: Case, with_guidance: bool) -> None:
     assert (compared[1].fused[case.coefs[case.step, 2] == 0] == 0).all(), "logp must be exactly 0 where c = 0"
 
 
-def check_score(case: Case, anchor: Tensor | None, old: Tensor | None) -> None:
+def check_score(case: Case, anchor: Tensor | None, old: Tensor | None, beta: float | None = 0.3) -> None:
     x_next, _ = transition_step_reference(*case.step_args(False))
-    compared = check_transition_score(kernels, case.x, x_next, case.v, anchor, old, case.coefs, case.step)
+    compared = check_transition_score(kernels, case.x, x_next, case.v, anchor, old, case.coefs, case.step, beta)
     assert_accurate(compared, **BOUNDS, logp={"absolute": 1e-6, "relative": 0.0})
 
 
@@ -163,7 +166,8 @@ def test_score_and_its_gradient_match_the_reference(shape, dtypes):
 @pytest.mark.parametrize(("anchor", "old"), [(False, False), (True, False), (False, True)])
 def test_absent_velocities_score_zero(anchor, old):
     case = make((2, 1026), (FP32, BF16, BF16, BF16))
-    check_score(case, case.other if anchor else None, case.old if old else None)
+    for beta in (None, 0.3):
+        check_score(case, case.other if anchor else None, case.old if old else None, beta)
 
 
 @crossed("sampler reduction", named(SAMPLERS), named(get_args(Reduction)), "flow", "mean")
@@ -306,16 +310,16 @@ def test_two_runs_give_the_same_bits():
     case = make((3, 2051), (FP32, BF16, BF16, BF16))
     step_args = case.step_args()
     runs = [transition_step(*step_args) for _ in range(2)]
-    score_args = (case.x, runs[0][0], case.v, case.other, case.old, case.coefs, case.step)
+    score_args = (case.x, runs[0][0], case.v, case.other, case.old, case.coefs, case.step, 0.3)
     runs = [(*run, *transition_score(*score_args)) for run in runs]
-    for name, one, two in zip(("x_next", "logp", "score logp", "kl_anchor", "kl_old"), *runs):
+    for name, one, two in zip(("x_next", "logp", *SCORES), *runs, strict=True):
         assert torch.equal(one, two), name
 
 
 def test_a_sample_does_not_depend_on_its_batch():
     case = make((3, 2051), (FP32, BF16, BF16, BF16))
     x_next, logp = transition_step(*case.step_args())
-    scores = transition_score(case.x, x_next, case.v, case.other, case.old, case.coefs, case.step)
+    scores = transition_score(case.x, x_next, case.v, case.other, case.old, case.coefs, case.step, 0.3)
     for i in range(3):
         one = slice(i, i + 1)
         alone = transition_step(
@@ -324,9 +328,8 @@ def test_a_sample_does_not_depend_on_its_batch():
         assert torch.equal(alone[0], x_next[one]), f"x_next of sample {i}"
         assert torch.equal(alone[1], logp[one]), f"logp of sample {i}"
         rest = (tensor[one] for tensor in (case.x, x_next, case.v, case.other, case.old))
-        for name, batched, single in zip(
-            ("logp", "kl_anchor", "kl_old"), scores, transition_score(*rest, case.coefs, case.step[one])
-        ):
+        alone = transition_score(*rest, case.coefs, case.step[one], 0.3)
+        for name, batched, single in zip(SCORES, scores, alone, strict=True):
             assert torch.equal(single, batched[one]), f"{name} of sample {i}"
 
 
@@ -336,7 +339,7 @@ def test_scoring_a_step_repeats_its_log_prob(numel, dtypes):
     """On-policy the ratio is 1: the score of a stored transition is the log-prob of its step, to the last bits."""
     case = make((3, numel), dtypes)
     x_next, logp = transition_step(*case.step_args(False))
-    again, _, _ = transition_score(case.x, x_next, case.v, None, None, case.coefs, case.step)
+    again, *_ = transition_score(case.x, x_next, case.v, None, None, case.coefs, case.step, None)
     torch.testing.assert_close(again, logp, rtol=3e-7, atol=1e-7)
 
 
@@ -347,7 +350,7 @@ def test_a_step_outside_the_table_is_nan_and_leaves_the_others_alone():
     bad = transition_step(*case.step_args())
     score = (case.x, good[0], case.v, case.other, case.old, case.coefs, case.step)
     ones = torch.ones(3, device=DEVICE)
-    results = dict(zip(("x_next", "logp"), bad)) | dict(zip(("score", "kl_anchor", "kl_old"), transition_score(*score)))
+    results = dict(zip(("x_next", "logp"), bad)) | dict(zip(SCORES, transition_score(*score, 0.3), strict=True))
     results["dv"] = transition_score_backward(ones, ones, ones, *score)
     for name, value in results.items():
         assert value[[0, 2]].isnan().all(), name
