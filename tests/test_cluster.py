@@ -220,16 +220,17 @@ def test_the_script_passes_shellcheck() -> None:
 # -- the image ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_image_is_installed_as_the_readme_says() -> None:
+def test_the_image_is_installed_as_the_documentation_says() -> None:
     lines = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     assert {name for name, _ in instructions} == {
         "ARG", "FROM", "SHELL", "WORKDIR", "COPY", "RUN", "ENV", "USER", "CMD"
     }  # fmt: skip
     runs = [shlex.split(text) for name, text in instructions if name == "RUN" and text.startswith("pip")]
-    readme = [shlex.split(line.split("#")[0]) for line in (REPOSITORY / "README.md").read_text().splitlines()
+    page = (REPOSITORY / "docs" / "install.md").read_text()
+    stated = [shlex.split(line.split("#")[0]) for line in page.splitlines()
               if line.startswith("pip install")][:2]  # fmt: skip
-    assert [[word.replace(".[deepspeed]", ".") for word in words] for words in runs] == readme
+    assert [[word.replace(".[deepspeed]", ".") for word in words] for words in runs] == stated
     torch = re.search(r"^ARG TORCH=(\d+)\.(\d+)", "\n".join(lines), re.M)
     assert torch is not None
     assert (int(torch[1]), int(torch[2])) >= (2, 11)

@@ -1,0 +1,64 @@
+"""The study of the demo's settings: what it runs, which cell it chooses, and its verdict."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sage_fast.data.prompts import read_prompts
+from sage_fast.testbed.world import heldout_prompts, train_prompts
+from studies.demo import findings, runs
+from studies.demo.runs import NFT, SAGE, Made, cells, make, settings_of
+from studies.runs import TrainedRun
+from tests.test_race import made
+
+
+def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> None:
+    for name in (SAGE, NFT):
+        config = settings_of(f"{name}-seed10", quick=False)
+        trained, scored = (
+            {prompt.text for prompt in read_prompts(source, config.sampling)}
+            for source in (config.data.prompts, config.data.eval_prompts or "")
+        )
+        assert (len(trained), len(scored)) == (24, config.eval.num_prompts) == (24, 48)
+        assert trained | scored == set(train_prompts())
+        assert not (trained | scored) & set(heldout_prompts())
+        assert config.seed not in runs._protocol()["search"]["seeds"]
+
+
+def test_every_cell_of_the_search_loads_and_differs_from_the_others() -> None:
+    configs = [settings_of(f"{cell}-seed0", quick=False) for cell in cells()]
+    assert len({str(config) for config in configs}) == len(configs)
+
+
+def test_the_best_cells_are_run_on_every_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    level = {cell: 1 + 0.01 * i for i, cell in enumerate(cells())}
+
+    def train(study: str, settings: dict[str, Any], folder: Path, **_: object) -> list[TrainedRun]:
+        asked.extend(settings)
+        return [made(level.get(name.rpartition("-seed")[0], 1.5), config.seed) for name, config in settings.items()]
+
+    monkeypatch.setattr(runs, "train_runs", train)
+    found = make(tmp_path, quick=True, workers=1)
+    best = list(cells())[-4:]
+    assert sorted(cell for cell, trained in found.search.items() if len(trained) == 2) == sorted(best)
+    assert {f"{cell}-seed1" for cell in best} == {name for name in asked if name.endswith("-seed1")}
+    assert found.best == best[-1]
+    assert [run.seed for run in found.confirmation[SAGE]] == runs._protocol()["confirmation"]["seeds"]
+
+
+@pytest.mark.parametrize(("score", "verdict"), [(1.9, "held"), (1.5, "not decidable"), (1.1, "not held")])
+def test_the_verdict_follows_the_difference(score: float, verdict: str) -> None:
+    confirmation = {
+        SAGE: [made(score, seed, noise=0.01) for seed in range(3)],
+        NFT: [made(1.5, seed + 7, noise=0.01) for seed in range(3)],
+    }
+    search = {cell: [made(1.4 + 0.1 * i, seed) for seed in range(2)] for i, cell in enumerate(list(cells())[:2])}
+    gain, best = (claim.find(None) for claim in findings.claims(Made(search=search, confirmation=confirmation)))
+    assert gain.verdict == verdict
+    assert float(gain.table[1][3]) == pytest.approx(
+        statistics.fmean(run.mean() for run in confirmation[SAGE]), abs=1e-3
+    )
+    assert best.text.startswith(f"`{list(cells())[1]}` is best")
