@@ -1,5 +1,6 @@
 """How a plan and a run name their method."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.cli import main
 from sage_fast.config.load import from_overrides, load
 from sage_fast.run.method import method_of
+from sage_fast.util.files import read_json
 from tests.tiny import FEW_STEPS, arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -61,10 +63,17 @@ def test_the_head_of_a_configuration_has_its_method(file: Path) -> None:
 
 
 def test_a_plan_and_a_run_begin_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run says it before the model is loaded."""
+    """A run says it before the model is loaded, and its report too, with the noise and the weight of each step."""
     words = ["train", str(CONFIGS / "recipes" / "paper.yaml"), "--output", str(tmp_path / "run")]
     words += FEW_STEPS + arguments(train__iterations=1, eval__num_prompts=1, eval__seeds_per_prompt=1)
     method = "SAGE-GRPO: sage SDE, eta 1, equalizer, dual KL, lambda 0.2"
     for more in (["--dry-run"], []):
         assert main([*words, *more]) == 0
         assert capsys.readouterr().out.splitlines()[1] == method
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert f"<p>{method}</p>" in report
+    facts = read_json(tmp_path / "run" / "run.json")
+    for title, name in (("noise that the SDE adds", "transition_std"), ("equalizer's weight", "equalizer")):
+        cells = re.search(rf"{title}</td>((?:<td>[^<]+</td>)+)</tr>", report)
+        assert cells is not None
+        assert re.findall(r"<td>([^<]+)", cells[1]) == [f"{value:.3f}" for value in facts[name]]

@@ -34,6 +34,9 @@ from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
 
+STEPS = ("sigmas", "transition_std", "equalizer")
+"""Lists of `run.json` with a value for each step of a rollout."""
+
 # -- the run folder ---------------------------------------------------------------------------------------------------
 
 
@@ -111,16 +114,18 @@ def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
     Raises:
         UserError: a field does not hold what a run writes.
     """
-    notes, sigmas, starts = (facts.get(name) or [] for name in ("notes", "sigmas", "resumed"))
+    notes, starts = (facts.get(name) or [] for name in ("notes", "resumed"))
     texts = [facts, *(starts if isinstance(starts, list) else [])]
     sound = {
         "notes": isinstance(notes, list) and all(isinstance(note, str) for note in notes),
-        "sigmas": isinstance(sigmas, list) and all(isinstance(sigma, int | float) for sigma in sigmas),
         "resumed": isinstance(starts, list) and all(isinstance(s, dict) and "iteration" in s for s in starts),
     }
+    for name in STEPS:
+        values = facts.get(name) or []
+        sound[name] = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
     sound |= {
         name: all(isinstance(start.get(name), str | None) for start in texts if isinstance(start, dict))
-        for name in ("date", "commit", "command")
+        for name in ("date", "commit", "command", "method")
     }
     if wrong := [name for name, right in sound.items() if not right]:
         raise UserError(f"{file}: {wrong[0]!r} does not hold what it should")
@@ -233,12 +238,14 @@ def write_report(run: Path) -> Path:
         "report.html.j2",
         name=data.folder.resolve().name,
         status=_status(data),
+        method=data.facts.get("method"),
         settings=_settings(data),
         table=table,
         only=_only(before) if before and not table else [],
         last=_label(data, data.last),
         checks=checks(data.rows, table, verdict(data.evaluations)),
         charts=_charts(data),
+        steps=_steps(data.facts),
         videos=videos,
         left_out=data.left_out,
         environment=_environment(data.facts),
@@ -286,6 +293,12 @@ def _settings(data: Run) -> dict[str, str]:
     return {label: str(value) for label, value in found.items() if value is not None}
 
 
+def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
+    """Return (sigma, std of the noise, S_t if there is an equalizer) for each step, if the sampler adds noise."""
+    sigmas, noise, equalizer = (facts.get(name) or [] for name in STEPS)
+    return list(zip(sigmas, noise, equalizer or [None] * len(noise))) if any(noise) else []
+
+
 def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (label, text, command) for each start of the run, then for its environment; lists are not shown."""
     found = []
@@ -297,7 +310,7 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found += [(label, text, start.get("command", ""))] if text else []
     versions = [name for name in ("sage_fast", "python", *PACKAGES) if name in facts]
     for key, value in facts.items():
-        if key in ("date", "commit", "command", *versions) or value is None or isinstance(value, list | dict):
+        if key in ("date", "commit", "command", "method", *versions) or value is None or isinstance(value, list | dict):
             continue
         number = isinstance(value, int) and not isinstance(value, bool)
         found.append((key.replace("_", " "), f"{value:,}" if number else str(value), ""))

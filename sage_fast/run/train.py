@@ -34,6 +34,7 @@ from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
 from sage_fast.run.messages import config_warnings, format_row, grace_warning
+from sage_fast.run.method import method_of
 from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
@@ -295,6 +296,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "parameters": parameters,
         "trainable_parameters": trainable,
         "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
+        "method": method_of(trainer.config),
         "sampler": trainer.config.sampling.sampler,
         "notes": [*trainer.full_table.notes, *trainer.model.notes],
         "sigmas": trainer.full_table.sigmas.tolist(),
