@@ -8,18 +8,13 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from studies.demo.runs import NFT, SAGE, Made, score
+from studies.demo.runs import NFT, SAGE, Made, score, teraflops
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material
 from studies.race.findings import gain, judge_above, judge_gain
 from studies.runs import TrainedRun, difference
 
 NAMES = {SAGE: "SAGE-GRPO", NFT: "DiffusionNFT"}
-
-
-def seconds(runs: Sequence[TrainedRun]) -> float:
-    """Return the mean time of a run's iterations, without evaluations."""
-    return statistics.fmean(sum(float(row["time/total"]) for row in run.rows) for run in runs)
 
 
 def _find_gain(made: Made, material: Material) -> Finding:
@@ -29,9 +24,9 @@ def _find_gain(made: Made, material: Material) -> Finding:
     text = (
         f"SAGE-GRPO gains {gain(runs)} and DiffusionNFT {gain(others)}: a difference of {above} (95 % intervals over "
         f"{len(runs)} seeds and {len(runs[0].score())} prompts). The judge gains {judge_gain(runs)} and "
-        f"{judge_gain(others)}. A run's iterations took {seconds(runs):.0f} and {seconds(others):.0f} s of one core."
+        f"{judge_gain(others)}. A run takes {teraflops(SAGE):.1f} and {teraflops(NFT):.1f} TFLOPs as planned."
     )
-    heading = ("configuration", "method", "before", "after", "gain", "judge", "seconds on one core")
+    heading = ("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")
     table = [heading] + [
         (
             f"`{name}`",
@@ -40,7 +35,7 @@ def _find_gain(made: Made, material: Material) -> Finding:
             f"{score(made.confirmation[name]):.3f}",
             str(gain(made.confirmation[name])),
             str(judge_gain(made.confirmation[name])),
-            f"{seconds(made.confirmation[name]):.0f}",
+            f"{teraflops(name):.1f}",
         )
         for name in (SAGE, NFT)
     ]
@@ -68,12 +63,12 @@ def _find_best(made: Made, material: Material) -> Finding:
         f"`{best}` is best over both seeds, {above} above `{second}`: two seeds choose, they prove nothing. "
         "Cells that were not among the best on the first seed have that one alone."
     )
-    table = [("cell", *(f"seed {run.seed}" for run in made.search[best]), "mean gain", "judge", "seconds on one core")]
+    table = [("cell", *(f"seed {run.seed}" for run in made.search[best]), "mean gain", "judge", "TFLOPs")]
     for cell, runs in sorted(made.search.items(), key=lambda item: (-len(item[1]), -score(item[1]))):
         own = [f"{run.mean() - run.course()[0]:+.3f}" for run in runs]
         own += [""] * (len(made.search[best]) - len(runs))
         judge = f"{judge_gain(runs).value:+.3f}"
-        table.append((f"`{cell}`", *own, f"{gain(runs).value:+.3f}", judge, f"{seconds(runs):.0f}"))
+        table.append((f"`{cell}`", *own, f"{gain(runs).value:+.3f}", judge, f"{teraflops(cell):.1f}"))
     rows = [
         {"cell": cell, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
         for cell, runs in made.search.items()

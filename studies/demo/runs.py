@@ -76,6 +76,16 @@ class Made:
         return max(whole, key=lambda cell: score(self.search[cell]))
 
 
+def teraflops(name: str) -> float:
+    """Return the planned TFLOPs (1e12) of a run of a cell or of a shipped configuration, without its evaluations."""
+    from sage_fast.models.load import find_spec
+    from sage_fast.tools.plan import plan
+
+    config = settings_of(f"{name}-seed0", quick=False)
+    flops = plan(config, find_spec(config.model.path)).flops
+    return config.train.iterations * sum(count for part, count in flops.items() if part != "forward") / 1e12
+
+
 def score(runs: Sequence[TrainedRun]) -> float:
     """Return the mean held-out score at the end of the runs."""
     return statistics.fmean(run.mean() for run in runs)
