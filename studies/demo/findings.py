@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
@@ -12,7 +11,7 @@ from studies.demo.runs import NFT, SAGE, Made, score, teraflops
 from studies.figures import draw_intervals
 from studies.finding import Claim, Finding, Material
 from studies.race.findings import gain, judge_above, judge_gain
-from studies.runs import TrainedRun, difference
+from studies.runs import difference
 
 NAMES = {SAGE: "SAGE-GRPO", NFT: "DiffusionNFT"}
 
