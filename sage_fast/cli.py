@@ -220,8 +220,8 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
 def _init(options: Options, overrides: Overrides) -> int:
     from sage_fast.run.init import init, list_configurations
 
-    if not options.list and options.folder is None:
-        raise UserError("FOLDER is missing: sage-fast init FOLDER [--config NAME]; --list prints the names")
+    if options.list == (options.folder is not None):
+        raise UserError("expected either FOLDER, as in sage-fast init FOLDER [--config NAME], or --list")
     print(list_configurations() if options.list else init(Path(options.folder), options.config))
     return 0
 

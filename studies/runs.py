@@ -233,6 +233,7 @@ def train_one(config: Config, file: Path) -> float:
     from sage_fast.trainer import Trainer
     from sage_fast.util.environment import environment
 
+    facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))  # of the start, as is the commit
     setup = load_setup(config)
     setup.encode()
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
@@ -244,7 +245,6 @@ def train_one(config: Config, file: Path) -> float:
             with trainer.engine.averaged_weights():
                 evaluations.append(evaluate(setup, iteration=index + 1).to_json())
     scores = [statistics.fmean(scores_of(evaluation, "reward")) for evaluation in evaluations]
-    facts = environment(torch.device("cpu"), implementation(torch.device("cpu")))
     write_json({"settings": dump(config), "environment": facts, "evaluations": evaluations, "rows": rows}, file)
     return scores[-1]
 

@@ -1,5 +1,6 @@
 """The study of the demo's settings: what it runs, which cell it chooses, and its verdict."""
 
+import dataclasses
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from sage_fast.data.prompts import read_prompts
 from sage_fast.testbed.world import heldout_prompts, train_prompts
 from studies.demo import findings, runs
 from studies.demo.runs import NFT, SAGE, Made, cells, make, settings_of
-from studies.runs import TrainedRun
+from studies.runs import TrainedRun, shipped
 from tests.test_race import made
 
 
@@ -32,6 +33,16 @@ def test_every_cell_of_the_search_loads_and_differs_from_the_others() -> None:
     assert len({str(config) for config in configs}) == len(configs)
 
 
+def test_the_demo_is_the_cell_that_was_chosen() -> None:
+    """Apart from what it writes and how often it evaluates."""
+    chosen = settings_of(f"{runs._protocol()['chosen']}-seed0", quick=False)
+    demo = shipped(SAGE)
+    train = dataclasses.replace(demo.train, checkpoint_interval=chosen.train.checkpoint_interval)
+    assert dataclasses.replace(demo, output=chosen.output, train=train, eval=chosen.eval) == dataclasses.replace(
+        chosen, tracking=demo.tracking
+    )
+
+
 def test_the_best_cells_are_run_on_every_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
     level = {cell: 1 + 0.01 * i for i, cell in enumerate(cells())}
@@ -45,7 +56,6 @@ def test_the_best_cells_are_run_on_every_seed(monkeypatch: pytest.MonkeyPatch, t
     best = list(cells())[-4:]
     assert sorted(cell for cell, trained in found.search.items() if len(trained) == 2) == sorted(best)
     assert {f"{cell}-seed1" for cell in best} == {name for name in asked if name.endswith("-seed1")}
-    assert found.best == best[-1]
     assert [run.seed for run in found.confirmation[SAGE]] == runs._protocol()["confirmation"]["seeds"]
 
 
@@ -55,10 +65,14 @@ def test_the_verdict_follows_the_difference(score: float, verdict: str) -> None:
         SAGE: [made(score, seed, noise=0.01) for seed in range(3)],
         NFT: [made(1.5, seed + 7, noise=0.01) for seed in range(3)],
     }
-    search = {cell: [made(1.4 + 0.1 * i, seed) for seed in range(2)] for i, cell in enumerate(list(cells())[:2])}
+    first, second, *_, last = cells()
+    search = {last: [made(1.9, 0)]} | {
+        cell: [made(score, seed) for seed in range(2)] for cell, score in ((first, 1.4), (second, 1.5))
+    }
     gain, best = (claim.find(None) for claim in findings.claims(Made(search=search, confirmation=confirmation)))
     assert gain.verdict == verdict
     assert float(gain.table[1][3]) == pytest.approx(
         statistics.fmean(run.mean() for run in confirmation[SAGE]), abs=1e-3
     )
-    assert best.text.startswith(f"`{list(cells())[1]}` is best")
+    assert f"`{second}` has the highest mean" in best.text
+    assert [row[0] for row in best.table] == ["cell", f"`{second}`", f"`{first}`", f"`{last}`"]

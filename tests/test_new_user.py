@@ -244,8 +244,9 @@ def test_the_list_of_init_says_on_what_evidence(capsys: pytest.CaptureFixture[st
         assert (CONFIGS / f"{name}.yaml").read_text().startswith(f"# {what}\n{EVIDENCE}{evidence}\n")
         ours = "run here on the testbed" if name.startswith("demo") else "never run"
         assert evidence == ("run at this size by the authors" if name == "official-480p" else ours)
-    assert main(["init"]) == 2
-    assert "FOLDER is missing" in capsys.readouterr().err
+    for words in (["init"], ["init", "--list", "mine"]):
+        assert main(words) == 2
+        assert "expected either FOLDER" in capsys.readouterr().err
 
 
 def test_init_of_an_unknown_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,9 +287,15 @@ def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]
 
 
 def test_a_kl_that_is_always_zero_is_refused() -> None:
-    config = settings(kl__strategy="stepwise", kl__velocity_term="closed_form")
-    with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of .*stepwise.* is 0.*at least 2"):
-        check_trainable(config)
+    for kl in ({"kl__strategy": "stepwise"}, {"kl__strategy": "dual", "kl__beta_pos": 0.0}):
+        config = settings(kl__velocity_term="closed_form", **kl)
+        with pytest.raises(UserError, match=r"train.optimizer_steps = 1: the KL of .* is 0.*at least 2"):
+            check_trainable(config)
+
+
+@pytest.mark.parametrize("off", [{"kl__strategy": "none"}, {"kl__lambda_max": 0.0}])
+def test_without_a_kl_its_feedback_asks_for_nothing(off: dict[str, Any]) -> None:
+    check_trainable(settings(kl__feedback="share", kl__lambda_min=0.0, kl__velocity_term="closed_form", **off))
 
 
 @pytest.mark.parametrize(

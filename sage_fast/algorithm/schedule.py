@@ -13,6 +13,7 @@ from sage_fast.algorithm.objective import (
     FEEDBACKS,
     SURROGATES,
     is_off_policy,
+    kl_acts,
     strategy_of,
     surrogate_of,
     uses_closed_form,
@@ -130,7 +131,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
         "closed_form, or kl.strategy = moving",
     )
-    if strategy.anchor is None and uses_closed_form(kl) and not is_off_policy(config):
+    if (strategy.anchor is None or kl.beta_pos == 0) and uses_closed_form(kl) and not is_off_policy(config):
         raise UserError(
             f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
             "update of an iteration; expected at least 2, or kl.strategy = 'none'"
@@ -151,7 +152,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         "false",
     )
     require(
-        kl.lambda_min > 0 or not feedback.starts_positive,
+        kl.lambda_min > 0 or not feedback.starts_positive or not kl_acts(kl),
         "kl.lambda_min",
         kl.lambda_min,
         f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07",

@@ -402,7 +402,8 @@ class KLConfig(Section):
     lambda_min: float = within(1e-7, least=0)
     """Weight of the whole KL at the start, and its lower bound afterwards; at most kl.lambda_max."""
     lambda_max: float = within(1e-5, least=0)
-    """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`."""
+    """Weight of the whole KL after the warm-up, and its upper bound with feedback `paper`. 0 turns the KL off. Feedback
+    `share` reads nothing else from it."""
     lambda_limit: float = within(1e3, least=0)
     """Upper bound of the weight of the whole KL with feedback `ppo` or `share`; at least kl.lambda_max."""
     warmup_steps: int = within(100, least=0)

@@ -21,7 +21,7 @@ def method_of(config: Config) -> str:
     words = [f"{sampler} SDE, eta {sampling.eta:g}" if noisy else f"{sampler.upper()} rollouts"]
     if noisy and sampling.sde_window:
         words.append(f"noise in {sampling.sde_window} of {sampling.steps} steps")
-    if row.scores_rollout:
+    if equalized or row.scores_rollout:
         words.append("equalizer" if equalized else "no equalizer")
     if row.has_beta:
         words.append(f"beta {objective.nft_beta:g}")

@@ -68,13 +68,6 @@ class Made:
     def all(self) -> dict[str, Sequence[TrainedRun]]:
         return {**self.search, **self.confirmation}
 
-    @property
-    def best(self) -> str:
-        """The cell with the highest mean score of those with all seeds."""
-        most = max(map(len, self.search.values()))
-        whole = [cell for cell, runs in self.search.items() if len(runs) == most]
-        return max(whole, key=lambda cell: score(self.search[cell]))
-
 
 def teraflops(name: str) -> float:
     """Return the planned TFLOPs (1e12) of a run of a cell or of a shipped configuration, without its evaluations."""
