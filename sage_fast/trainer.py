@@ -190,7 +190,7 @@ class Trainer:
         with together(self.policy.in_step):
             with watch("rollout"):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
-                numbers = self._deal(samples)
+                numbers = self._deal(samples, tables)
                 own = [samples[number] for number in numbers]
                 batch = self._batch(numbers, own, tables[0].sigmas, steps)
             seeds, latent_seeds = torch.tensor([[one.seed for one in own], [one.latent_seed for one in own]])
@@ -250,11 +250,12 @@ class Trainer:
             anchor_velocities={},
         )
 
-    def _deal(self, samples: Sequence[Sample]) -> list[int]:
+    def _deal(self, samples: Sequence[Sample], tables: Sequence[TransitionTable]) -> list[int]:
         """Return the numbers of this rank's samples, by the tokens of a forward (both passes with guidance)."""
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
         tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
-        return deal(tokens, data_size(), self.config.sampling.batch_size)[data_rank()]
+        windows = [min(tables[sample.group].stochastic_steps, default=0) for sample in samples]
+        return deal(tokens, data_size(), self.config.sampling.batch_size, windows)[data_rank()]
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
         return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)

@@ -474,6 +474,7 @@ def test_prompts_of_many_lengths_are_balanced_by_tokens() -> None:
 
 def test_one_rank_has_all_samples_in_the_order_of_their_lengths() -> None:
     assert deal([7, 7, 4, 4, 9, 9], 1, 8) == [[2, 3, 0, 1, 4, 5]]
+    assert deal([7, 7, 7, 4, 4, 4], 1, 8, windows=[2, 0, 2, 3, 3, 1]) == [[5, 3, 4, 1, 0, 2]]
 
 
 def test_more_ranks_than_samples() -> None:

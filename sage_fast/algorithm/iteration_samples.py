@@ -62,8 +62,10 @@ def share_of(count: int, ranks: int, rank: int) -> range:
     return range(first, last)
 
 
-def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
-    """Deal an iteration's samples to the ranks. Return each rank's sample numbers, equal lengths next to each other.
+def deal(tokens: Sequence[int], ranks: int, batch_size: int, windows: Sequence[int] = ()) -> list[list[int]]:
+    """Deal an iteration's samples to the ranks.
+
+    Return each rank's sample numbers, equal lengths next to each other, and of these equal windows.
 
     The counts differ by at most one, since all samples take the same memory and nearly the same work. The longest
     samples go first, each to the rank with the fewest tokens so far. They go in runs of up to a batch, because a batch
@@ -73,7 +75,9 @@ def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
         tokens: token count of each sample's forwards, N.
         ranks: number of ranks, at most N.
         batch_size: samples that are denoised together.
+        windows: first SDE step of each sample; by default the same for all.
     """
+    windows = windows or [0] * len(tokens)
     free = [len(share_of(len(tokens), ranks, rank)) for rank in range(ranks)]
     load = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -86,4 +90,4 @@ def deal(tokens: Sequence[int], ranks: int, batch_size: int) -> list[list[int]]:
         load[rank] += len(run) * length
         free[rank] -= len(run)
         del remaining[: len(run)]
-    return [sorted(share, key=lambda sample: (tokens[sample], sample)) for share in shares]
+    return [sorted(share, key=lambda sample: (tokens[sample], windows[sample], sample)) for share in shares]
