@@ -293,7 +293,9 @@ def test_a_kl_that_is_always_zero_is_refused() -> None:
             check_trainable(config)
 
 
-@pytest.mark.parametrize("off", [{"kl__strategy": "none"}, {"kl__lambda_max": 0.0}])
+@pytest.mark.parametrize(
+    "off", [{"kl__strategy": "none"}, {"kl__lambda_max": 0.0}, {"kl__beta_pos": 0.0, "kl__beta_vel": 0.0}]
+)
 def test_without_a_kl_its_feedback_asks_for_nothing(off: dict[str, Any]) -> None:
     check_trainable(settings(kl__feedback="share", kl__lambda_min=0.0, kl__velocity_term="closed_form", **off))
 

@@ -131,7 +131,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
         "closed_form, or kl.strategy = moving",
     )
-    if (strategy.anchor is None or kl.beta_pos == 0) and uses_closed_form(kl) and not is_off_policy(config):
+    velocity_alone = strategy.anchor is None or kl.beta_pos == 0 < kl.beta_vel
+    if velocity_alone and uses_closed_form(kl) and not is_off_policy(config):
         raise UserError(
             f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
             "update of an iteration; expected at least 2, or kl.strategy = 'none'"
