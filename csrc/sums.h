@@ -35,30 +35,26 @@ inline float sum(const float* a, int64_t n) {
   return total(lanes) + rest;
 }
 
-// Accumulates in float lanes and adds the lanes in double.
-inline double sum_of_squares(const float* values, int64_t n) {
+// Sums f(value): accumulates in float lanes and adds the lanes in double.
+template <typename F>
+double sum_of(const float* values, int64_t n, F f) {
   float lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += values[i + lane] * values[i + lane];
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += f(values[i + lane]);
   }
-  for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += values[i] * values[i];
+  for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += f(values[i]);
   double sum = 0;
   for (float lane : lanes) sum += lane;
   return sum;
 }
 
-// The same of |values|.
+inline double sum_of_squares(const float* values, int64_t n) {
+  return sum_of(values, n, [](float value) { return value * value; });
+}
+
 inline double sum_of_magnitudes(const float* values, int64_t n) {
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += std::fabs(values[i + lane]);
-  }
-  for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += std::fabs(values[i]);
-  double sum = 0;
-  for (float lane : lanes) sum += lane;
-  return sum;
+  return sum_of(values, n, [](float value) { return std::fabs(value); });
 }
 
 }  // namespace sage_fast::INSTRUCTION_SET

@@ -38,6 +38,11 @@ class Difference:
     def __str__(self) -> str:
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
+    @property
+    def interval(self) -> tuple[float, float, float]:
+        """Value, low and high, for `draw_intervals`."""
+        return self.value, self.low, self.high
+
     def widened(self, count: int, comparisons: int) -> Difference:
         """Return it with its interval, over `count` seeds, corrected by Bonferroni's method for `comparisons`."""
         half = widening(count, comparisons) * (self.high - self.value)

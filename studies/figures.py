@@ -41,15 +41,12 @@ def draw_differences(axes: Axes, differences: Mapping[str, Difference], xlabel: 
     axes.set_xlabel(xlabel)
 
 
-def draw_intervals(
-    axes: Axes, intervals: Mapping[str, tuple[float, float, float]], xlabel: str, lines: Sequence[float] = ()
-) -> None:
-    """Draw one row per (value, low, high), and vertical lines."""
+def draw_intervals(axes: Axes, intervals: Mapping[str, tuple[float, float, float]], xlabel: str) -> None:
+    """Draw one row per (value, low, high), and a line at 0."""
     for row, (value, low, high) in enumerate(intervals.values()):
         axes.plot([low, high], [row, row], color=GREY, linewidth=2)
         axes.plot(value, row, "o", color=COLORS[0], markersize=5)
-    for line in lines:
-        axes.axvline(line, color=GREY, linewidth=0.8)
+    axes.axvline(0, color=GREY, linewidth=0.8)
     label_rows(axes, intervals)
     axes.set_xlabel(xlabel)
 

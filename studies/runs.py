@@ -18,6 +18,7 @@ from typing import Any
 from sage_fast.cli import guarded
 from sage_fast.config.load import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
+from sage_fast.models.protocol import Spec
 from sage_fast.ops import implementation
 from sage_fast.report.scores import means_by_prompt
 from sage_fast.run.grid import run_many
@@ -121,12 +122,16 @@ def full_size(config: Config) -> Config:
     )
 
 
-def exaflops(config: Config) -> dict[str, float]:
-    """Return part -> exaFLOPs (1e18) of an iteration of `full_size` on `RANKS` GPUs together."""
+def planned_flops(config: Config, spec: Spec | None = None, ranks: int = 1) -> dict[str, float]:
+    """Return part -> FLOPs of an iteration on `ranks` GPUs together, for the published sizes or those of `spec`."""
     from sage_fast.tools.plan import plan
 
-    flops = plan(full_size(config), ranks=RANKS).flops
-    return {part: count / 1e18 for part, count in flops.items() if part != "forward"}
+    return {part: count for part, count in plan(config, spec, ranks=ranks).flops.items() if part != "forward"}
+
+
+def exaflops(config: Config) -> dict[str, float]:
+    """Return part -> exaFLOPs (1e18) of an iteration of `full_size` on `RANKS` GPUs together."""
+    return {part: count / 1e18 for part, count in planned_flops(full_size(config), ranks=RANKS).items()}
 
 
 def facts(runs: Mapping[str, Sequence[TrainedRun]], command: str) -> dict[str, str]:

@@ -24,25 +24,26 @@ def risen(runs: Sequence[TrainedRun], part: str = "reward") -> float:
 
 def _find_gain(made: Made, material: Material) -> Finding:
     """Decide whether SAGE-GRPO ends above its challenger."""
+    gains = {name: gain(runs) for name, runs in made.confirmation.items()}
+    judges = {name: judge_gain(runs) for name, runs in made.confirmation.items()}
     runs, others = made.confirmation[SAGE], made.confirmation[NFT]
     above = difference(runs, others)
     text = (
-        f"SAGE-GRPO gains {gain(runs)} and DiffusionNFT {gain(others)}: a difference of {above} (95 % intervals over "
-        f"{len(runs)} seeds and {len(runs[0].score())} prompts). The judge gains {judge_gain(runs)} and "
-        f"{judge_gain(others)}. A run takes {teraflops(SAGE):.1f} and {teraflops(NFT):.1f} TFLOPs as planned."
+        f"SAGE-GRPO gains {gains[SAGE]} and DiffusionNFT {gains[NFT]}: a difference of {above} (95 % intervals over "
+        f"{len(runs)} seeds and {len(runs[0].score())} prompts). The judge gains {judges[SAGE]} and {judges[NFT]}. A "
+        f"run takes {teraflops(SAGE):.1f} and {teraflops(NFT):.1f} TFLOPs as planned."
     )
-    heading = ("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")
-    table = [heading] + [
+    table = [("configuration", "method", "before", "after", "gain", "judge", "TFLOPs")] + [
         (
             f"`{name}`",
             NAMES[name],
-            f"{statistics.fmean(run.course()[0] for run in made.confirmation[name]):.3f}",
-            f"{score(made.confirmation[name]):.3f}",
-            str(gain(made.confirmation[name])),
-            str(judge_gain(made.confirmation[name])),
+            f"{statistics.fmean(run.course()[0] for run in trained):.3f}",
+            f"{score(trained):.3f}",
+            str(gains[name]),
+            str(judges[name]),
             f"{teraflops(name):.1f}",
         )
-        for name in (SAGE, NFT)
+        for name, trained in made.confirmation.items()
     ]
     rows = [
         {"configuration": name, "seed": run.seed, "before": run.course()[0], "score": run.mean()}
@@ -52,9 +53,8 @@ def _find_gain(made: Made, material: Material) -> Finding:
     ]
 
     def draw(figure: Figure) -> None:
-        shown = {NAMES[name]: gain(trained) for name, trained in made.confirmation.items()}
-        values = {name: (d.value, d.low, d.high) for name, d in shown.items()}
-        draw_intervals(figure.subplots(), values, "gain of the held-out composite, 95 % interval", lines=(0,))
+        shown = {NAMES[name]: found.interval for name, found in gains.items()}
+        draw_intervals(figure.subplots(), shown, "gain of the held-out composite, 95 % interval")
 
     return Finding(verdict=judge_above(above), text=text, draw=draw, rows=rows, table=table)
 
@@ -83,7 +83,7 @@ def _find_best(made: Made, material: Material) -> Finding:
 
     def draw(figure: Figure) -> None:
         values = {cell: (risen(runs),) * 3 for cell, runs in made.search.items()}
-        draw_intervals(figure.subplots(), values, "gain of the held-out composite", lines=(0,))
+        draw_intervals(figure.subplots(), values, "gain of the held-out composite")
 
     return Finding(verdict="not decidable", text=text, draw=draw, rows=rows, table=table)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sage_fast.config.load import load, read_yaml
 from sage_fast.config.schema import Config
-from studies.runs import TrainedRun, shipped, train_runs
+from studies.runs import TrainedRun, planned_flops, shipped, train_runs
 
 SAGE, NFT = "demo", "demo-nft"
 """The shipped configurations that are compared."""
@@ -72,11 +72,9 @@ class Made:
 def teraflops(name: str) -> float:
     """Return the planned TFLOPs (1e12) of a run of a cell or of a shipped configuration, without its evaluations."""
     from sage_fast.models.load import find_spec
-    from sage_fast.tools.plan import plan
 
     config = settings_of(f"{name}-seed0", quick=False)
-    flops = plan(config, find_spec(config.model.path)).flops
-    return config.train.iterations * sum(count for part, count in flops.items() if part != "forward") / 1e12
+    return config.train.iterations * sum(planned_flops(config, find_spec(config.model.path)).values()) / 1e12
 
 
 def score(runs: Sequence[TrainedRun]) -> float:

@@ -171,8 +171,8 @@ def _draw(raced: Mapping[str, Raced], found: Mapping[str, Difference], figure: F
     left.set_xlabel("exaFLOPs of the run with the 8.3 B model")
     left.set_ylabel("gain of the held-out composite")
     left.legend(ncols=2)
-    shown = {name: (d.value, d.low, d.high) for name, d in found.items()}
-    draw_intervals(right, shown, f"score above that of {reference()}, corrected 95 % interval", lines=(0,))
+    shown = {name: above.interval for name, above in found.items()}
+    draw_intervals(right, shown, f"score above that of {reference()}, corrected 95 % interval")
 
 
 def _ends(raced: Mapping[str, Raced]) -> str:
@@ -198,8 +198,8 @@ def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
     rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high, "p": d.p} for name, d in rises.items()]
 
     def draw(figure: Figure) -> None:
-        shown = {name: (d.value, d.low, d.high) for name, d in rises.items()}
-        draw_intervals(figure.subplots(), shown, "gain of the judge, which no run trains on, 95 % interval", lines=(0,))
+        shown = {name: rise.interval for name, rise in rises.items()}
+        draw_intervals(figure.subplots(), shown, "gain of the judge, which no run trains on, 95 % interval")
 
     return Finding(verdict=judge_above(rises[first]), text=text, draw=draw, rows=rows)
 
