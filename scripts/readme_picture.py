@@ -1,6 +1,6 @@
 """Draw README's picture from a finished run of the demo: three prompts before and after, beside the held-out reward.
 
-    sage-fast train configs/demo.yaml --output runs/demo --eval.interval 25
+    sage-fast train configs/demo.yaml --output runs/demo
     python scripts/readme_picture.py runs/demo docs/images/demo.png
 
 The prompts are the one with the largest gain and the two medians of the six whose videos the run keeps.
