@@ -222,7 +222,7 @@ def test_a_recipe_that_loses_in_the_second_world_is_drawn_and_said() -> None:
     fell["precise"] = dataclasses.replace(fell["precise"], final=lost, confirmation=lost)
     found = findings.claims(both, fell)[2].find(None)
     assert found.verdict == "not held"
-    assert re.search(r"^precise, .* ends -\d\.\d+ \[-\d\.\d+, -\d\.\d+\] above paper", found.text)
+    assert re.search(r"^precise gains .* precise ends -\d\.\d+ \[-\d\.\d+, -\d\.\d+\] above paper", found.text)
     figure = Figure()
     found.draw(figure)
     (bar, *_) = figure.axes[1].lines
@@ -255,6 +255,18 @@ def test_the_confirmation_decides() -> None:
     assert findings.claims(found, again)[2].find(None).verdict == "held"
     again["nft"] = dataclasses.replace(again["nft"], confirmation=fell.confirmation)
     assert findings.claims(found, again)[2].find(None).verdict == "not held"
+
+
+def test_sage_at_its_best_is_compared_with_the_reference_and_with_the_recipe_ahead() -> None:
+    found = raced(paper=1.3, nft=1.9, sage_best=1.6)
+    one, best, *_ = findings.claims(found, again_of(found))
+    assert (one.name, best.name) == ("race", "race-sage")
+    text = best.find(None).text
+    assert best.find(None).verdict == "held"
+    assert re.search(r"^sage_best ends \+0\.30\d .* above paper", text)
+    assert re.search(r"it ends -0\.30\d .* above nft", text)
+    worse = dataclasses.replace(found["sage_best"], confirmation=[made(1.1, seed, noise=0.01) for seed in range(5)])
+    assert findings.claims(found | {"sage_best": worse}, {})[1].find(None).verdict == "not held"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

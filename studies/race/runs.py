@@ -74,8 +74,9 @@ def cells(recipe: str) -> list[Cell]:
 
 
 def _rates(recipe: str) -> list[float]:
-    """Return the learning rates of a recipe's search: other ones for a LoRA than for all weights."""
-    return list(_protocol()["search"]["learning_rate"][_shipped(recipe).model.tuning])
+    """Return the learning rates of a recipe's search: other ones for a LoRA, for all weights, and for Muon."""
+    config, rates = _shipped(recipe), _protocol()["search"]["learning_rate"]
+    return list(rates.get(config.train.optimizer, rates[config.model.tuning]))
 
 
 def second_cells(best: Cell) -> list[Cell]:
@@ -83,9 +84,14 @@ def second_cells(best: Cell) -> list[Cell]:
     return [dataclasses.replace(best, learning_rate=rate, world=SECOND) for rate in _rates(best.recipe)]
 
 
-def comparisons() -> int:
-    """Return how often the claims have been decided, for which the intervals of the confirmation are corrected."""
-    return int(_protocol()["confirmation"]["comparisons"])
+def comparisons(world: str) -> int:
+    """Return how often the claims of a world have been decided, for which intervals of a confirmation are corrected."""
+    return int(_of_world(world)["confirmation"]["comparisons"])
+
+
+def sage_at_its_best() -> str:
+    """Return the recipe that is confirmed beside the one ahead: SAGE-GRPO at the settings that its search found."""
+    return str(_protocol()["confirmation"]["beside"])
 
 
 def seeds(purpose: str, quick: bool, world: str = FIRST) -> list[int]:
@@ -161,7 +167,8 @@ class Raced:
         search: cell -> runs on the seeds of the search.
         best: cell with the highest mean score in the search.
         final: runs of `best` on new seeds.
-        confirmation: runs of `best` on further seeds, of the reference and of the recipe ahead in the first world.
+        confirmation: runs of `best` on further seeds: of the reference, of the recipe ahead in the first world, and
+            there of `sage_at_its_best`.
     """
 
     search: Mapping[Cell, Sequence[TrainedRun]]
@@ -203,8 +210,9 @@ Train = Callable[[Sequence[Cell], Sequence[int]], dict[Cell, list[TrainedRun]]]
 
 
 def _confirm(raced: Mapping[str, Raced], first: str, train: Train, quick: bool, world: str) -> dict[str, Raced]:
-    """Train the recipe ahead, `first`, and the reference on the seeds of the confirmation."""
-    compared = {recipe: raced[recipe] for recipe in (reference(), first)}
+    """Train the reference, the recipe ahead, `first`, and `sage_at_its_best` on the seeds of the confirmation."""
+    chosen = (reference(), first, sage_at_its_best())
+    compared = {recipe: found for recipe, found in raced.items() if recipe in chosen}
     made = train([found.best for found in compared.values()], seeds("confirmation", quick, world))
     return {**raced} | {
         recipe: dataclasses.replace(found, confirmation=made[found.best]) for recipe, found in compared.items()
