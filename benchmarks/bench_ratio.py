@@ -14,8 +14,8 @@ import torch
 
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config, DType, Ratio
+from sage_fast.loading import load_setup
 from sage_fast.ops import implementation
-from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import ParityError

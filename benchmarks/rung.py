@@ -27,8 +27,9 @@ from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
-from sage_fast.rollout.graphs import CudaRecorder, StepGraphs, denoise
+from sage_fast.rollout.graphs import CudaRecorder, StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.step import denoise
 from sage_fast.util.errors import in_one_line
 
 STEPS = 10

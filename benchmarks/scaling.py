@@ -394,7 +394,7 @@ def measure(file: Path) -> None:
 
     The minimum over iterations 1 to 3, after a warm-up. CPU seconds, since other processes do not add to them.
     """
-    from sage_fast.run.setup import load_setup
+    from sage_fast.loading import load_setup
     from sage_fast.trainer import Trainer
 
     torch.set_num_threads(1)

@@ -198,7 +198,7 @@ def _loading(options: Options) -> Iterator[None]:
 
 def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     """Return the settings of a YAML file or run folder and the iteration of its weights; announce both."""
-    from sage_fast.run.sources import load_run
+    from sage_fast.commands.sources import load_run
 
     config, iteration = load_run(options.config, overrides)
     if iteration is not None:
@@ -218,7 +218,7 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     argument("--list", action="store_true", help="print the configurations: what each trains, on what evidence"),
 )  # fmt: skip
 def _init(options: Options, overrides: Overrides) -> int:
-    from sage_fast.run.init import init, list_configurations
+    from sage_fast.commands.init import init, list_configurations
 
     if options.list == (options.folder is not None):
         raise UserError("expected either FOLDER, as in sage-fast init FOLDER [--config NAME], or --list")
@@ -258,7 +258,7 @@ def _train(options: Options, overrides: Overrides) -> int:
         print(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80)))
         return 0
     with _loading(options):
-        from sage_fast.report.comparison import report_run
+        from sage_fast.report.finish import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.folder import is_restart
         from sage_fast.run.method import method_of
@@ -303,7 +303,7 @@ def _check_gpus(options: Options) -> None:
 )  # fmt: skip
 def _embed(options: Options, overrides: Overrides) -> int:
     config, _ = _load(options, overrides)
-    from sage_fast.run.embed import embed_prompts
+    from sage_fast.commands.embed import embed_prompts
 
     log.info(embed_prompts(config, options.prompts))
     return 0
@@ -326,7 +326,7 @@ def _sample(options: Options, overrides: Overrides) -> int:
 
     prompts = [Prompt(text=text) for text in options.prompt]
     prompts += read_prompts(options.prompts, config.sampling) if options.prompts else []
-    from sage_fast.run.sample import sample
+    from sage_fast.commands.sample import sample
 
     for path in sample(config, prompts, Path(options.folder)):
         print(path)
@@ -348,7 +348,7 @@ def _sample(options: Options, overrides: Overrides) -> int:
     settings=True,
 )  # fmt: skip
 def _eval(options: Options, overrides: Overrides) -> int:
-    from sage_fast.run.sources import notes_on, read_sources, settings_for
+    from sage_fast.commands.sources import notes_on, read_sources, settings_for
 
     make_folder_of(options.json)
     sources = read_sources(options.source, overrides)
@@ -356,7 +356,7 @@ def _eval(options: Options, overrides: Overrides) -> int:
     for note in notes_on(sources, config):
         log.info(note)
     with _loading(options):
-        from sage_fast.run.eval_command import run_eval
+        from sage_fast.commands.eval import run_eval
         from sage_fast.run.fail_fast import fail_fast
 
     with fail_fast(config.timeout_minutes):
@@ -389,7 +389,7 @@ def _eval(options: Options, overrides: Overrides) -> int:
 def _compare(options: Options, overrides: Overrides) -> int:
     if options.votes:
         return _count_votes(options)
-    from sage_fast.run.sources import labelled
+    from sage_fast.commands.sources import labelled
 
     if not options.run:
         raise UserError("give at least one RUN, or --votes KEY VOTES")
@@ -443,7 +443,7 @@ def _sde(options: Options, overrides: Overrides) -> int:
     settings=True,
 )  # fmt: skip
 def _serve(options: Options, overrides: Overrides) -> int:
-    from sage_fast.run.serve import serve_reward
+    from sage_fast.commands.serve import serve_reward
 
     return serve_reward(options.config, overrides, options.host, options.port, options.largest)
 
@@ -471,7 +471,7 @@ BASE = argument("--base", metavar="HUB_ID", help="the base model on the hub, whe
 )  # fmt: skip
 def _export(options: Options, overrides: Overrides) -> int:
     with _loading(options):
-        from sage_fast.run.export import export
+        from sage_fast.commands.export import export
 
     print(*export(Path(options.run), Path(options.folder), options.base), sep="\n")
     return 0
@@ -487,7 +487,7 @@ def _export(options: Options, overrides: Overrides) -> int:
 )  # fmt: skip
 def _push(options: Options, overrides: Overrides) -> int:
     with _loading(options):
-        from sage_fast.run.export import push
+        from sage_fast.commands.export import push
 
     run, repo, dry_run = Path(options.run), options.repo, options.dry_run
     print(*push(run, repo, options.base, private=options.private, dry_run=dry_run), sep="\n")
@@ -524,7 +524,7 @@ def _bench(options: Options, overrides: Overrides) -> int:
     settings=True,
 )  # fmt: skip
 def _grid(options: Options, overrides: Overrides) -> int:
-    from sage_fast.run.grid import grid
+    from sage_fast.commands.grid import grid
 
     return grid(options, overrides)
 

@@ -14,7 +14,7 @@ from sage_fast.report.charts import BLUE, picture
 from sage_fast.report.page import points_of, read_run
 from sage_fast.report.playback import read_video
 from sage_fast.report.shown import shown_pairs
-from sage_fast.report.videos import numbered
+from sage_fast.util.videos import numbered
 
 FRAMES = 3
 """Frames of a video: the first, the last, and those between at equal distances."""

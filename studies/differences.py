@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 from scipy import special
 
-from sage_fast.report.scores import UPPER, clustered_variance, t_quantile
+from sage_fast.eval.scores import UPPER, clustered_variance, t_quantile
 
 
 def widening(count: int, comparisons: int) -> float:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.cli import guarded
+from sage_fast.commands.grid import run_many
 from sage_fast.config.load import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
-from sage_fast.models.protocol import Spec
+from sage_fast.eval.scores import means_by_prompt
+from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation
-from sage_fast.report.scores import means_by_prompt
-from sage_fast.run.grid import run_many
 from sage_fast.util.console import hush, show, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
@@ -233,8 +233,8 @@ def train_one(config: Config, file: Path) -> float:
     """Train and evaluate as `sage-fast train` does, but without a run folder; return the last held-out score."""
     import torch
 
-    from sage_fast.run.evaluation import evaluate
-    from sage_fast.run.setup import load_setup
+    from sage_fast.eval.evaluation import evaluate
+    from sage_fast.loading import load_setup
     from sage_fast.trainer import Trainer
     from sage_fast.util.environment import environment
 

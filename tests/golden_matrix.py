@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from sage_fast.config.load import load
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import load_setup
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import evaluate
-from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
 from sage_fast.util.ranks import initialize, rank, shutdown
 from tests.ranks import run_ranks, screens

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_fast import cli
+from sage_fast import loading as setup
 from sage_fast.algorithm.objective import SURROGATES
+from sage_fast.loading import load_setup
 from sage_fast.models.attention import (
     ATTENTION,
     LARGEST_ERROR,
@@ -27,8 +29,6 @@ from sage_fast.models.attention import (
 )
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.load import choose_attention
-from sage_fast.run import setup
-from sage_fast.run.setup import load_setup
 from sage_fast.tools import selftest
 from sage_fast.util.errors import UserError
 from tests.pretend_cuda import PretendCuda, cudnn_attention

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from sage_fast.cli import main
 from sage_fast.config.load import dump
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.projection import Projection
+from sage_fast.models.lora_linear import Projection
 from sage_fast.tools.harness import fresh_compilation
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings

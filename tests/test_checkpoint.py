@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from sage_fast.commands.sources import newest_weights
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.run import manifest
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked, remove_partials
 from sage_fast.run.manifest import FOR_TRAINING, checkpoints, fault_of_weights, iteration_of
-from sage_fast.run.sources import newest_weights
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError

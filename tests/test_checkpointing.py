@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sage_fast import loading as setup
 from sage_fast.config.load import load
 from sage_fast.models.attention import ATTENTION, Backend, is_attention
 from sage_fast.models.checkpointing import MODES
@@ -16,7 +17,6 @@ from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.spec import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.model import Model
-from sage_fast.run import setup
 from sage_fast.tools.plan import plan
 from sage_fast.util.errors import UserError
 from tests.test_forward import PROMPTS, inputs

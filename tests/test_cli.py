@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from sage_fast.cli import main
+from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
 from sage_fast.run.manifest import MANIFEST, write_manifest
 from sage_fast.run.messages import time_left
-from sage_fast.run.sources import newest_weights
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError, reason

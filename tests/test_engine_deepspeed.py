@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from benchmarks.scaling import count_gathers
 from sage_fast import cli
 from sage_fast.config.load import build, load
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.eval.scores import read_scores
+from sage_fast.loading import load_setup
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.hunyuan15.text import collate
 from sage_fast.parallel import check_engine
 from sage_fast.parallel.settings import OURS, deepspeed_settings
-from sage_fast.report.scores import read_scores
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.run.evaluation import evaluate
-from sage_fast.run.setup import load_setup
 from sage_fast.tools.plan import format_plan, plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_fast.loading import check_trajectories
 from sage_fast.ops import implementation
-from sage_fast.run.setup import check_trajectories
 from sage_fast.util.environment import command_line, commit, environment, format_bytes, free_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import initialize, local_device
@@ -31,7 +31,7 @@ def test_rollouts_and_decode_ask_the_same_function(monkeypatch: pytest.MonkeyPat
     config = settings()
     model = tiny_model(config)
     assert "host memory" in check_trajectories(config, model)
-    monkeypatch.setattr("sage_fast.run.setup.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("sage_fast.loading.free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"1000 B are free; lower train.group_size"):
         check_trajectories(config, model)
     monkeypatch.setattr("sage_fast.models.hunyuan15.decode.free_bytes", lambda device: 1000)

@@ -20,6 +20,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sage_fast import cli
+from sage_fast.commands.card import model_card
+from sage_fast.commands.export import export, push
 from sage_fast.config.load import dump
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
@@ -29,8 +31,6 @@ from sage_fast.models.lora_layouts import converted, read_lora
 from sage_fast.models.model import Model
 from sage_fast.models.testbed import BASE as TESTBED
 from sage_fast.models.testbed.model import TestbedTransformer
-from sage_fast.run.card import model_card
-from sage_fast.run.export import export, push
 from sage_fast.run.manifest import FOR_TRAINING, MANIFEST, keep_weights, write_manifest
 from sage_fast.util.errors import UserError
 from tests.tiny import CPU, settings
@@ -546,7 +546,7 @@ def test_what_the_hub_refuses(
     assert "--private: me/open exists and is public; nothing was uploaded" in push("open", "--private")
     assert hub.repositories == {"me/open": {}}
     monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr("sage_fast.run.export.get_token", lambda: None)
+    monkeypatch.setattr("sage_fast.commands.export.get_token", lambda: None)
     assert "no token for the Hugging Face hub; expected `hf auth login` or HF_TOKEN" in push("circles")
     shutil.rmtree(run / "weights")
     assert "has neither a checkpoint nor weights" in push("circles")

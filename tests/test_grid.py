@@ -17,12 +17,12 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-import sage_fast.run.grid as grid
+import sage_fast.commands.grid as grid
 from sage_fast.cli import main
+from sage_fast.commands.grid import is_finished, read_grid
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
-from sage_fast.run.grid import is_finished, read_grid
 from sage_fast.run.resume import value_of
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics

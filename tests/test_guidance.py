@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.commands.sample import generate
+from sage_fast.commands.sources import Source, notes_on
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import Setup
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.run.evaluation import evaluate
 from sage_fast.run.messages import guidance_warning
-from sage_fast.run.sample import generate
-from sage_fast.run.setup import Setup
-from sage_fast.run.sources import Source, notes_on
 from sage_fast.trainer import Trainer
 from tests.tiny import settings, tiny_trainer
 

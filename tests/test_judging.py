@@ -16,13 +16,12 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.report.blind import CRITERIA, count_votes
-from sage_fast.report.hacking import verdict
-from sage_fast.report.page import changes
-from sage_fast.report.playback import for_browser, read_video
-from sage_fast.report.scores import paired_table
-from sage_fast.report.videos import save_mp4
-from sage_fast.report.videoset import (
+from sage_fast.commands.eval import short_names
+from sage_fast.commands.sources import labelled
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.eval.hacking import verdict
+from sage_fast.eval.scores import paired_table
+from sage_fast.eval.videoset import (
     VideoSet,
     as_json,
     format_table,
@@ -33,11 +32,12 @@ from sage_fast.report.videoset import (
     table,
     write_folder,
 )
-from sage_fast.run.eval_command import short_names
-from sage_fast.run.evaluation import evaluate
-from sage_fast.run.setup import load_scoring
-from sage_fast.run.sources import labelled
+from sage_fast.loading import load_scoring
+from sage_fast.report.blind import CRITERIA, count_votes
+from sage_fast.report.page import changes
+from sage_fast.report.playback import for_browser, read_video
 from sage_fast.util.errors import RewardError, UserError
+from sage_fast.util.videos import save_mp4
 from tests.test_report import row, write_rows
 from tests.test_scores import evaluation, scores
 from tests.tiny import settings

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from sage_fast.cli import main
+from sage_fast.commands.init import EVIDENCE, init
 from sage_fast.config.load import load
+from sage_fast.eval.videoset import read_folder
 from sage_fast.report.playback import read_video
-from sage_fast.report.videoset import read_folder
-from sage_fast.run.init import EVIDENCE, init
 from sage_fast.util.files import read_metrics
 from tests.test_docs import Block, blocks, commands
 from tests.tiny import FEW_STEPS, arguments

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import load_setup
 from sage_fast.models.load import find_spec
 from sage_fast.models.testbed import BASE as TESTBED
-from sage_fast.run.evaluation import evaluate
-from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from studies.pairs.judge import PairsJudge

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models import projection
+from sage_fast.models import lora_linear as projection
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15

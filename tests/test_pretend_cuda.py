@@ -21,13 +21,14 @@ from torch import Tensor
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
 from sage_fast.config.schema import Config
+from sage_fast.eval.evaluation import Evaluation, evaluate
+from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15 import decode
 from sage_fast.models.load import load_model
 from sage_fast.models.testbed.model import LATENT_SHAPE
-from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, denoise, step_graphs
+from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, step_graphs
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.run.evaluation import Evaluation, evaluate
-from sage_fast.run.setup import load_setup
+from sage_fast.rollout.step import denoise
 from sage_fast.trainer import Trainer
 from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda

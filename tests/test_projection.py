@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.load import make_trainable
-from sage_fast.models.projection import Projection, gelu, with_room
+from sage_fast.models.lora_linear import Projection, gelu, with_room
 from sage_fast.models.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda

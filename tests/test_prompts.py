@@ -14,21 +14,21 @@ import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 
+import sage_fast.commands.embed
 import sage_fast.data.embeddings
-import sage_fast.run.embed
 from sage_fast.cli import main
 from sage_fast.config.command_line import overrides_of
 from sage_fast.config.load import dump, from_overrides
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import Prompt, negatives_of, read_prompts
+from sage_fast.eval.evaluation import prompts_and_seeds
+from sage_fast.loading import load_setup
 from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.load import load_model
 from sage_fast.models.protocol import pass_lengths
-from sage_fast.run.evaluation import prompts_and_seeds
-from sage_fast.run.setup import load_setup
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics

@@ -17,13 +17,13 @@ import yaml
 from PIL import Image
 
 from sage_fast.config.load import build
+from sage_fast.eval.scores import paired_table
 from sage_fast.report import charts
-from sage_fast.report.comparison import report_run
+from sage_fast.report.finish import report_run
 from sage_fast.report.page import checks, write_report
-from sage_fast.report.scores import paired_table
-from sage_fast.report.videos import save_mp4
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
+from sage_fast.util.videos import save_mp4
 from tests.test_scores import evaluation, scores
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.report.scores import paired_table
-from sage_fast.report.text import format_scores
+from sage_fast.eval.scores import paired_table
+from sage_fast.eval.text import format_scores
+from sage_fast.loading import load_setup
 from sage_fast.rewards.http import HttpReward
 from sage_fast.run.checkpoint import best_of
 from sage_fast.run.manifest import checkpoints
-from sage_fast.run.setup import load_setup
 from sage_fast.testbed.world import heldout_prompts
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_json
@@ -132,7 +132,7 @@ def test_rewards_are_checked_before_the_model_is_loaded_and_sampling_has_none(mo
         loaded.append(args)
         pytest.fail("the model")
 
-    monkeypatch.setattr("sage_fast.run.setup.load_model", fail)
+    monkeypatch.setattr("sage_fast.loading.load_model", fail)
     with pytest.raises(UserError, match=r"reward.weights names 'red'; reward 'testbed' returns \['mq', 'ta', 'vq'\]"):
         load_setup(settings(reward__weights={"red": 1}))
     with pytest.raises(UserError, match=r"eval.judge = 'tests.reward_faults:nothing': .* has no 'nothing'"):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sage_fast.report import intervals as module
-from sage_fast.report.intervals import bootstrap_interval, share_interval
-from sage_fast.report.scores import format_number, hacking, means_by_prompt, paired_table
+from sage_fast.eval import intervals as module
+from sage_fast.eval.intervals import bootstrap_interval, share_interval
+from sage_fast.eval.scores import format_number, hacking, means_by_prompt, paired_table
+from sage_fast.eval.text import format_paired_table, format_scores
 from sage_fast.report.shown import shown_pairs
-from sage_fast.report.text import format_paired_table, format_scores
 
 
 def scores(reward, iteration=0, prompts=6):

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import pytest
 
+from sage_fast.commands.card import model_card
 from sage_fast.config.schema import Config
 from sage_fast.models import load
 from sage_fast.models.load import find_spec
-from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import SHIPPED, families, family
-from sage_fast.run.card import model_card
+from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError
 
 REPOSITORY = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def test_a_docstring_may_name_a_model_as_an_example() -> None:
 MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
 ENGINES = ("parallel.plain", "parallel.zero", "parallel.settings")
 CARRIERS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
-REPORT = ("report.page", "report.charts", "report.html", "report.comparison", "report.playback")
+REPORT = ("report.page", "report.charts", "report.html", "report.finish", "report.playback")
 OTHERS = ("benchmarks", "tools", "cli", "run.trackers", "run.eval_command", "run.grid")
 
 
@@ -144,7 +144,7 @@ def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkey
     [
         ("no_such_module:Wan:folder", "expected 'package.module:Name' of a Spec: No module named 'no_such_module'"),
         ("sage_fast.models.protocol:Wan:folder", "has no attribute 'Wan'"),
-        ("sage_fast.models.protocol:Cost:folder", "Cost is no subclass of sage_fast.models.protocol.Spec"),
+        ("sage_fast.models.spec:Cost:folder", "Cost is no subclass of sage_fast.models.spec.Spec"),
         ("sage_fast.models.testbed.model:Testbed:folder", "no such folder; expected 'testbed', a local folder"),
         ("random:testbad", "did you mean 'random:testbed'"),
     ],

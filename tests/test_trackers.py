@@ -20,11 +20,11 @@ from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_fast.report.comparison import report_run
-from sage_fast.report.sheets import contact_sheet
+from sage_fast.commands.sample import save_videos
+from sage_fast.eval.sheets import contact_sheet
+from sage_fast.report.finish import report_run
 from sage_fast.run import trackers
 from sage_fast.run import writer as module
-from sage_fast.run.sample import save_videos
 from sage_fast.run.train import train
 from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.util.errors import RunError, UserError

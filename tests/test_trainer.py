@@ -18,13 +18,13 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_samples import draw_samples
 from sage_fast.algorithm.objective import stores_rollout_velocities
 from sage_fast.algorithm.schedule import Transition, check_trainable, update_schedule
+from sage_fast.commands.sample import generate
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import Setup
 from sage_fast.ops import transition_score
 from sage_fast.rewards import Scores, join_scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
-from sage_fast.run.evaluation import evaluate
-from sage_fast.run.sample import generate
-from sage_fast.run.setup import Setup
 from sage_fast.run.train import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
@@ -541,10 +541,10 @@ def setup_of_one_video() -> Setup:
 def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank writes the files, so it gets a video even if there are more ranks than videos."""
     setup = setup_of_one_video()
-    monkeypatch.setattr("sage_fast.run.evaluation.data_size", lambda: 2)
+    monkeypatch.setattr("sage_fast.eval.evaluation.data_size", lambda: 2)
     counts = []
     for number in (0, 1):
-        monkeypatch.setattr("sage_fast.run.evaluation.data_rank", lambda number=number: number)
+        monkeypatch.setattr("sage_fast.eval.evaluation.data_rank", lambda number=number: number)
         result = evaluate(setup, iteration=0)
         counts.append((len(result.videos), len(result.reward), sorted(result.parts)))
     assert counts == [(1, 1, ["mq", "ta", "vq"]), (0, 0, [])]
@@ -558,7 +558,7 @@ def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.Monke
     def gathered(own: Any) -> list[Any]:
         return [own, (["another"], [7], {"": theirs}), ([], [], {"": join_scores([])})]
 
-    monkeypatch.setattr("sage_fast.run.evaluation.all_gather_object", gathered)
+    monkeypatch.setattr("sage_fast.eval.evaluation.all_gather_object", gathered)
     result = evaluate(setup, iteration=0)
     assert result.parts["vq"][1] == 0.5
     assert math.isnan(result.parts["mq"][1])

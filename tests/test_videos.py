@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.report.comparison import keep_shown, write_comparison
+from sage_fast.commands.sample import save_videos
+from sage_fast.eval.scores import read_evaluations
+from sage_fast.eval.sheets import comparison_sheet, contact_sheet
+from sage_fast.report.finish import keep_shown, write_comparison
 from sage_fast.report.playback import read_video
-from sage_fast.report.scores import read_evaluations
-from sage_fast.report.sheets import comparison_sheet, contact_sheet
-from sage_fast.report.videos import numbered, save_mp4, write_video
-from sage_fast.run.sample import save_videos
+from sage_fast.util.videos import numbered, save_mp4, write_video
 from tests.tiny import FEW_STEPS
 
 

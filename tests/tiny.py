@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sage_fast.config.load import build, load
 from sage_fast.config.schema import Config, ModelConfig
+from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
@@ -21,7 +22,6 @@ from sage_fast.models.model import Model
 from sage_fast.models.testbed.model import Testbed, TestbedTransformer, allow_batches, tiny_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards import CompositeReward, Reward
-from sage_fast.run.setup import load_setup
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from sage_fast.algorithm.objective import scores_noised_samples
 from sage_fast.config.schema import Config
 from sage_fast.models.checkpointing import RECOMPUTED
-from sage_fast.models.protocol import Cost
+from sage_fast.models.spec import Cost
 
 
 def forwards(config: Config, *, samples: int, steps: int, stored: int, trained: int, anchored: int) -> dict[str, int]:

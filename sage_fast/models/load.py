@@ -17,10 +17,10 @@ from sage_fast.models.hub import progress_bars_of, reachable
 from sage_fast.models.lora import ADAPTER, add_lora, load_lora
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Spec
 from sage_fast.models.random_weights import is_random, random_module
 from sage_fast.models.registry import CHECKPOINTS, default_family, families, family, split_path
 from sage_fast.models.sharing import check_heads
+from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.ranks import all_gather_object, sequence_group, sequence_size
 

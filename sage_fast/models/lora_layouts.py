@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sage_fast.models.protocol import Place
+from sage_fast.models.spec import Place
 from sage_fast.util.errors import UserError, first_line
 
 

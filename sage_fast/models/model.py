@@ -9,7 +9,8 @@ from sage_fast.models.attention import REFERENCE
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Encoder, Spec
+from sage_fast.models.protocol import Encoder
+from sage_fast.models.spec import Spec
 
 
 @dataclasses.dataclass(kw_only=True)

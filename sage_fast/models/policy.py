@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
 from sage_fast.models.protocol import Conditions, Inputs
-from sage_fast.ops.transition_step import guided
+from sage_fast.ops.guidance import guided
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import fails_alone, sequence_size, world_size
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sage_fast.config.schema import RANDOM
-from sage_fast.models.protocol import Spec
+from sage_fast.models.spec import Spec
 
 
 def is_random(path: str) -> bool:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-from sage_fast.models.protocol import Spec
+from sage_fast.models.spec import Spec
 from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError
 
@@ -47,7 +47,7 @@ def family(name: str) -> type[Spec]:
     except (ImportError, AttributeError) as error:
         raise UserError(f"model.path = {name!r}: expected 'package.module:Name' of a Spec: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Spec)):
-        raise UserError(f"model.path = {name!r}: {attribute} is no subclass of sage_fast.models.protocol.Spec")
+        raise UserError(f"model.path = {name!r}: {attribute} is no subclass of sage_fast.models.spec.Spec")
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean
 from sage_fast.ops._dispatch import register
+from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
 
 LIBRARY.define(
@@ -59,13 +60,6 @@ def transition_step(
         raise ValueError(f"guidance: expected float32 [], got {guidance.dtype} {list(guidance.shape)}")
     x_next, logp = torch.ops.sage_fast.transition_step(x, v, v_uncond, guidance, coefs, step, seed)
     return x_next, logp
-
-
-def guided(v: Tensor, v_uncond: Tensor | None, guidance: Tensor | float | None, dtype: torch.dtype) -> Tensor:
-    """Return v_uncond + guidance (v - v_uncond) in `dtype`, or v without guidance."""
-    if v_uncond is None or guidance is None:
-        return v.to(dtype)
-    return v_uncond.to(dtype) + guidance * (v.to(dtype) - v_uncond.to(dtype))
 
 
 def transition_step_reference(

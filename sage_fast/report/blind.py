@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from sage_fast.eval.intervals import share_interval
+from sage_fast.eval.scores import Interval
+from sage_fast.eval.videoset import Key, VideoSet
 from sage_fast.report.compare import read_sets
 from sage_fast.report.html import data_address, render
-from sage_fast.report.intervals import share_interval
-from sage_fast.report.scores import Interval
-from sage_fast.report.videoset import Key, VideoSet
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
 

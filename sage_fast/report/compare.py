@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from sage_fast.eval.hacking import verdict
+from sage_fast.eval.videoset import Row, VideoSet, check_prompts, of_run, read_folder, shown_name, table
 from sage_fast.report import charts
 from sage_fast.report.gallery import write_gallery
-from sage_fast.report.hacking import verdict
 from sage_fast.report.page import Run, points_of, read_run
-from sage_fast.report.videoset import Row, VideoSet, check_prompts, of_run, read_folder, shown_name, table
 from sage_fast.util.files import VIDEOS
 from sage_fast.util.metrics import REWARD_PART
 

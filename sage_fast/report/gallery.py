@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_fast.eval.videoset import Key, Row, VideoSet, format_interval, gains_of, shown_name, summary
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.shown import extremes
-from sage_fast.report.videoset import Key, Row, VideoSet, format_interval, gains_of, shown_name, summary
 from sage_fast.util.files import write_atomic
 
 

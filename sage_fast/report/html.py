@@ -9,8 +9,8 @@ from typing import Any
 
 import jinja2
 
+from sage_fast.eval.scores import format_number
 from sage_fast.report.playback import for_browser, poster
-from sage_fast.report.scores import format_number
 
 
 def render(template: str | Path, **values: Any) -> str:

@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 
 from sage_fast.config.load import leaves, read_yaml
-from sage_fast.report import charts
-from sage_fast.report.charts import Row, column
-from sage_fast.report.hacking import Evaluations, in_order, judge_parts, verdict
-from sage_fast.report.html import cell_of, render
-from sage_fast.report.scores import (
+from sage_fast.eval.hacking import Evaluations, in_order, judge_parts, verdict
+from sage_fast.eval.scores import (
     TOO_FEW,
     PairedRow,
     as_float,
@@ -27,12 +24,15 @@ from sage_fast.report.scores import (
     paired_table,
     read_evaluations,
 )
+from sage_fast.report import charts
+from sage_fast.report.charts import Row, column
+from sage_fast.report.html import cell_of, render
 from sage_fast.report.shown import scores_of, shown_pairs
-from sage_fast.report.videos import numbered
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
+from sage_fast.util.videos import numbered
 
 STEPS = ("sigmas", "transition_std", "equalizer")
 """Lists of `run.json` with a value for each step of a rollout."""

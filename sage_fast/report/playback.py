@@ -13,9 +13,9 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
-from sage_fast.report.videos import save_mp4
 from sage_fast.util.errors import UserError
 from sage_fast.util.frames import evenly_spaced
+from sage_fast.util.videos import save_mp4
 
 ANIMATIONS = (".webp", ".gif", ".png")
 _PLAYED = ("h264", "vp8", "vp9", "av1")

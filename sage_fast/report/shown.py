@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sage_fast.report.scores import as_float, composite
+from sage_fast.eval.scores import as_float, composite
 from sage_fast.util.metrics import JUDGE_PART
 
 

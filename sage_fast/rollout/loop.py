@@ -16,7 +16,8 @@ from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Conditions, Key
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
-from sage_fast.rollout.graphs import History, StepGraphs, denoise
+from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rollout.step import History, denoise
 from sage_fast.util.profiling import annotate
 
 Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sage_fast.eval.scores import mean_and_margin, read_scores
 from sage_fast.models.policy import State
 from sage_fast.parallel import Engine
-from sage_fast.report.scores import mean_and_margin, read_scores
 from sage_fast.run.manifest import MANIFEST, checkpoints, digest, fault_of, iteration_of, keep_weights
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason

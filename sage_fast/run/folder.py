@@ -23,13 +23,13 @@ import torch
 from sage_fast.config.load import dump, load
 from sage_fast.config.redact import redacted
 from sage_fast.config.schema import Config
-from sage_fast.report.videos import video_suffix, write_video
 from sage_fast.run.early import LOCK
 from sage_fast.run.resume import LAUNCHERS, began_here, differences, launcher
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, read_metrics, remove, write_atomic
 from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, initialize, rank
+from sage_fast.util.videos import video_suffix, write_video
 
 log = logging.getLogger(__name__)
 

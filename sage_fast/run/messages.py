@@ -7,7 +7,7 @@ from typing import Any
 
 from sage_fast.algorithm.objective import kl_acts
 from sage_fast.config.schema import Config, TrainConfig
-from sage_fast.report.scores import format_number
+from sage_fast.eval.scores import format_number
 from sage_fast.util.metrics import REWARD_PART, straggler_line
 
 LARGEST_START = 0.1

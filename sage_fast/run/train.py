@@ -21,21 +21,20 @@ from sage_fast.algorithm.objective import equalizes
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.redact import hide_in_command
 from sage_fast.config.schema import AttentionBackend, Config
+from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
+from sage_fast.eval.hacking import verdict
+from sage_fast.eval.scores import read_evaluations
+from sage_fast.eval.sheets import contact_sheet
+from sage_fast.loading import check_trajectories, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
-from sage_fast.report.hacking import verdict
-from sage_fast.report.scores import read_evaluations
-from sage_fast.report.sheets import contact_sheet
-from sage_fast.report.videos import numbered
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.early import check_output
-from sage_fast.run.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
 from sage_fast.run.messages import config_warnings, format_row, grace_warning
 from sage_fast.run.method import method_of
-from sage_fast.run.setup import check_trajectories, load_setup
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
@@ -44,6 +43,7 @@ from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped
 from sage_fast.util.files import aside, read_json, write_atomic, write_json
 from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
+from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def train(config: Config, *, resume: bool = False, report: Callable[[Config], ob
     """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
 
     Args:
-        report: called on rank 0 once the run is complete; the commands pass `sage_fast.report.comparison.report_run`.
+        report: called on rank 0 once the run is complete; the commands pass `sage_fast.report.finish.report_run`.
 
     Returns:
         The run folder.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.schema import Config
-from sage_fast.report.scores import mean_and_margin
+from sage_fast.eval.scores import mean_and_margin
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import append_line, json_value, read_metrics, write_atomic

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops.gated_norm import gated_norm_backward_reference, gated_norm_reference
+from sage_fast.ops.guidance import guided
 from sage_fast.ops.norm_modulate import norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate_backward_reference, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
-from sage_fast.ops.transition_step import guided, transition_step_reference
+from sage_fast.ops.transition_step import transition_step_reference
 
 UNIT = torch.finfo(torch.float32).eps
 Kernels = Callable[[str], Callable[..., Any]]

@@ -23,17 +23,17 @@ from sage_fast.algorithm.schedule import (
 )
 from sage_fast.config.schema import Config, ModelConfig
 from sage_fast.data.prompts import Prompt
+from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import default_family
 from sage_fast.models.sharing import check_heads
+from sage_fast.models.spec import Spec
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.look import look_at_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of
-from sage_fast.run.setup import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.tools.harness import H200_BF16_FLOPS
 from sage_fast.util.console import wrapped
 from sage_fast.util.environment import PEAK_TFLOPS, format_bytes

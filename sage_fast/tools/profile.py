@@ -24,8 +24,8 @@ from torch.autograd import DeviceType
 
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.schema import Checkpointing, Config
+from sage_fast.loading import load_setup
 from sage_fast.ops import implementation
-from sage_fast.run.setup import load_setup
 from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer

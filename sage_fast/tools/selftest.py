@@ -17,9 +17,10 @@ from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention import ATTENTION, fastest, measure_attention, try_attention, usable
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition, Spec
+from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family
+from sage_fast.models.spec import Spec
 from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
 from sage_fast.tools import normalisations
 from sage_fast.tools.checks import CHECKS, UNIT, Kernels, example, registered

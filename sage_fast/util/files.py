@@ -20,7 +20,7 @@ PARTIAL = ".partial"
 """Suffix of a file or folder that is being written. If a kill leaves one behind, it may be removed."""
 
 VIDEOS = "videos.csv"
-"""File that marks a folder of videos to score and compare; see `sage_fast.report.videoset`."""
+"""File that marks a folder of videos to score and compare; see `sage_fast.eval.videoset`."""
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 

@@ -17,8 +17,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from sage_fast.eval.scores import t_quantile
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.report.scores import t_quantile
 from studies.finding import Claim, Finding, Material, Verdict
 
 if TYPE_CHECKING:

@@ -164,7 +164,7 @@ def measure_gradients(*, eta: float, groups: int, steps: int = 20) -> Norms:
         groups: number of groups of 8 samples.
         steps: steps of the schedule; the paper has 20.
     """
-    from sage_fast.run.setup import load_setup
+    from sage_fast.loading import load_setup
     from sage_fast.trainer import Trainer
 
     found: list[Tensor] = []

@@ -20,7 +20,7 @@ from studies.paper.mixture import Mixture, sample
 from studies.runs import shipped
 
 if TYPE_CHECKING:
-    from sage_fast.run.setup import Setup
+    from sage_fast.loading import Setup
 
 NOISY = ("sage", "flow", "dance", "cps", "exact")
 COLOR = dict(zip(NOISY, COLORS)) | {"ode": GREY}
@@ -237,8 +237,8 @@ def _on_testbed(
     tables: Mapping[tuple[str, float], TransitionTable], quick: bool
 ) -> tuple[dict[tuple[str, float], np.ndarray], np.ndarray]:
     """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
+    from sage_fast.loading import load_setup
     from sage_fast.models.testbed.model import allow_batches
-    from sage_fast.run.setup import load_setup
     from scripts.pretrain_testbed import WORLDS, encode_prompts
 
     setup = load_setup(shipped("recipes/paper"), rewards=False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.commands.sample import generate
 from sage_fast.config.load import load
 from sage_fast.models.load import load_model
 from sage_fast.models.testbed import BASE
@@ -15,7 +16,6 @@ from sage_fast.models.testbed.model import TestbedTransformer, load_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards.judge import TestbedJudge
 from sage_fast.rewards.testbed import TestbedReward
-from sage_fast.run.sample import generate
 from sage_fast.testbed.render import render
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, train_prompts
 from sage_fast.util.seeding import sample_seeds

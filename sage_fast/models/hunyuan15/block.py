@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.models.attention import Attention
-from sage_fast.models.projection import Projection, gelu, with_room
+from sage_fast.models.lora_linear import Projection, gelu, with_room
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate

@@ -22,7 +22,7 @@ from sage_fast.models.attention import ATTENTION, REFERENCE, Attention
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.conditioning import Conditioning
 from sage_fast.models.hunyuan15.text import TextBatch
-from sage_fast.models.projection import Projection
+from sage_fast.models.lora_linear import Projection
 from sage_fast.models.sequence import SequenceParallel
 from sage_fast.ops.norm_modulate import norm_modulate
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from sage_fast.models.protocol import Place
+from sage_fast.models.spec import Place
 from sage_fast.util.errors import UserError
 
 PREFIX = "diffusion_model."

@@ -22,9 +22,10 @@ from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder, ra
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.projection import room_for
-from sage_fast.models.protocol import Cost, Encoder, Spec
+from sage_fast.models.lora_linear import room_for
+from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
+from sage_fast.models.spec import Cost, Spec
 from sage_fast.util.errors import UserError
 
 # Activations that autograd keeps per token, in units of d plus the adapters' room, for mlp ratio 4 and the default LoRA

@@ -13,8 +13,9 @@ from torch import Tensor
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.protocol import Encoder, Spec
+from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
+from sage_fast.models.spec import Spec
 from sage_fast.models.testbed import BASE
 from sage_fast.models.testbed.text import TEXT_EMBED_DIM, embed
 

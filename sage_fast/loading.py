@@ -20,9 +20,10 @@ from sage_fast.models.checkpointing import MODES
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Condition, Spec
+from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.sharing import check_sequence_parallel
+from sage_fast.models.spec import Spec
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS

@@ -16,17 +16,17 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sage_fast.commands.card import model_card
+from sage_fast.commands.sources import is_checkpoint, newest_weights
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec
 from sage_fast.models.lora import LORA_FILE, lora_files, write_adapter
 from sage_fast.models.lora_layouts import converted, read_lora
-from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import split_path
-from sage_fast.run.card import model_card
+from sage_fast.models.spec import Spec
 from sage_fast.run.manifest import fault_of_weights, iteration_of
-from sage_fast.run.sources import is_checkpoint, newest_weights
 from sage_fast.util.errors import RunError, UserError, first_line
 from sage_fast.util.files import aside, read_json, saving
 

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from sage_fast.config.schema import Config
 from sage_fast.data.prompts import Prompt
+from sage_fast.eval.evaluation import video_chunks
+from sage_fast.eval.sheets import contact_sheet
+from sage_fast.loading import load_setup
 from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition
-from sage_fast.report.sheets import contact_sheet
-from sage_fast.report.videos import numbered
-from sage_fast.run.evaluation import video_chunks
 from sage_fast.run.folder import save_video
-from sage_fast.run.setup import load_setup
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import aside, writing
 from sage_fast.util.seeding import sample_seeds
+from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
 

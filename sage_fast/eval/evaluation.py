@@ -14,15 +14,15 @@ from torch import Tensor
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
+from sage_fast.eval.scores import read_scores
+from sage_fast.loading import Setup
 from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition, pass_lengths
-from sage_fast.report.scores import read_scores
 from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
 from sage_fast.rollout.scoring import log_failures
-from sage_fast.run.setup import Setup
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import json_value

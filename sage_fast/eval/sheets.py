@@ -10,8 +10,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from sage_fast.report.videos import pixels
 from sage_fast.util.frames import evenly_spaced
+from sage_fast.util.videos import pixels
 
 _INK = (28, 30, 34)
 _MUTED = (105, 110, 118)

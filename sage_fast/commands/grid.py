@@ -189,7 +189,7 @@ def _run_cell(cell: Cell) -> int:
     """Start or resume the run of a cell in this process (maybe one of several ranks); skip it if finished."""
     if is_finished(cell):
         return 0
-    from sage_fast.report.comparison import report_run
+    from sage_fast.report.finish import report_run
     from sage_fast.run.train import train
 
     train(cell.config, resume=(cell.run / "config.yaml").is_file(), report=report_run)

@@ -14,13 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.models.load import load_model
-from sage_fast.report.gallery import write_gallery
-from sage_fast.report.playback import read_video
-from sage_fast.report.text import format_scores
-from sage_fast.report.videos import numbered
-from sage_fast.report.videoset import (
+from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds
+from sage_fast.eval.text import format_scores
+from sage_fast.eval.videoset import (
     VideoSet,
     as_csv,
     as_json,
@@ -33,15 +31,17 @@ from sage_fast.report.videoset import (
     table,
     write_folder,
 )
+from sage_fast.loading import Setup, configured_prompts, load_scoring, load_setup
+from sage_fast.models.load import load_model
+from sage_fast.report.gallery import write_gallery
+from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge
-from sage_fast.run.evaluation import Chunks, evaluate, prompts_and_seeds
 from sage_fast.run.folder import save_video
-from sage_fast.run.setup import Setup, configured_prompts, load_scoring, load_setup
-from sage_fast.run.sources import Source
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, write_atomic, write_json, writing
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import initialize, rank
+from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
 

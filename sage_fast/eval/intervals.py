@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import special
 
-from sage_fast.report.scores import MIN_PROMPTS, UPPER, Interval, clustered_variance, t_quantile
+from sage_fast.eval.scores import MIN_PROMPTS, UPPER, Interval, clustered_variance, t_quantile
 
 RESAMPLES = 10_000
 

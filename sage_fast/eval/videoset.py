@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sage_fast.report.intervals import bootstrap_interval
-from sage_fast.report.scores import TOO_FEW, Interval, as_float, columns_of, format_number, means_by_prompt
-from sage_fast.report.videos import numbered
+from sage_fast.eval.intervals import bootstrap_interval
+from sage_fast.eval.scores import TOO_FEW, Interval, as_float, columns_of, format_number, means_by_prompt
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, write_atomic
+from sage_fast.util.videos import numbered
 
 SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".webp", ".gif", ".png")
 

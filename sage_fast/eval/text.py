@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sage_fast.report.scores import (
+from sage_fast.eval.scores import (
     TOO_FEW,
     PairedRow,
     as_float,

@@ -15,11 +15,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from sage_fast import __version__
 from sage_fast.config.redact import redacted
 from sage_fast.config.schema import Config
+from sage_fast.eval.scores import TOO_FEW, PairedRow, paired_table, read_evaluations
+from sage_fast.eval.text import cells_of
 from sage_fast.models.lora import LORA_FILE
-from sage_fast.models.protocol import Spec
 from sage_fast.models.registry import split_path
-from sage_fast.report.scores import TOO_FEW, PairedRow, paired_table, read_evaluations
-from sage_fast.report.text import cells_of
+from sage_fast.models.spec import Spec
 from sage_fast.util.console import wrapped
 
 log = logging.getLogger(__name__)

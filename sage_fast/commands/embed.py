@@ -11,8 +11,8 @@ import torch
 from sage_fast.config.schema import Config
 from sage_fast.data.embeddings import cache_key, fill_cache
 from sage_fast.data.prompts import negatives_of, read_prompts
+from sage_fast.loading import configured_prompts
 from sage_fast.models.load import find_spec
-from sage_fast.run.setup import configured_prompts
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import initialize, shutdown
 

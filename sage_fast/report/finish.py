@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor
 
 from sage_fast.config.schema import Config
-from sage_fast.report.hacking import Evaluations
+from sage_fast.eval.hacking import Evaluations
+from sage_fast.eval.scores import paired_table, read_evaluations
+from sage_fast.eval.sheets import comparison_sheet
+from sage_fast.eval.text import format_paired_table
 from sage_fast.report.page import write_report
 from sage_fast.report.playback import read_video
-from sage_fast.report.scores import paired_table, read_evaluations
-from sage_fast.report.sheets import comparison_sheet
 from sage_fast.report.shown import scores_of, shown_pairs
-from sage_fast.report.text import format_paired_table
-from sage_fast.report.videos import numbered
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import aside
+from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sage_fast.report.scores import hacking, mean_and_margin, paired_table
+from sage_fast.eval.scores import hacking, mean_and_margin, paired_table
 from sage_fast.util.metrics import JUDGE_PART
 
 Evaluations = Mapping[str, Mapping[str, Any]]

@@ -1,0 +1,176 @@
+"""A model family: `Spec` reads a checkpoint's configuration, and makes the `Policy` and the `Decoder`.
+
+models/registry.py finds it; models/protocol.py has what a policy takes besides the latents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from sage_fast.config.schema import Config, SamplingConfig
+from sage_fast.models.decoder import Decoder
+from sage_fast.models.policy import Policy
+from sage_fast.models.protocol import Condition, Encoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Compute and memory cost of one sample.
+
+    Attributes:
+        forward: FLOPs of one forward of the network, with `Spec.text_tokens` text tokens.
+        attention: FLOPs of attention within `forward`.
+        decode: FLOPs of decoding the video.
+        decoder_weights: number of elements of the autoencoder.
+        activations: checkpointing mode -> bytes per rank of a micro-batch's activations and their gradients.
+    """
+
+    forward: float
+    attention: float
+    decode: float
+    decoder_weights: int
+    activations: Mapping[str, float]
+
+
+class Place(NamedTuple):
+    """The place of a layer in another layout of the checkpoint.
+
+    Attributes:
+        layer: its name there; that layer may fuse several of ours.
+        part: its index among them, in the order of their rows.
+        parts: number of fused layers.
+        swapped: whether the two halves of the rows are swapped.
+    """
+
+    layer: str
+    part: int = 0
+    parts: int = 1
+    swapped: bool = False
+
+
+class Spec:
+    """A checkpoint described by its configuration alone, and the loaders of its parts.
+
+    Args:
+        path: folder, hub id, or one of `randoms`.
+        layouts: part -> its config.json; missing parts have the published sizes.
+
+    Attributes:
+        title: name of the family, for messages.
+        published: hub id of a published checkpoint, used as an example.
+        networks: part of a checkpoint -> diffusers class of a trained network. The first one is the main network.
+        autoencoder: diffusers class of the part `vae`.
+        condition: class of the encoder's results.
+        randoms: paths `random:NAME` of models with random weights.
+        fps: frames per second of its videos.
+        text_tokens: assumed prompt length while none is known.
+        lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular expression.
+        prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
+        lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
+        license: name and address of the checkpoint's licence, for the cards of models trained from it.
+    """
+
+    title: ClassVar[str]
+    published: ClassVar[str]
+    networks: ClassVar[Mapping[str, Any]]
+    autoencoder: ClassVar[Any]
+    condition: ClassVar[type[Condition]]
+    lora_targets: ClassVar[str]
+    randoms: ClassVar[tuple[str, ...]] = ()
+    fps: ClassVar[int] = 24
+    text_tokens: ClassVar[int] = 200
+    prompt_sets: ClassVar[tuple[str, ...]] = ()
+    lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
+    license: ClassVar[tuple[str, str] | None] = None
+
+    def __init__(self, path: str = "", layouts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self.path = path
+        self.layouts = layouts or {}
+
+    @classmethod
+    def main_network(cls) -> str:
+        """Return the network whose class tells the family, and whose adapter has the name that diffusers looks for."""
+        return next(iter(cls.networks))
+
+    def meta(self, part: str) -> Any:
+        """Return a part on the meta device: no memory, no weights."""
+        settings = {key: value for key, value in self.layouts.get(part, {}).items() if not key.startswith("_")}
+        with torch.device("meta"):
+            return {**self.networks, "vae": self.autoencoder}[part](**settings)
+
+    @property
+    def heads(self) -> int:
+        """Number of attention heads, which ranks sharing a sample divide among them; 1 if a sample cannot be shared."""
+        return 1
+
+    @property
+    def patch(self) -> int:
+        """Latent positions per token."""
+        return 1
+
+    def check(self) -> None:
+        """Refuse a checkpoint that would load but be sampled wrongly, such as one for another task.
+
+        Raises:
+            UserError: this is such a checkpoint.
+        """
+
+    def check_prompt(self, prompt: str) -> None:
+        """Check that the text encoder knows every word.
+
+        Raises:
+            UserError: it does not.
+        """
+
+    def notes(self, sampling: SamplingConfig) -> list[str]:
+        """Return what the user should know about this checkpoint with these settings, one sentence each."""
+        return []
+
+    def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
+        """Return (C, T, H, W) of one video's latents."""
+        raise NotImplementedError
+
+    def tokens(self, latents: Sequence[int]) -> int:
+        """Return the tokens of a video with latents (C, T, H, W)."""
+        return math.prod(latents[1:]) // self.patch
+
+    def attention_shape(self, sampling: SamplingConfig) -> tuple[int, int, int] | None:
+        """Return (tokens, heads, head width) at which to measure attention kernels; None if the model calls its own."""
+        return None
+
+    def cost(self, config: Config) -> Cost:
+        """Return the cost of one sample with these settings."""
+        raise NotImplementedError
+
+    def freeze_idle(self, network: nn.Module) -> None:
+        """Freeze weights that no forward reads, so that no optimizer or reducer waits for their gradients."""
+
+    def is_gate(self, name: str) -> bool:
+        """Whether a weight makes the gates of a block, which random weights keep small."""
+        return False
+
+    def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> Policy:
+        """Return the policy over loaded networks."""
+        raise NotImplementedError
+
+    def decoder(self, vae: Any) -> Decoder:
+        """Return the decoder over a loaded autoencoder."""
+        raise NotImplementedError
+
+    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
+        """Load the text encoders; dropping the returned function releases them.
+
+        Raises:
+            UserError: they are missing or incomplete.
+        """
+        raise NotImplementedError
+
+    def encoder_version(self) -> str | None:
+        """Return a fingerprint of the text encoders' files; empty if they are code, None if there are none."""
+        return ""
