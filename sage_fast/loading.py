@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import surrogate_of
 from sage_fast.config.engines import ENGINES
-from sage_fast.config.schema import AttentionBackend, Config
+from sage_fast.config.schema import AttentionBackend, Config, ModelConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts
 from sage_fast.models.checkpointing import MODES
@@ -35,7 +36,16 @@ from sage_fast.util.ranks import all_gather_object, data_size, initialize, join_
 
 
 @dataclasses.dataclass(kw_only=True)
-class Setup:
+class Scoring:
+    """What scores videos."""
+
+    config: Config
+    reward: CompositeReward
+    judge: Judge | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class Setup(Scoring):
     """Everything a command needs before it samples or trains; `encode` fills `embeddings`.
 
     Attributes:
@@ -43,14 +53,11 @@ class Setup:
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
 
-    config: Config
     model: Model
-    reward: CompositeReward
     prompts: list[str]
     eval_prompts: list[str]
     negatives: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
-    judge: Judge | None = None
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
 
     def encode(self, cache: Path | None = None) -> None:
@@ -72,6 +79,18 @@ class Setup:
             prompt: dataclasses.replace(embedding, negative=self.negatives.get(prompt, ""))
             for prompt, embedding in found.items()
         }
+
+    def replace_model(self, settings: ModelConfig) -> None:
+        """Free the model, then load another one in its place, for evaluation."""
+        before = self.model.spec.path, self.model.policy.dtype
+        del self.model
+        gc.collect()
+        torch.cuda.empty_cache()
+        device = initialize(self.config.timeout_minutes)
+        self.model = load_model(settings, self.config.sampling, device, self.config.seed, needs_agreement=False)
+        self.config = dataclasses.replace(self.config, model=settings)
+        if (self.model.spec.path, self.model.policy.dtype) != before:
+            self.encode()
 
 
 def load_setup(
@@ -159,14 +178,14 @@ def check_prompt_sets(config: Config, spec: Spec, train: Sequence[Prompt], heldo
             )
 
 
-def load_scoring(config: Config, prompts: Sequence[str]) -> Setup:
+def load_scoring(config: Config, prompts: Sequence[str]) -> Scoring:
     """Load only the rewards, to score existing videos of these prompts.
 
     Raises:
         UserError: a reward is missing or does not fit.
     """
     reward, judge = load_rewards(config, prompts, prompts)
-    return Setup(config=config, model=cast(Model, None), reward=reward, judge=judge, prompts=[], eval_prompts=[])
+    return Scoring(config=config, reward=reward, judge=judge)
 
 
 def load_rewards(

@@ -1,7 +1,6 @@
 """`eval` of several sources and `compare`, as a user types them; test_scores.py tests the intervals."""
 
 import csv
-import dataclasses
 import functools
 import json
 import math
@@ -18,7 +17,7 @@ import yaml
 from sage_fast.cli import main
 from sage_fast.commands.eval import short_names
 from sage_fast.commands.sources import labelled
-from sage_fast.eval.evaluation import evaluate
+from sage_fast.eval.evaluation import score_videos
 from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import paired_table
 from sage_fast.eval.videoset import (
@@ -210,9 +209,9 @@ def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
     """There is no model then, whose gathered weights other ranks could wait for."""
     reward = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
     config = settings(**reward, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
-    setup = dataclasses.replace(load_scoring(config, ["a", "b"]), eval_prompts=["a", "b"])
+    scoring = load_scoring(config, ["a", "b"])
     with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
-        evaluate(setup, iteration=0, videos_of=lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))]))
+        score_videos(scoring, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))]))
 
 
 def test_what_further_rewards_are_called() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import re
 import textwrap
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config
-from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds
+from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
 from sage_fast.eval.text import format_scores
 from sage_fast.eval.videoset import (
     VideoSet,
@@ -32,7 +31,6 @@ from sage_fast.eval.videoset import (
     write_folder,
 )
 from sage_fast.loading import Setup, configured_prompts, load_scoring, load_setup
-from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge
@@ -153,10 +151,10 @@ class _Evaluator:
         first = next((source for source in sources if source.config is not None), None)
         self.loaded: Source | None = first
         if first is None:
-            self.setup = load_scoring(config, [prompt for found in videos.values() for prompt in found.prompts])
+            self.scoring = load_scoring(config, [prompt for found in videos.values() for prompt in found.prompts])
             return
         assert first.config is not None
-        self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
+        self.scoring = self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
         _log_notes(self.setup)
         self.prompts = prompts_and_seeds(self.setup)[0]
         for label, found in videos.items():
@@ -189,23 +187,15 @@ class _Evaluator:
     def _load(self, source: Source) -> None:
         """Free the current model, then load that of `source`."""
         assert source.config is not None
-        before = self.setup.model.spec.path, self.setup.model.policy.dtype
-        settings = dataclasses.replace(
-            source.config.model,
-            attention=cast(AttentionBackend, self.setup.model.attention),  # measured once
-            sequence_parallel=self.config.model.sequence_parallel,
+        self.setup.replace_model(
+            dataclasses.replace(
+                source.config.model,
+                attention=cast(AttentionBackend, self.setup.model.attention),  # measured once
+                sequence_parallel=self.config.model.sequence_parallel,
+            )
         )
-        del self.setup.model
-        gc.collect()
-        torch.cuda.empty_cache()
-        device = initialize(self.config.timeout_minutes)
-        seed = self.config.seed
-        self.setup.model = load_model(settings, self.config.sampling, device, seed, needs_agreement=False)
-        self.setup.config = dataclasses.replace(self.config, model=settings)
         _log_notes(self.setup)
         self.loaded = source
-        if (self.setup.model.spec.path, self.setup.model.policy.dtype) != before:
-            self.setup.encode()
 
     def _of_videos(self, source: Source) -> tuple[dict[str, Any], VideoSet]:
         """Score a folder's videos: those of the evaluated prompts, or all of them if no source has a model."""
@@ -232,17 +222,12 @@ class _Evaluator:
             if batch:
                 yield list(range(len(numbers) - len(batch), len(numbers))), torch.stack(batch).to(device)
 
-        config = dataclasses.replace(
-            self.setup.config,
-            eval=dataclasses.replace(self.config.eval, num_prompts=len(chosen), seeds_per_prompt=1, num_videos=1),
-        )
-        setup = dataclasses.replace(self.setup, config=config, eval_prompts=[found.prompts[i] for i in chosen])
         log.info(f"score {source.label}")
-        result = evaluate(setup, iteration=0, scorers=self.scorers, videos_of=read).to_json()
-        result["seeds"] = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
+        seeds = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
+        prompts = [found.prompts[i] for i in chosen]
+        result = score_videos(self.scoring, prompts, seeds, read, scorers=self.scorers).to_json()
         scored = of_scores(source.label, result, {})
-        seeds = result["seeds"] if found.seeds else None
-        return result, dataclasses.replace(scored, files=files, seeds=seeds)
+        return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
 
 
 def _finish(

@@ -15,7 +15,7 @@ from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import read_scores
-from sage_fast.loading import Setup
+from sage_fast.loading import Scoring, Setup
 from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition, pass_lengths
 from sage_fast.rewards import CompositeReward, join_scores
@@ -169,39 +169,72 @@ def evaluate(
     save: Callable[[int, str, Tensor], object] | None = None,
     pause: Callable[[], object] = lambda: None,
     scorers: Mapping[str, CompositeReward] | None = None,
-    videos_of: Callable[[range], Chunks] | None = None,
 ) -> Evaluation:
-    """Score the first `eval.num_prompts` held-out prompts, with `eval.seeds_per_prompt` videos each. Collective.
+    """Sample the first `eval.num_prompts` held-out prompts, `eval.seeds_per_prompt` videos each, and score them.
 
-    The ranks share the videos. A video whose reward fails has no scores and is left out of means and pairs. It is an
-    error with `reward.on_failure = stop`, or if the share of failures exceeds `reward.max_dropped`.
+    Collective; arguments and errors as in `score_videos`.
 
     Args:
-        save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
         pause: called after each step; an exception it raises on one rank ends the evaluation on all.
-        scorers: additional rewards; their parts appear in `parts` as `<name>/<part>`.
-        videos_of: returns the videos with these numbers, indexed from 0 on each rank; replaces the policy.
     """
-    config = setup.config
+    config, model = setup.config, setup.model
     texts, seeds = prompts_and_seeds(setup)
-    share = share_of(len(texts), data_size(), data_rank())  # the first rank, which writes the files, always has a video
-    texts, seeds = [texts[i] for i in share], seeds[share.start : share.stop]
-    scored: dict[str, CompositeReward] = {"": setup.reward}
-    scored |= {JUDGE_PART: setup.judge} if setup.judge is not None else {}
+
+    def sample(share: range) -> Chunks:
+        own = [texts[i] for i in share]
+        return video_chunks(config, model, own, setup.embeddings, seeds[share.start : share.stop], pause=pause)
+
+    with model.policy.at_guidance(config.eval_guidance_scale):
+        return score_videos(
+            setup,
+            texts,
+            seeds.tolist(),
+            sample,
+            iteration=iteration,
+            negatives=negatives_for(setup, texts),
+            kept=config.eval.num_videos,
+            save=save,
+            scorers=scorers,
+            in_step=model.policy.in_step,
+        )
+
+
+def score_videos(
+    scoring: Scoring,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    videos_of: Callable[[range], Chunks],
+    *,
+    iteration: int = 0,
+    negatives: Mapping[str, str] | None = None,
+    kept: int = 0,
+    save: Callable[[int, str, Tensor], object] | None = None,
+    scorers: Mapping[str, CompositeReward] | None = None,
+    in_step: bool = False,
+) -> Evaluation:
+    """Score one video of each of `prompts`, which the ranks share. Collective.
+
+    A video whose reward fails has no scores and is left out of means and pairs. It is an error with
+    `reward.on_failure = stop`, or if the share of failures exceeds `reward.max_dropped`.
+
+    Args:
+        videos_of: returns the videos with these numbers, indexed from 0 on each rank.
+        kept: number of this rank's first videos to return.
+        save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
+        scorers: additional rewards; their parts appear in `parts` as `<name>/<part>`.
+        in_step: whether `videos_of` runs forwards that other ranks wait for; an error of this rank then waits.
+    """
+    share = share_of(len(prompts), data_size(), data_rank())  # the first rank, which writes files, always has a video
+    texts = [prompts[i] for i in share]
+    scored: dict[str, CompositeReward] = {"": scoring.reward}
+    scored |= {JUDGE_PART: scoring.judge} if scoring.judge is not None else {}
     scored |= {f"{name}/": scorer for name, scorer in (scorers or {}).items()}
     pending: dict[str, list[Pending]] = {prefix: [] for prefix in scored}
     order: list[int] = []
     videos: dict[int, Tensor] = {}
-    samples = videos_of is None
-    in_step = samples and setup.model.policy.in_step
-    guidance = setup.model.policy.at_guidance(config.eval_guidance_scale) if samples else contextlib.nullcontext()
     failure: RewardError | OSError | None = None
-    with together(in_step), guidance:
-        if videos_of is None:
-            made = video_chunks(config, setup.model, texts, setup.embeddings, seeds, pause=pause)
-        else:
-            made = videos_of(share)
-        for indices, chunk in made:
+    with together(in_step):
+        for indices, chunk in videos_of(share):
             if failure is not None:
                 continue
             chunk_texts = [texts[i] for i in indices]
@@ -218,8 +251,7 @@ def evaluate(
                 continue
             order += indices
             # Copies: a view would keep the whole chunk.
-            kept = [(i, video) for i, video in zip(indices, chunk) if i < config.eval.num_videos]
-            videos.update((i, video.to("cpu", copy=True)) for i, video in kept)
+            videos.update((i, video.to("cpu", copy=True)) for i, video in zip(indices, chunk) if i < kept)
         if failure is not None:
             raise failure
         back = torch.tensor(order, dtype=torch.int64).argsort()
@@ -227,19 +259,18 @@ def evaluate(
             prefix: join_scores([scores.result() for scores in chunks]).in_order(back)
             for prefix, chunks in pending.items()
         }
-    rows = all_gather_object((texts, seeds.tolist(), own))[:: sequence_size()]  # ranks that share samples have the same
-    merged = {prefix: join_scores([row[2][prefix] for row in rows]) for prefix in scored}
+    rows = all_gather_object(own)[:: sequence_size()]  # ranks that share samples have the same
+    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in scored}
     for prefix, scores in merged.items():
         log_failures(scores)
         scored[prefix].check_share(scores)
-    all_texts = [text for row in rows for text in row[0]]
     return Evaluation(
         iteration=iteration,
-        prompts=all_texts,
-        negatives=negatives_for(setup, all_texts) if videos_of is None else {},
-        seeds=[seed for row in rows for seed in row[1]],
+        prompts=list(prompts),
+        negatives=dict(negatives or {}),
+        seeds=list(seeds),
         reward=merged[""].rewards.tolist(),
         parts={prefix + part: values.tolist() for prefix in merged for part, values in merged[prefix].parts.items()},
-        weights=config.reward.part_weights,
+        weights=scoring.config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
     )
