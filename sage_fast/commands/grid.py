@@ -279,5 +279,5 @@ def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells:
         "OUTPUT": shlex.quote(str(cells[0].run.parent)),
         "COMMAND": shlex.join(_words(options, overrides)),
     }
-    text = (files("sage_fast.run") / "array.sbatch").read_text(encoding="utf-8")
+    text = (files("sage_fast.commands") / "array.sbatch").read_text(encoding="utf-8")
     return re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
