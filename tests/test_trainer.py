@@ -526,8 +526,8 @@ def test_videos_come_back_in_the_order_of_the_prompts() -> None:
     assert (videos[1] - videos[3]).abs().max() > 0.01
 
 
-def setup_of_one_video() -> Setup:
-    trainer = tiny_trainer(settings(eval__num_prompts=1))
+def setup_of(videos: int) -> Setup:
+    trainer = tiny_trainer(settings(eval__num_prompts=videos))
     return Setup(
         config=trainer.config,
         model=trainer.model,
@@ -540,7 +540,7 @@ def setup_of_one_video() -> Setup:
 
 def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank writes the files, so it gets a video even if there are more ranks than videos."""
-    setup = setup_of_one_video()
+    setup = setup_of(1)
     monkeypatch.setattr("sage_fast.eval.evaluation.data_size", lambda: 2)
     counts = []
     for number in (0, 1):
@@ -552,12 +552,13 @@ def test_the_first_rank_has_a_video_of_its_own_to_show(monkeypatch: pytest.Monke
 
 def test_a_part_that_one_rank_lacks_has_no_score_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the other ranks' scores would stand beside the wrong prompts. A rank without videos has no parts."""
-    setup = setup_of_one_video()
+    setup = setup_of(2)
     theirs = Scores(rewards=torch.ones(1), parts={"vq": torch.full((1,), 0.5)})
 
     def gathered(own: Any) -> list[Any]:
-        return [own, (["another"], [7], {"": theirs}), ([], [], {"": join_scores([])})]
+        return [own, {"": theirs}, {"": join_scores([])}]
 
+    monkeypatch.setattr("sage_fast.eval.evaluation.data_size", lambda: 3)
     monkeypatch.setattr("sage_fast.eval.evaluation.all_gather_object", gathered)
     result = evaluate(setup, iteration=0)
     assert result.parts["vq"][1] == 0.5
