@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models import lora_linear as projection
+from sage_fast.models import lora_linear
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
@@ -98,7 +98,7 @@ def test_passes_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     Backward now: gradients read for the adapters' 17, their part of dx 14, GELU 12, norm_rotate 8,
     gated_norm 5, the first norm and the residual 4, the last gate 2, the join of attention's gradient 2.
     """
-    monkeypatch.setattr(projection, "room_for", lambda rank, _: rank)  # as for the default rank, a multiple of 64
+    monkeypatch.setattr(lora_linear, "room_for", lambda rank, _: rank)  # as for the default rank, a multiple of 64
     forward, backward = block_traffic()
     assert sum(forward.passes.values()) <= 0.6 * 52, forward.passes
     assert sum(backward.passes.values()) <= 0.6 * 111, backward.passes
