@@ -12,22 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.flops import forwards
 from sage_fast.algorithm.iteration_samples import Sample, deal, draw_samples
+from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import record_losses, record_rewards
-from sage_fast.algorithm.objective import (
-    KLController,
-    Loss,
-    balanced_rewards,
-    gradient_norms,
-    group_advantages,
-    sage_loss,
-    scores_noised_samples,
-    spares_anchor,
-    stores_rollout_velocities,
-    strategy_of,
-    surrogate_of,
-)
+from sage_fast.algorithm.objective import Loss, Objective, Replayed, StepConstants, gradient_norms, sage_loss
 from sage_fast.algorithm.schedule import (
     Transition,
     configured_table,
@@ -68,15 +58,16 @@ class Trainer:
         reward: composite reward.
         prompts: training prompts.
         embeddings: key -> condition, for every training prompt, including the negative and the empty one.
+        pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
+        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
 
     Attributes:
+        objective: the loss, resolved from the settings.
         anchor: weights of the anchor; None if the KL strategy has none.
         anchor_is_current: whether the anchor's weights are the present ones.
         full_table: all transitions of the configured sampler, T steps.
-        equalizer: S_t of the scored transitions, float32 `[T]` on the device.
-        log_ratio_bias: minus the expected log-ratio in units of the KL, float32 `[T]` on the device.
-        pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
-        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
+        coefs: coefficients of the scored transitions, float32 `[T, 6]` on the device.
+        constants: of the scored transitions, float32 `[T]` on the device.
         forwards: part -> forwards in the latest iteration, as `algorithm.flops.forwards` returns them.
         mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
     """
@@ -88,6 +79,9 @@ class Trainer:
         reward: Scorer,
         prompts: Sequence[str],
         embeddings: Mapping[Any, Condition],
+        *,
+        pause: Callable[[], object] = lambda: None,
+        before_update: Callable[[], object] = lambda: None,
     ) -> None:
         self.config = config
         self.model = model
@@ -98,19 +92,23 @@ class Trainer:
         self.device = self.policy.device
         # A rollout policy follows the weights at one pace; an average for export alone has to forget the start.
         self.engine = make_engine(self.policy, config.train, ema_warms_up=not config.sampling.averaged_weights)
-        self.replay = Replay(self.policy, config, embeddings)
+        self.objective = objective = Objective.of(config)
+        self.replay = Replay(self.policy, objective, config.sampling.batch_size, embeddings)
         self.kl = KLController(config.kl)
-        self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
+        self.anchor = self.policy.snapshot() if objective.strategy.anchor is not None else None
         self.anchor_is_current = True
         self.anchor_step = 0
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
-        scored = scored_table(self.full_table, config)
-        self.equalizer = scored.equalizer(reduction).to(self.device, torch.float32)
-        self.log_ratio_bias = scored.log_ratio_bias(reduction).to(self.device, torch.float32)
-        self.pause: Callable[[], object] = lambda: None
-        self.before_update: Callable[[], object] = lambda: None
+        scored = scored_table(self.full_table, objective.surrogate)
+        self.coefs = self._coefficients(scored)
+        self.constants = StepConstants(
+            equalizer=scored.equalizer(reduction).to(self.device, torch.float32),
+            bias=scored.log_ratio_bias(reduction).to(self.device, torch.float32),
+            row=Row(*self.coefs.unbind(1)),
+        )
+        self.pause, self.before_update = pause, before_update
         self.forwards: dict[str, int] = {}
         self.mid_iteration = False
         self._first_step = 0  # optimizer step at which this process started; not 0 after a resume
@@ -134,12 +132,12 @@ class Trainer:
         averaged = config.sampling.averaged_weights
         with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
             batch, scores = self._rollout(samples, tables, steps, watch)
-            if scores_noised_samples(config):
+            if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)
-            gated = config.train.parity_gate and surrogate_of(config.objective).scores_rollout
+            gated = config.train.parity_gate and self.objective.surrogate.scores_rollout
             if gated and self.engine.steps == self._first_step:
-                for name, value in check_parity(self.replay, batch, self.log_ratio_bias, self.equalizer).items():
+                for name, value in check_parity(self.replay, batch, self.constants, config.train, config.seed).items():
                     metrics.set(name, value)
 
         advantages, kept = self._advantages(scores, metrics)
@@ -150,12 +148,13 @@ class Trainer:
 
         updates = update_schedule(config, index, samples, steps, kept.flatten().tolist())
         self.forwards = forwards(
-            config,
+            self.objective,
+            passes=2 if self.policy.uses_guidance else 1,
             samples=len(samples),
             steps=config.sampling.steps,
             stored=len(transitions_of(samples, steps)),
             trained=sum(map(len, updates)),
-            anchored=0 if self.anchor is None or self.anchor_is_free else len(anchored),
+            anchored=0 if self.anchor is None or self.reuses_velocities else len(anchored),
         )
         shares = [batch.own(update) for update in updates]
         with watch("train"), Progress("train", sum(map(len, shares)), "transition") as bar:
@@ -226,24 +225,24 @@ class Trainer:
         self, numbers: Sequence[int], own: Sequence[Sample], sigmas: Tensor, steps: Sequence[Sequence[int]]
     ) -> Batch:
         """Prepare this rank's samples: their conditions, and room for the trajectories."""
-        config, keys = self.config, [sample.key for sample in own]
-        scores_rollout = surrogate_of(config.objective).scores_rollout
-        serves_anchor = self.anchor is not None and self.anchor_is_free and scores_rollout
-        keeps_velocities = serves_anchor or stores_rollout_velocities(config)
+        objective, keys = self.objective, [sample.key for sample in own]
+        scores_rollout = objective.surrogate.scores_rollout
+        serves_anchor = self.anchor is not None and self.reuses_velocities and scores_rollout
+        keeps_velocities = serves_anchor or objective.stores_velocities
         trajectories = (Trajectories if scores_rollout else NoisedSamples)(
             self.latent_shape,
             transitions_of(own, steps),
             len(sigmas) - 1,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            offload=config.sampling.offload_trajectories,
+            offload=self.config.sampling.offload_trajectories,
         )
         needed = {*keys, *(self.embeddings[key].negative for key in keys)}
         embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
         return Batch(
             numbers=numbers,
             keys=keys,
-            coefs=self._coefficients(scored_table(self.full_table, config)),
+            coefs=self.coefs,
             conditioning=self.policy.conditioning_table(sigmas[:-1], embeddings),
             trajectories=trajectories,
             advantages=torch.zeros(len(keys), device=self.device),
@@ -325,43 +324,37 @@ class Trainer:
         """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old, *mean_errors = self.replay.score(batch, micro)
-        scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
-        old = batch.trajectories.log_prob_old(micro, log_prob)
-        config, row = self.config, Row(*batch.coefs[steps].unbind(1))
-        loss = sage_loss(
-            *scores,
-            log_prob_old=old,
+        replayed = Replayed(
+            log_prob=log_prob,
+            log_prob_old=batch.trajectories.log_prob_old(micro, log_prob),
+            kl_anchor=batch.position_weight(micro) * kl_anchor,
+            kl_old=kl_old,
             advantage=batch.advantages[samples],
-            equalizer=self.equalizer[steps],
-            bias=self.log_ratio_bias[steps],
-            kl_weight=self.kl.value,
-            objective=config.objective,
-            kl=config.kl,
-            row=row,
             mean_errors=mean_errors,
         )
-        numel = math.prod(self.latent_shape)
-        policy, kl = gradient_norms(loss, log_prob, old, kl_old, row, numel, kl=config.kl)
-        return loss, policy, kl
+        own = self.constants.at(steps)
+        loss = sage_loss(self.objective, replayed, own, self.kl.value)
+        return loss, *gradient_norms(self.objective, loss, replayed, own.row, math.prod(self.latent_shape))
 
     # -- anchor -------------------------------------------------------------------------------------------------------
 
     @property
-    def anchor_is_free(self) -> bool:
+    def reuses_velocities(self) -> bool:
         """Whether the anchor takes no forward in the next iteration."""
-        return self.anchor_is_current and spares_anchor(self.config)
+        return self.anchor_is_current and self.objective.reuses_velocities
 
     def _anchor_velocities(self, batch: Batch, transitions: Sequence[Transition]) -> dict[Transition, Tensor]:
-        """Return transition -> the anchor's velocity: one forward each; none while `anchor_is_free`."""
+        """Return transition -> the anchor's velocity: one forward each; none while `reuses_velocities`."""
         if self.anchor is None:
             return {}
-        if self.anchor_is_free:
+        if self.reuses_velocities:
             return batch.trajectories.velocities
         return self.replay.anchor_velocities(batch, transitions, self.anchor)
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
-        if strategy_of(self.config.kl).moves and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
+        elapsed = self.engine.steps - self.anchor_step
+        if self.objective.strategy.moves and elapsed >= self.config.kl.anchor_interval:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps

@@ -15,8 +15,8 @@ import pytest
 from torch import Tensor
 
 import sage_fast
+from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import (
-    FEEDBACKS,
     KL_STRATEGIES,
     RATIOS,
     SURROGATES,
@@ -71,7 +71,7 @@ def iteration(config: Config) -> dict[str, Any]:
 
 def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clip fraction, centring, and both gates, as for `clip`."""
-    row = SurrogateRow(title="CISPO", value=cispo, held=outside_clip_range, uses_ratio=True)
+    row = SurrogateRow(title="CISPO", value=cispo, clipped=outside_clip_range, uses_ratio=True)
     mine = config_with(monkeypatch, SURROGATES, row, objective__surrogate="mine", **UPDATED_TWICE)
     found, clip = iteration(mine), iteration(settings(**UPDATED_TWICE))
     assert found["ratio/clip_fraction"] == pytest.approx(clip["ratio/clip_fraction"], abs=0.2)
@@ -157,7 +157,8 @@ def test_a_backend_that_is_the_reference_gets_no_trial(monkeypatch: pytest.Monke
 
 
 TABLES: dict[str, tuple[Iterable[str], ...]] = {
-    "sage_fast/algorithm/objective.py": (SURROGATES, RATIOS, KL_STRATEGIES, FEEDBACKS),
+    "sage_fast/algorithm/objective.py": (SURROGATES, RATIOS, KL_STRATEGIES),
+    "sage_fast/algorithm/kl_weight.py": (FEEDBACKS,),
     "sage_fast/algorithm/transitions.py": (SAMPLERS, REDUCTIONS),
     "sage_fast/config/engines.py": (ENGINES, OFFLOADS, OPTIMIZERS, ADAPTERS, BYTES),
     "sage_fast/config/rewards.py": (REWARDS,),

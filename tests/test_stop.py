@@ -204,7 +204,8 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
     def failing(self: Trainer, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 2 * updates:
-            self.equalizer = self.equalizer * float("nan")
+            nan = self.constants.equalizer * float("nan")
+            self.constants = dataclasses.replace(self.constants, equalizer=nan)
         update(self, *args)
 
     calls: list[int] = []

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.objective import equalizes
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
 from sage_fast.config.redact import hide_in_command
 from sage_fast.config.schema import AttentionBackend, Config
@@ -107,10 +106,16 @@ class Run:
         if world_size() > 1:
             log_to(self.folder / "logs" / f"rank-{rank():03d}.log")
         setup.encode(self.folder / "embeddings")
-        self.trainer = trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
-        if not trainer.policy.in_step:
-            trainer.pause = stop.pause
-        trainer.before_update = functools.partial(stop.before_update, trainer.device)
+        policy = setup.model.policy
+        self.trainer = trainer = Trainer(
+            config,
+            setup.model,
+            setup.reward,
+            setup.prompts,
+            setup.embeddings,
+            pause=(lambda: None) if policy.in_step else stop.pause,
+            before_update=functools.partial(stop.before_update, policy.device),
+        )
         self._start_weights = trainer.policy.snapshot() if lacks_before else None
         if resume:
             self._resume()
@@ -301,7 +306,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "notes": [*trainer.full_table.notes, *trainer.model.notes],
         "sigmas": trainer.full_table.sigmas.tolist(),
         "transition_std": trainer.full_table.c.tolist(),
-        "equalizer": trainer.equalizer.tolist() if equalizes(trainer.config.objective) else None,
+        "equalizer": trainer.constants.equalizer.tolist() if trainer.objective.equalizes else None,
     }
     if rank() == 0:
         facts = run_facts(run, facts, iteration)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sage_fast.algorithm.flops import flops, forwards
 from sage_fast.algorithm.iteration_samples import share_of
-from sage_fast.algorithm.objective import strategy_of
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import (
     check_trainable,
     longest_window,
@@ -129,13 +129,15 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     if asked == "auto":
         mode = fitting_mode(config, spec, policy, gpu_memory - decoder, ranks=ranks, on_gpu=True)
     held = held_bytes(config, policy, ranks)
+    objective = Objective.of(config)
     counted = forwards(
-        config,
+        objective,
+        passes=1 if s.guidance_scale == 1 else 2,
         samples=samples,
         steps=s.steps,
         stored=samples * trained,
         trained=samples * trained,
-        anchored=samples * anchored * (strategy_of(config.kl).anchor is not None),
+        anchored=samples * anchored * (objective.strategy.anchor is not None),
     )
     of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
 
