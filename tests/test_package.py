@@ -36,6 +36,25 @@ def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> N
     assert done.stdout.splitlines() == ["the installed one", "sage_fast.kernels.transition_step"], done.stderr[-2000:]
 
 
+def test_only_three_folders_beside_the_package_are_part_of_it(tmp_path: Path) -> None:
+    """A module of the tests that is imported twice, under two names, would have two of each of its classes."""
+    code = (
+        "import importlib\nfrom importlib.resources import files\n"
+        "import sage_fast.benchmarks, sage_fast.kernels\n"
+        "print(sage_fast.kernels.__name__, sage_fast.benchmarks.__name__)\n"
+        "print((files('sage_fast.configs') / 'demo.yaml').is_file())\n"
+        "for name in ('tests', 'studies', 'scripts', 'docs'):\n"
+        "    try: importlib.import_module(f'sage_fast.{name}')\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    )
+    done = python(code, tmp_path)
+    assert done.stdout.splitlines() == [
+        "sage_fast.kernels sage_fast.benchmarks",
+        "True",
+        *(f"No module named 'sage_fast.{name}'" for name in ("tests", "studies", "scripts", "docs")),
+    ], done.stderr[-2000:]
+
+
 def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
     """It has every tracked file of the package, its configurations and kernels, the compiled operators, and no test."""
     tracked = subprocess.run(

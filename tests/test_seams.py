@@ -91,7 +91,7 @@ MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "t
 ENGINES = ("parallel.plain", "parallel.zero", "parallel.settings")
 CARRIERS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
 REPORT = ("report.page", "report.charts", "report.html", "report.finish", "report.playback")
-OTHERS = ("benchmarks", "tools", "cli", "run.trackers", "commands")
+OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
 
 
 def test_importing_the_trainer_or_a_run_imports_no_implementation_and_no_report() -> None:
