@@ -60,10 +60,14 @@ suite: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Prints which lines of the package its tests do not reach in their own process.
+soak: export SAGE_FAST_SOAK := 1
+soak: COVER := --cov=sage_fast --cov-append --cov-report=
 soak: install
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m fault
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m soak
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_gpu_script.py tests/test_ranks.py tests/test_engine_deepspeed.py \
+	rm -f .coverage
+	$(BIN)/python -m pytest $(COVER) -m fault
+	$(BIN)/python -m pytest $(COVER) -m soak
+	$(BIN)/python -m pytest $(COVER)term-missing:skip-covered tests/test_gpu_script.py tests/test_ranks.py tests/test_engine_deepspeed.py \
 	  tests/test_bench.py tests/test_sequence.py tests/test_new_user.py tests/ops/test_compile.py tests/ops/test_layouts.py
 
 bench: install
