@@ -67,8 +67,9 @@ soak: install
 	rm -f .coverage
 	$(BIN)/python -m pytest $(COVER) -m fault
 	$(BIN)/python -m pytest $(COVER) -m soak
-	$(BIN)/python -m pytest $(COVER)term-missing:skip-covered tests/test_gpu_script.py tests/test_ranks.py tests/test_engine_deepspeed.py \
-	  tests/test_bench.py tests/test_sequence.py tests/test_new_user.py tests/ops/test_compile.py tests/ops/test_layouts.py
+	$(BIN)/python -m pytest $(COVER)term-missing:skip-covered tests/test_gpu_script.py tests/test_ranks.py \
+	  tests/test_engine_deepspeed.py tests/test_bench.py tests/test_sequence.py tests/test_new_user.py \
+	  tests/ops/test_compile.py tests/ops/test_layouts.py
 
 bench: install
 	$(BIN)/python -m pytest benchmarks
