@@ -22,13 +22,11 @@ from sage_fast.ops import implementation, transition_score, transition_step
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.tools.harness import (
     H200_BF16_FLOPS,
-    H200_BYTES_PER_SECOND,
     Save,
     fresh_compilation,
     head_line,
     host_timer,
     interleaved,
-    quantiles,
     save_nothing,
 )
 from sage_fast.util.console import progress
@@ -49,6 +47,8 @@ CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4")
 BAR = 0.9
 """Share of the copy's speed that a fused operator should reach on a GPU at 720p or larger. A 480p batch of 4 fills an
 H200 1.29 times, so its last wave is mostly empty."""
+H200_BYTES_PER_SECOND = 4.3e12
+"""Bandwidth of a copy on one H200; measured, but not by this code."""
 GUIDED_STEP_SECONDS = 2 * 6.6e14 / H200_BF16_FLOPS
 """Seconds of two forwards at 480p, 81 frames, at the matmul ceiling; an operator is small next to it."""
 
@@ -250,6 +250,12 @@ def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequenc
         return start.elapsed_time(end) / 1000 / len(cases)
 
     return replay
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Return p20, p50 and p80."""
+    values = torch.tensor(seconds, dtype=torch.float64)
+    return dict(zip(("p20", "p50", "p80"), values.quantile(values.new_tensor([0.2, 0.5, 0.8])).tolist()))
 
 
 def measure(operator: str, shape: Sequence[int], device: torch.device, repetitions: int) -> dict[str, dict[str, float]]:

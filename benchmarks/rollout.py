@@ -19,7 +19,6 @@ from sage_fast.benchmarks.rung import CPU_SIZES, GPU_SIZES, PARTS, SIZES, Rung, 
 
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import (
-    Budget,
     Save,
     fresh_compilation,
     head_line,
@@ -138,7 +137,7 @@ def run(
         budget: seconds for the whole benchmark; no limit by default. Rows that do not fit the remainder are not run.
         save: called with the result after every row.
     """
-    clock = Budget(budget)
+    end = time.monotonic() + (math.inf if budget is None else budget)
     device = local_device()
     dtype = usual_dtype(device)
     work = chosen_paths(parts, paths)
@@ -170,7 +169,7 @@ def run(
                     expected = estimate(rows, name, part, flops, chosen, calls=WARM_UPS + 1 + (gate not in problems))
                     facts = {"size": name, "part": part, "batch": size.batch, "flops": flops}
                     facts |= {} if part == "decode" else {"attention": rung.attention}
-                    if (left := clock.left()) <= expected:
+                    if (left := _left(end)) <= expected:
                         reason = f"about {math.ceil(expected)} s, and {max(left, 0):.0f} s of {budget:g} s are left"
                         not_run.append(facts | {"reason": reason, "expected_seconds": expected})
                     else:
@@ -180,7 +179,7 @@ def run(
                         wrong = {path: why for path, why in problems[gate].items() if path in (*chosen, "stock")}
                         contenders = rung.contenders(part, [path for path in chosen if path not in wrong])
                         if contenders or wrong:
-                            measured = measure(contenders, device, rounds, clock.left())
+                            measured = measure(contenders, device, rounds, _left(end))
                             measured["failed"] |= wrong
                             rows.append(facts | measured | {"wall_seconds": time.monotonic() - start})
                         else:
@@ -188,6 +187,11 @@ def run(
                     save(result)
                     bar.update()
     return result
+
+
+def _left(end: float) -> float:
+    """Return the seconds left; negative once the budget is spent."""
+    return end - time.monotonic()
 
 
 def failures(result: Mapping[str, Any]) -> int:

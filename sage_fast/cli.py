@@ -371,52 +371,21 @@ def _eval(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "compare", "compare runs on one page, make a blind study of their videos, or count its votes",
-    argument("run", metavar="RUN", nargs="*", help="run folder, or folder with videos.csv; LABEL=RUN names it"),
-    argument("--folder", default="comparison", help="where the pages go (default: comparison)"),
+    "compare", "compare runs, finished or not, on one page",
+    argument("run", metavar="RUN", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it"),
+    argument("--folder", default="comparison", help="where the page goes (default: comparison)"),
     argument("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)"),
-    argument(
-        "--blind", type=int, metavar="N",
-        help="instead, make a page that asks which video is better, in N pairs of the first run and each other run",
-    ),
-    argument("--seed", type=int, default=0, help="with --blind: seed of the pairs, their order and their sides"),
-    argument(
-        "--votes", nargs="+", metavar=("KEY", "VOTES"),
-        help="instead, print win rates with intervals; KEY is the blind-key.json written with the page, VOTES a file "
-             "for each voter",
-    ),
 )  # fmt: skip
 def _compare(options: Options, overrides: Overrides) -> int:
-    if options.votes:
-        return _count_votes(options)
     from sage_fast.commands.sources import labelled
 
-    if not options.run:
-        raise UserError("give at least one RUN, or --votes KEY VOTES")
     if options.videos < 1:
         raise UserError(f"--videos {options.videos}: expected at least 1")
     sources = {label: Path(source) for label, source in labelled(options.run).items()}
     log.info(f"sage-fast compare: reading {', '.join(sources)}")
-    from sage_fast.report.blind import blind_study
     from sage_fast.report.compare import write_compare
 
-    folder = Path(options.folder)
-    if options.blind is None:
-        print(write_compare(sources, folder, options.videos))
-    else:
-        print(*blind_study(sources, options.blind, options.seed, folder), sep="\n")
-    return 0
-
-
-def _count_votes(options: Options) -> int:
-    key, *files = map(Path, options.votes)
-    if options.run or options.blind is not None:
-        raise UserError("--votes KEY VOTES counts the votes of an existing page: give neither runs nor --blind")
-    if not files:
-        raise UserError(f"--votes {key}: expected the file of at least one voter after KEY")
-    from sage_fast.report.blind import count_votes, format_win_rates
-
-    print(format_win_rates(*count_votes(key, files)))
+    print(write_compare(sources, Path(options.folder), options.videos))
     return 0
 
 

@@ -268,7 +268,7 @@ def test_parts_paths_and_a_budget(
     left = iter(
         [60.0, 60.0, 1.0, 60.0, 60.0]
     )  # before and in the first row, before the second, before and in the third
-    monkeypatch.setattr(rollout_bench, "Budget", lambda seconds: SimpleNamespace(left=lambda: next(left)))
+    monkeypatch.setattr(rollout_bench, "_left", lambda end: next(left))
     timed = {"seconds": {"eager": 2.0}, "peak_bytes": {}, "rounds": 1, "failed": {}}
     monkeypatch.setattr(rollout_bench, "measure", lambda *arguments: timed)
     parts = ["--part", "forward", "--part", "rollout", "--part", "step", "--path", "eager"]

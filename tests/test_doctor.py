@@ -23,7 +23,7 @@ from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Run
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.checks import registered
-from sage_fast.tools.verdict import VERDICTS, Check
+from sage_fast.tools.doctor import VERDICTS, Check
 from tests.test_graphs import rerun
 
 CPU = torch.device("cpu")

@@ -4,7 +4,6 @@ import csv
 import functools
 import json
 import math
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ from sage_fast.eval.videoset import (
     write_folder,
 )
 from sage_fast.loading import load_scoring
-from sage_fast.report.blind import CRITERIA, count_votes
 from sage_fast.report.page import changes
 from sage_fast.report.playback import for_browser, read_video
 from sage_fast.util.errors import RewardError, UserError
@@ -449,120 +447,6 @@ def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.Ca
     assert main(["compare", str(tmp_path / "none"), "--folder", str(tmp_path / "out")]) == 2
     assert "none': no such folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four pairs of `ours` against each of two others."""
-    folder = tmp_path_factory.mktemp("study")
-    for name in ("ours", "flow", "dance"):
-        run_folder(folder / name)
-    sources = [str(folder / name) for name in ("ours", "flow", "dance")]
-    assert main(["compare", *sources, "--blind", "4", "--seed", "3", "--folder", str(folder / "blind")]) == 0
-    return folder
-
-
-def vote(study: Path, voter: str, choose: Callable[[dict[str, str]], str], numbers: Sequence[int] = range(8)) -> Path:
-    """A file as the page saves it."""
-    key = json.loads((study / "blind" / "blind-key.json").read_text())
-    votes = {str(n): dict.fromkeys(CRITERIA, choose(key["questions"][n])) for n in numbers}
-    file = study / f"votes-{voter}.json"
-    file.write_text(json.dumps({"study": key["study"], "voter": voter, "votes": votes}))
-    return file
-
-
-def test_the_page_does_not_say_who_is_on_which_side(study: Path) -> None:
-    page = (study / "blind" / "blind.html").read_text()
-    key = json.loads((study / "blind" / "blind-key.json").read_text())
-    assert not [name for name in ("ours", "flow", "dance") if f'"{name}"' in page or str(study) in page]
-    questions = key["questions"]
-    assert len(questions) == 8
-    for other in ("flow", "dance"):
-        pairs = [q for q in questions if other in (q["left"], q["right"])]
-        assert len({q["prompt"] for q in pairs}) == 4
-        assert [q["left"] for q in pairs].count("ours") == 2, "each side equally often"
-        assert all("ours" in (q["left"], q["right"]) for q in pairs)
-
-
-def test_the_same_seed_makes_the_same_study(study: Path, tmp_path: Path) -> None:
-    sources = [str(study / name) for name in ("ours", "flow", "dance")]
-    for seed, same in (("3", True), ("4", False)):
-        assert main(["compare", *sources, "--blind", "4", "--seed", seed, "--folder", str(tmp_path / seed)]) == 0
-        for name in ("blind-key.json", "blind.html"):
-            assert ((tmp_path / seed / name).read_bytes() == (study / "blind" / name).read_bytes()) == same
-
-
-def test_votes_are_counted_for_the_first_source(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def prefers_ours(question: dict[str, str]) -> str:
-        return "left" if question["left"] == "ours" else "right"
-
-    def against_flow(question: dict[str, str]) -> str:
-        if "flow" not in question.values():
-            return "same"
-        return "right" if question["left"] == "ours" else "left"
-
-    files = [vote(study, "ann", prefers_ours), vote(study, "bob", against_flow, range(7))]
-    key = study / "blind" / "blind-key.json"
-    rates, voters = count_votes(key, files)
-    assert voters == 2
-    assert [(rate.other, rate.criterion) for rate in rates] == [(o, c) for o in ("flow", "dance") for c in CRITERIA]
-    sides = [
-        next(side for side in (q["left"], q["right"]) if side != "ours")
-        for q in json.loads(key.read_text())["questions"]
-    ]
-    of_bob = sides[:7].count("flow")
-    assert (rates[0].wins, rates[0].same, rates[0].losses) == (4, 0, of_bob)
-    assert rates[0].share == pytest.approx(4 / (4 + of_bob))
-    ties = sides[:7].count("dance")
-    assert (rates[3].wins, rates[3].same, rates[3].losses) == (4, ties, 0)
-    assert rates[3].share == pytest.approx((4 + ties / 2) / (4 + ties))
-    assert main(["compare", "--votes", str(key), *map(str, files)]) == 0
-    out = capsys.readouterr().out
-    assert "ours vs. flow" in out
-    assert "2 voters" in out
-    rates, _ = count_votes(key, files[:1])
-    assert rates[0].interval == pytest.approx((0.5101, 1.0), abs=1e-4), "Wilson, 4 of 4"
-
-
-def test_votes_that_are_no_votes_are_named(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    key, good = study / "blind" / "blind-key.json", vote(study, "eve", lambda question: "left")
-    content = json.loads(good.read_text())
-
-    def refused(message: str, *files: Path, key: Path = key) -> None:
-        assert main(["compare", "--votes", str(key), *map(str, files)]) == 2
-        assert message in capsys.readouterr().err
-
-    def changed(**values: object) -> Path:
-        file = tmp_path / "votes.json"
-        file.write_text(json.dumps(content | values))
-        return file
-
-    refused("voter 'eve' has voted in", good, changed())
-    refused("votes of study 'x'", changed(study="x"))
-    refused("is no vote of this page", changed(votes={"8": {CRITERIA[0]: "left"}}))
-    refused("is no vote of this page", changed(votes={"0": {CRITERIA[0]: "best"}}))
-    refused("is no vote of this page", changed(votes={"0": {"Beauty": "left"}}))
-    refused("holds no vote", changed(votes={}))
-    refused("expected a file that the blind page saved", changed(votes=[]))
-    refused("no such file", tmp_path / "none.json")
-    refused("expected the file of at least one voter")
-    refused("no key of a blind page", good, key=good)
-
-
-def test_studies_that_cannot_be_made_are_named(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours, flow, out = str(study / "ours"), str(study / "flow"), str(tmp_path / "out")
-
-    def refused(message: str, *arguments: str) -> None:
-        assert main(["compare", *arguments]) == 2
-        assert message in capsys.readouterr().err
-
-    refused("have 5 videos of the same prompts", ours, flow, "--blind", "6", "--folder", out)
-    refused("expected at least 1", ours, flow, "--blind", "0", "--folder", out)
-    refused("expected at least two sources", ours, "--blind", "2", "--folder", out)
-    refused("is the key of a study", ours, flow, "--blind", "2", "--folder", str(study / "blind"))
-    without = tmp_path / "without"
-    shutil.copytree(study / "flow", without, ignore=shutil.ignore_patterns("*.mp4"))
-    refused("without has no videos", ours, str(without), "--blind", "2", "--folder", out)
 
 
 def test_of_scores_keeps_what_is_known() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sage_fast.cli import main
-from sage_fast.report.blind import CRITERIA, count_votes
 from sage_fast.report.page import write_report
+from studies import blind
 from tests.test_judging import run_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(run_folder(folder / name, gain, eta=gain)) for name, gain in (("one", 0.0), ("two", -0.2), ("<3>", 0.3))
     ]
     assert main(["compare", *runs, "--folder", str(folder)]) == 0
-    assert main(["compare", *runs[:2], "--blind", "3", "--folder", str(folder)]) == 0
+    assert blind.main(["make", *runs[:2], "--pairs", "3", "--folder", str(folder)]) == 0
     shutil.copy(write_report(Path(runs[0])), folder)
     return folder
 
@@ -112,15 +112,15 @@ def test_a_voter_votes(width: int, browser: Any, folder: Path, tmp_path: Path) -
             sound(page, complaints, 2)
         else:
             assert page.evaluate(PLAYED) == [True, True]
-        for criterion in CRITERIA:
+        for criterion in blind.CRITERIA:
             side = "Left" if question["left"] == "one" else "Right"
             page.get_by_role("group", name=criterion).get_by_label(
-                side if criterion != CRITERIA[2] else "No pref"
+                side if criterion != blind.CRITERIA[2] else "No pref"
             ).check()
         assert f"{number + 1} answered" in page.text_content("#progress")
         if number == 1:
             page.reload()
-            assert page.get_by_role("group", name=CRITERIA[0]).get_by_label(side).is_checked()
+            assert page.get_by_role("group", name=blind.CRITERIA[0]).get_by_label(side).is_checked()
         if number < 2:
             page.click("#next")
     assert page.is_disabled("#next")
@@ -131,7 +131,7 @@ def test_a_voter_votes(width: int, browser: Any, folder: Path, tmp_path: Path) -
     votes = tmp_path / "votes.json"
     download.value.save_as(votes)
     assert json.loads(votes.read_text())["voter"] == "Ann <b> 1/2"
-    rates, _ = count_votes(folder / "blind-key.json", [votes])
+    rates, _ = blind.count_votes(folder / "blind-key.json", [votes])
     assert [(rate.wins, rate.same, rate.losses) for rate in rates] == [(3, 0, 0), (3, 0, 0), (0, 3, 0)]
     assert complaints == []
     page.context.close()

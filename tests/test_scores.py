@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from sage_fast.eval import intervals as module
-from sage_fast.eval.intervals import bootstrap_interval, share_interval
+from sage_fast.eval.intervals import bootstrap_interval
 from sage_fast.eval.scores import format_number, hacking, means_by_prompt, paired_table
 from sage_fast.eval.text import format_paired_table, format_scores
 from sage_fast.report.shown import shown_pairs
@@ -230,38 +230,3 @@ def test_the_same_values_give_the_same_interval() -> None:
 
 def test_prompts_count_once_and_scores_that_are_missing_do_not() -> None:
     assert means_by_prompt(["a", "b", "a", "c"], [1.0, 5.0, 3.0, math.nan]) == {"a": 2.0, "b": 5.0}
-
-
-@pytest.mark.parametrize(("wins", "votes"), [(0, 10), (7, 10), (32, 32), (1, 1)])
-def test_one_vote_on_each_prompt_has_the_interval_of_wilson(wins: int, votes: int) -> None:
-    theirs = stats.binomtest(wins, votes).proportion_ci(method="wilson")
-    ours = share_interval([str(i) for i in range(votes)], [1.0] * wins + [0.0] * (votes - wins))
-    assert ours == pytest.approx((theirs.low, theirs.high), abs=1e-12)
-
-
-def test_votes_of_several_voters_are_clustered_by_prompt() -> None:
-    """Votes are beta-binomial, 10 for each of 20 prompts; Wilson's interval takes them for 200 independent votes."""
-    generator = np.random.default_rng(0)
-    held, independent = [], []
-    names = [str(i) for i in range(20) for _ in range(10)]
-    for _ in range(600):
-        agreed = generator.beta(1.4, 0.6, size=20)  # mean 0.7
-        votes = generator.binomial(1, agreed.repeat(10)).astype(float).tolist()
-        ours = share_interval(names, votes)
-        theirs = stats.binomtest(int(sum(votes)), 200).proportion_ci(method="wilson")
-        assert ours is not None
-        held.append(ours[0] <= 0.7 <= ours[1])
-        independent.append(theirs.low <= 0.7 <= theirs.high)
-    assert 0.925 <= np.mean(held) <= 0.975
-    assert np.mean(independent) < 0.8
-
-
-def test_voters_who_all_agree_count_as_one() -> None:
-    prompts = [str(i) for i in range(8) for _ in range(5)]
-    interval = share_interval(prompts, [1.0] * 40)
-    alone = share_interval([str(i) for i in range(8)], [1.0] * 8)
-    assert interval is not None
-    assert alone is not None
-    assert interval[0] < alone[0], "Student's t is wider than the normal distribution"
-    assert interval[1] == 1.0
-    assert share_interval(["a", "a", "b", "c"], [1.0, 0.0, 1.0, 1.0]) is None, "of three prompts"

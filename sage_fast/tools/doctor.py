@@ -16,9 +16,9 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from packaging.requirements import Requirement
@@ -26,13 +26,15 @@ from packaging.requirements import Requirement
 from sage_fast.models.attention import ATTENTION
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import Save, head_line, save_nothing
-from sage_fast.tools.verdict import VERDICTS, Check, Verdict, tried
 from sage_fast.util.environment import environment
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import write_json
 from sage_fast.util.ranks import local_device
 
 log = logging.getLogger(__name__)
+
+Verdict = Literal["ok", "wrong", "missing", "slow"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 OPTIONAL = {
     "triton": ("the fused operators on a GPU", "it comes with torch for CUDA: pip install triton"),
@@ -47,6 +49,24 @@ OPTIONAL = {
 """Distribution -> (use, how to get it). All are optional."""
 COMPILED = {"triton": "triton", "nvtx": "nvtx", "flash-attn": "flash_attn", "xformers": "xformers.ops"}
 """Distribution -> module, for those that may be installed but broken: built for another torch or CUDA."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """A row of the table."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+def tried(name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+    """Yield the rows of `checks`. If it raises, yield the error as a row: broken machines are what doctor is for."""
+    try:
+        yield from checks()
+    except Exception as error:  # from a compiler, a driver or a package
+        yield Check(name=name, verdict="wrong", found=f"ended in {in_one_line(error)}")
 
 
 def run(device: torch.device | None = None, save: Save = save_nothing) -> dict[str, Any]:

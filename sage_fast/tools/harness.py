@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,8 +13,6 @@ from sage_fast.util.environment import synchronize
 
 H200_BF16_FLOPS = 790e12
 """FLOP/s of a large bf16 matrix product on one H200; measured, but not by this code."""
-H200_BYTES_PER_SECOND = 4.3e12
-"""Bandwidth of a copy on one H200; measured, but not by this code."""
 
 Save = Callable[[Mapping[str, Any]], object]
 """Called with the result of a benchmark after every row, since the next row may hang."""
@@ -24,21 +21,6 @@ Save = Callable[[Mapping[str, Any]], object]
 def save_nothing(result: Mapping[str, Any]) -> None:
     """Do nothing: the `Save` of a benchmark that writes no file."""
     del result
-
-
-class Budget:
-    """Wall-clock limit of a benchmark; the clock starts with the object.
-
-    Args:
-        seconds: None for no limit.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Return the seconds left; negative once the budget is spent."""
-        return self._end - time.monotonic()
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:
@@ -78,12 +60,6 @@ def fresh_compilation() -> Iterator[None]:
     torch.compiler.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
-
-
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return p20, p50 and p80."""
-    values = torch.tensor(seconds, dtype=torch.float64)
-    return dict(zip(("p20", "p50", "p80"), values.quantile(values.new_tensor([0.2, 0.5, 0.8])).tolist()))
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:

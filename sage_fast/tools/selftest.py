@@ -24,9 +24,9 @@ from sage_fast.models.spec import Spec
 from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
 from sage_fast.tools import normalisations
 from sage_fast.tools.checks import CHECKS, UNIT, Kernels, example, registered
+from sage_fast.tools.doctor import Check, tried
 from sage_fast.tools.harness import host_timer, matmul_ceiling, usual_dtype
 from sage_fast.tools.replays import replay_problem
-from sage_fast.tools.verdict import Check, tried
 from sage_fast.util.console import hush
 from sage_fast.util.errors import in_one_line
 

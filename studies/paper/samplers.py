@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import SAGE_CLAMP, TransitionTable, sigma_schedule, transition_table
 from sage_fast.report.charts import COLORS, GREY
-from sage_fast.testbed.manifold import manifold_distances
 from studies.finding import Claim, Finding, Material, Verdict
+from studies.paper.manifold import manifold_distances
 from studies.paper.mixture import Mixture, sample
 from studies.runs import shipped
 

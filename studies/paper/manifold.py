@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ CANDIDATES = 12
 HALVINGS = 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NearestClip:
+class NearestClip(NamedTuple):
     """The true clip nearest to a video.
 
     Attributes:
@@ -82,7 +82,7 @@ def nearest_clips(videos: Tensor) -> list[NearestClip]:
         [(_, scene, start)] = left
         x, y = start.tolist()
         distance = float((videos[b] - render(scene, start=(x, y))).double().square().mean().sqrt())
-        found.append(NearestClip(distance=distance, scene=scene, start=(x, y)))
+        found.append(NearestClip(distance, scene, (x, y)))
     return found
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import special
 
-from sage_fast.eval.intervals import share_interval
-from sage_fast.eval.scores import Interval
+from sage_fast.cli import guarded
+from sage_fast.commands.sources import labelled
+from sage_fast.eval.scores import MIN_PROMPTS, UPPER, Interval, clustered_variance, t_quantile
 from sage_fast.eval.videoset import Key, VideoSet
 from sage_fast.report.compare import read_sets
 from sage_fast.report.html import data_address, render
@@ -25,6 +29,7 @@ CRITERIA = ("Visual quality", "Motion quality", "Semantic alignment")
 CHOICES = {"left": 1.0, "same": 0.5, "right": 0.0}
 """Answer -> its value for the video on the left."""
 
+TEMPLATE = Path(__file__).parent / "blind.html.j2"
 PAGE, KEY = "blind.html", "blind-key.json"
 
 
@@ -51,28 +56,26 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
         raise UserError(
             f"{folder / KEY} is the key of a study, without which its votes cannot be counted: choose another --folder"
         )
+    if count < 1:
+        raise UserError(f"--pairs {count}: expected at least 1")
     sets = read_sets(sources)[1]
     for label in sources:
         if not any(videos.label == label and videos.shown for videos in sets):
             raise UserError(f"{label} has no videos of an evaluation to show")
-    if len(sets) < 2:
-        raise UserError("--blind compares pairs: expected at least two sources")
-    if count < 1:
-        raise UserError(f"--blind {count}: expected at least 1")
+    first, *others = sets
+    if not others:
+        raise UserError("a study compares pairs: expected at least two sources")
     generator = np.random.default_rng(seed)
     questions = []
-    first = sets[0]
-    for other in sets[1:]:
+    for other in others:
         pairs = _drawn(first, other, generator)
         if len(pairs) < count:
             raise UserError(
-                f"--blind {count}: {first.label} and {other.label} have {len(pairs)} videos of the same prompts; a run "
+                f"--pairs {count}: {first.label} and {other.label} have {len(pairs)} videos of the same prompts; a run "
                 "keeps eval.num_videos of them, and `sage-fast eval --folder` all"
             )
         sides = generator.permutation([i % 2 for i in range(count)])
-        for key, swapped in zip(pairs[:count], sides):
-            left, right = (other, first) if swapped else (first, other)
-            questions.append((key, left, right))
+        questions += [(key, *((other, first) if swapped else (first, other))) for key, swapped in zip(pairs, sides)]
     questions = [questions[i] for i in generator.permutation(len(questions))]
     secret = {
         "seed": seed,
@@ -83,13 +86,12 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
             for key, left, right in questions
         ],
     }
-    study = hashlib.sha256(json.dumps(secret).encode()).hexdigest()[:16]
     files = list(dict.fromkeys(side.shown[key] for key, *sides in questions for side in sides))
     # Shuffle the files: in the order of the questions, they would give the sources away.
     files = [files[i] for i in generator.permutation(len(files))]
     page = render(
-        "blind.html.j2",
-        study=study,
+        TEMPLATE,
+        study=_name_of(secret),
         criteria=CRITERIA,
         videos=[data_address(file) for file in files],
         questions=[
@@ -97,9 +99,14 @@ def blind_study(sources: Mapping[str, Path], count: int, seed: int, folder: Path
             for key, left, right in questions
         ],
     )
-    write_json({"study": study, **secret}, folder / KEY)
+    write_json({"study": _name_of(secret), **secret}, folder / KEY)
     write_atomic(folder / PAGE, page)
     return folder / PAGE, folder / KEY
+
+
+def _name_of(secret: Mapping[str, Any]) -> str:
+    """Return the study's name, which does not tell what the key holds."""
+    return hashlib.sha256(json.dumps(secret).encode()).hexdigest()[:16]
 
 
 def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> list[Key]:
@@ -117,8 +124,7 @@ def _drawn(first: VideoSet, other: VideoSet, generator: np.random.Generator) -> 
 # -- the votes --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WinRate:
+class WinRate(NamedTuple):
     """How often the first source was preferred over another on one criterion.
 
     Attributes:
@@ -145,68 +151,46 @@ def count_votes(key: Path, files: Sequence[Path]) -> tuple[list[WinRate], int]:
     Raises:
         UserError: a file is no key, holds no votes or votes for another page, or two files are from the same voter.
     """
-    secret = _read_key(key)
-    questions, criteria = secret["questions"], secret["criteria"]
+    secret = _read(key)
+    study = secret.pop("study", None)
+    if study != _name_of(secret):
+        raise UserError(f"{key}: no key of a blind page, or changed; expected {KEY}, as it was written with the page")
     first, *others = secret["sources"]
-    votes: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    found: dict[tuple[str, str], tuple[list[str], list[float]]] = {
+        (other, criterion): ([], []) for other in others for criterion in secret["criteria"]
+    }
     voters: dict[str, Path] = {}
     for file in files:
-        voter, answers = _read_votes(file, secret)
+        voter, answers = _read_votes(file, study, secret)
         if voter in voters:
             raise UserError(f"{file}: voter {voter!r} has voted in {voters[voter]} already; keep one of the two")
         voters[voter] = file
         for number, chosen in answers.items():
-            question = questions[number]
+            question = secret["questions"][int(number)]
             left = question["left"] == first
             for criterion, choice in chosen.items():
-                value = CHOICES[choice] if left else 1 - CHOICES[choice]
-                other = question["right" if left else "left"]
-                votes.setdefault((other, criterion), []).append((question["prompt"], value))
-    rates = []
-    for other in others:
-        for criterion in criteria:
-            found = votes.get((other, criterion), [])
-            values = [value for _, value in found]
-            if found:
-                rates.append(
-                    WinRate(
-                        first=first,
-                        other=other,
-                        criterion=criterion,
-                        share=sum(values) / len(values),
-                        interval=share_interval([prompt for prompt, _ in found], values),
-                        wins=values.count(1.0),
-                        same=values.count(0.5),
-                        losses=values.count(0.0),
-                    )
-                )
+                prompts, votes = found[question["right" if left else "left"], criterion]
+                prompts.append(question["prompt"])
+                votes.append(CHOICES[choice] if left else 1 - CHOICES[choice])
+    rates = [
+        WinRate(
+            first, other, criterion, sum(votes) / len(votes), share_interval(prompts, votes),
+            wins=votes.count(1.0), same=votes.count(0.5), losses=votes.count(0.0),
+        )
+        for (other, criterion), (prompts, votes) in found.items()
+        if votes
+    ]  # fmt: skip
     return rates, len(voters)
 
 
-def _read_key(file: Path) -> dict[str, Any]:
-    secret = _read(file)
-    questions = secret.get("questions")
-    sound = isinstance(questions, list) and len(questions) > 0
-    sound = sound and isinstance(secret.get("study"), str)
-    for name in ("criteria", "sources"):
-        names = secret.get(name)
-        sound = sound and isinstance(names, list) and len(names) > 1 and all(isinstance(text, str) for text in names)
-    for question in questions if isinstance(questions, list) else ():
-        texts = [question.get(key) for key in ("prompt", "left", "right")] if isinstance(question, dict) else [None]
-        sound = sound and all(isinstance(text, str) for text in texts)
-    if not sound:
-        raise UserError(f"{file}: no key of a blind page; expected {KEY}, as `sage-fast compare --blind` wrote it")
-    return secret
-
-
-def _read_votes(file: Path, secret: dict[str, Any]) -> tuple[str, dict[int, dict[str, str]]]:
+def _read_votes(file: Path, study: str, secret: Mapping[str, Any]) -> tuple[str, dict[str, dict[str, str]]]:
     """Return the voter, and question -> criterion -> choice."""
     content = _read(file)
     answers, voter = content.get("votes"), content.get("voter")
     if not isinstance(answers, dict) or not isinstance(voter, str):
         raise UserError(f"{file}: no votes; expected a file that the blind page saved")
-    if content.get("study") != secret["study"]:
-        raise UserError(f"{file}: votes of study {content.get('study')!r}; the key is that of {secret['study']!r}")
+    if content.get("study") != study:
+        raise UserError(f"{file}: votes of study {content.get('study')!r}; the key is that of {study!r}")
     numbers = [str(i) for i in range(len(secret["questions"]))]
     for number, chosen in answers.items():
         sound = number in numbers and isinstance(chosen, dict)
@@ -214,13 +198,38 @@ def _read_votes(file: Path, secret: dict[str, Any]) -> tuple[str, dict[int, dict
             raise UserError(f"{file}: question {number!r}: {chosen!r} is no vote of this page")
     if not answers:
         raise UserError(f"{file}: holds no vote")
-    return voter, {int(number): chosen for number, chosen in answers.items()}
+    return voter, answers
 
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{str(file)!r}: no such file")
     return read_json(file)
+
+
+def share_interval(prompts: Sequence[str], votes: Sequence[float]) -> Interval | None:
+    """Wilson interval of the mean of `votes`, each 0, 1 or 1/2 (no preference).
+
+    Votes on one prompt agree more than votes on different prompts, so they count for less. The effective number of
+    votes is n divided by the design effect: the variance clustered by prompt over the binomial variance, at least 1.
+    The degrees of freedom are those of the prompts (Korn and Graubard, "Confidence intervals for proportions with small
+    expected number of positive counts estimated from survey data", 1998). If all votes are equal, each prompt counts
+    as one vote. With one vote per prompt it is the plain Wilson interval. None if a prompt has several votes and there
+    are fewer than `MIN_PROMPTS` prompts.
+    """
+    n, clusters = len(votes), len(set(prompts))
+    share = sum(votes) / n
+    effective, quantile = float(n), special.ndtri(UPPER)
+    if n > clusters:
+        if clusters < MIN_PROMPTS:
+            return None
+        binomial = share * (1 - share) / n
+        effective = n / max(1.0, clustered_variance(votes, prompts) / binomial) if binomial else float(clusters)
+        quantile = t_quantile(clusters)
+    z2 = float(quantile) ** 2
+    middle = (share + z2 / (2 * effective)) / (1 + z2 / effective)
+    half = math.sqrt(share * (1 - share) * z2 / effective + (z2 / (2 * effective)) ** 2) / (1 + z2 / effective)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def format_win_rates(rates: Sequence[WinRate], voters: int) -> str:
@@ -235,3 +244,32 @@ def format_win_rates(rates: Sequence[WinRate], voters: int) -> str:
             lines.append(f"  {rate.criterion:<20}{100 * rate.share:>7.1f} %  {interval:<18}{counts}")
     lines.append(f"{voters} voter{'s' * (voters != 1)}; no preference counts half; intervals by Wilson, over prompts")
     return "\n".join(lines)
+
+
+def _study(options: argparse.Namespace) -> int:
+    if options.action == "count":
+        print(format_win_rates(*count_votes(options.key, options.votes)))
+    else:
+        sources = {label: Path(source) for label, source in labelled(options.run).items()}
+        print(*blind_study(sources, options.pairs, options.seed, options.folder), sep="\n")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make a study or count its votes; return the exit status as `sage-fast` does."""
+    parser = argparse.ArgumentParser(prog="python -m studies.blind", description=__doc__, allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", required=True)
+    make = actions.add_parser("make", help="write a page that asks which video of a pair is better, and its key")
+    make.add_argument("run", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
+    make.add_argument("--pairs", type=int, required=True, help="pairs of the first run and each other run")
+    make.add_argument("--seed", type=int, default=0, help="of the pairs, their order and their sides")
+    make.add_argument("--folder", type=Path, default=Path("blind"), help="where both go (default: blind)")
+    count = actions.add_parser("count", help="print win rates with intervals")
+    count.add_argument("key", type=Path, help=f"the {KEY} written with the page")
+    count.add_argument("votes", type=Path, nargs="+", help="a file for each voter")
+    options = parser.parse_args(arguments)
+    return guarded("studies.blind", lambda: _study(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
