@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.fields import Section, is_finite, require, within
+from sage_fast.config.secrets import refuse_secrets
 from sage_fast.util.errors import UserError, nearest
 
 Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "exact", "ode", "ode2"]
@@ -179,7 +180,8 @@ class RewardEntry(Section):
     callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or http://host:port of `sage-fast
     serve-reward`. Modules in the current folder are found too."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'."""
+    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one is the environment
+    variable NAME, the only way to give a secret."""
     weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
     """Weights of the composite reward R = sum of weight x part. The paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1.
     Weights given on the command line replace those of the file, which replace the default: '{red: 1}', or
@@ -200,6 +202,7 @@ class RewardEntry(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_secrets(self.args, self._key("args"))
         require(
             all(map(is_finite, self.weights.values())),
             self._key("weights"),
