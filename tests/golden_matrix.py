@@ -34,7 +34,7 @@ DEMO, PAPER = CONFIGS / "demo.yaml", CONFIGS / "recipes" / "paper.yaml"
 TWO_UPDATES = {"train__optimizer_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "plain": {},
-    **{f"sampler-{name}": {"sampling__sampler": name} for name in ("flow", "dance", "cps", "exact")},
+    **{f"sampler-{name}": {"sampling__sampler": name} for name in ("flow", "dance", "cps", "precise")},
     **{
         f"kl-{strategy}-{term}": {"kl__strategy": strategy, "kl__velocity_term": term, **TWO_UPDATES}
         for strategy, term in itertools.product(

@@ -16,7 +16,7 @@ from sage_fast.config.fields import Section, is_finite, require, within
 from sage_fast.config.secrets import refuse_secrets
 from sage_fast.util.errors import UserError, nearest
 
-Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "exact", "ode", "ode2"]
+Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "ode", "ode2"]
 ODESampler = Literal["ode", "ode2"]
 Reduction = Literal["mean", "sum", "unscaled"]
 Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm", "awm_clip"]
@@ -118,9 +118,8 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step; docs/math.md has the formulas. `exact` is `precise` under another name. `ode` and
-    `ode2`, which is of second order, add no noise and can only be trained with a surrogate that re-noises the final
-    samples, such as nft."""
+    """Rule of a denoising step; docs/math.md has the formulas. `ode` and `ode2`, which is of second order, add no noise
+    and can only be trained with a surrogate that re-noises the final samples, such as nft."""
     eta: float = within(0.5, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
