@@ -76,7 +76,7 @@ TINY: dict[str, dict[str, Any]] = {
     "kl_mask": {"objective__surrogate": "kl_mask", **TWO_UPDATES},
     **{
         name: {"objective__surrogate": name, "sampling__sampler": "ode", "kl__strategy": "none", **TWO_UPDATES}
-        for name in ("nft_adaptive", "awm", "awm_clip")
+        for name in ("nft_adaptive", "awm")
     },
     "balanced": {"objective__balanced_rewards": True},
     "averaged": {"sampling__averaged_weights": True, "train__ema_decay": 0.9, **TWO_UPDATES},

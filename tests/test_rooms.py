@@ -119,7 +119,7 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
         ("algorithm/objective.py", '    "none": KLStrategy(',
          '    "triple": KLStrategy(anchor="moving", velocity=True),\n'
          '    "none": KLStrategy(', "algorithm.objective", "config.KLStrategyName"),
-        ("config/schema.py", '"awm_clip"]', '"awm_clip", "linear"]', "algorithm.objective", "SURROGATES"),
+        ("config/schema.py", '"awm"]', '"awm", "linear"]', "algorithm.objective", "SURROGATES"),
         ("config/schema.py", '"share", "none"]', '"share", "mine", "none"]', "algorithm.objective", "FEEDBACKS"),
         ("config/schema.py", '"ode", "ode2"]\nODE', '"ode", "ode2", "heun"]\nODE', "algorithm.transitions", "SAMPLERS"),
         ("algorithm/transitions.py", 'SAMPLERS = {', 'SAMPLERS = {"heun": _ode, ', "algorithm.transitions",

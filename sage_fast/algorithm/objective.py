@@ -213,10 +213,6 @@ SURROGATES = {
         scores_rollout=False, has_beta=True,
     ),
     "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=False),
-    "awm_clip": SurrogateRow(
-        title="Advantage-weighted matching with a clip", value=_clipped_ratio, held=outside_clip_range, uses_ratio=True,
-        scores_rollout=False,
-    ),
 }  # fmt: skip
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its row in SURROGATES"
@@ -353,9 +349,7 @@ def spares_anchor(config: Config) -> bool:
 
 def scores_noised_samples(config: Config) -> bool:
     """Return whether the loss needs a forward of the rollout policy at each noised sample."""
-    row = surrogate_of(config.objective)
-    needed = stores_rollout_velocities(config) or (row.uses_ratio and is_off_policy(config))
-    return needed and not row.scores_rollout
+    return stores_rollout_velocities(config) and not surrogate_of(config.objective).scores_rollout
 
 
 def sage_loss(

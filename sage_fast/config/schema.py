@@ -19,7 +19,7 @@ from sage_fast.util.errors import UserError, nearest
 Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "ode", "ode2"]
 ODESampler = Literal["ode", "ode2"]
 Reduction = Literal["mean", "sum", "unscaled"]
-Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm", "awm_clip"]
+Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm"]
 Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
@@ -349,7 +349,7 @@ class ObjectiveConfig(Section):
     """`clip`: clipped ratio. `kl_mask`: the ratio, masked by the KL to the rollout policy instead of clipped.
     `log_prob`: the plain log-prob of Eq. 43, without a ratio. The others re-noise the final samples and so train with
     any sampler, including `ode`. `nft`: DiffusionNFT. `nft_adaptive`: with the weighting of its published code. `awm`:
-    advantage-weighted matching. `awm_clip`: the clipped ratio of flow-matching losses."""
+    advantage-weighted matching."""
     nft_beta: float = within(1.0, above=0)
     """Beta of `nft` and `nft_adaptive`. The distance of the optimum from the rollout policy is proportional to
     1 / beta."""
