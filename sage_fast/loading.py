@@ -131,7 +131,7 @@ def load_setup(
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = Objective.of(config).surrogate
     # A limit on the rollout's own steps would act on a rounding difference between rollout and training.
-    limits = row.scores_rollout and (row.uses_ratio or row.uses_kl)
+    limits = row.uses_ratio or row.uses_kl
     model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
     gathered = "weights" in ENGINES[config.train.engine].shards
     model.set_checkpointing(choose_checkpointing(config, model), gathered=gathered)

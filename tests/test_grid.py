@@ -43,7 +43,7 @@ TWO_BY_TWO = {
     "base": "tiny.yaml",
     "output": "runs/g",
     "axes": {
-        "method": {"flow": {"sampling": {"sampler": "flow"}}, "exact": {"sampling": {"sampler": "exact"}}},
+        "method": {"flow": {"sampling": {"sampler": "flow"}}, "exact": {"sampling": {"sampler": "precise"}}},
         "reward": {"good": None, "broken": {"reward": {"weights": {"no_such_part": 1.0}}}},
     },
 }

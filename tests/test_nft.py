@@ -123,20 +123,6 @@ def test_matching_by_hand(reduction: Reduction, equalizer: bool, by: float) -> N
     assert not loss.clipped.any()
 
 
-def test_clipped_matching_by_hand() -> None:
-    """`awm_clip` clips exp(error_old - error) on the side where A would push it further."""
-    noised, limit = Noised(), 0.02
-    v = noised.moved(0.05)
-    loss = noised.loss(v, ObjectiveConfig(surrogate="awm_clip", clip_range=limit))
-    ratio = torch.exp(noised.error(noised.v_old) - noised.error(v))
-    expected = -torch.minimum(ratio * noised.advantage, ratio.clamp(1 - limit, 1 + limit) * noised.advantage)
-    torch.testing.assert_close(loss.ratio.double(), ratio, rtol=1e-5, atol=0)
-    torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-6)
-    check_gradient(loss.total, expected, v)
-    assert loss.clipped.tolist() == ((ratio - 1).abs() > limit).tolist()
-    assert 0 < loss.clipped.sum() < 4
-
-
 def adaptive(
     x: Tensor, x0: Tensor, s: Tensor, v: Tensor, v_old: Tensor, advantage: Tensor, objective: ObjectiveConfig
 ) -> Tensor:
@@ -240,7 +226,6 @@ class DarknessReward(BrightnessReward):
         pytest.param(DarknessReward(), "nft", id="dark", marks=pytest.mark.soak),
         pytest.param(BrightnessReward(), "nft_adaptive", id="adaptive", marks=pytest.mark.soak),
         pytest.param(DarknessReward(), "awm", id="matching"),
-        pytest.param(BrightnessReward(), "awm_clip", id="clipped matching", marks=pytest.mark.soak),
     ],
 )
 def test_training_with_the_ode_raises_the_reward(reward: Reward, surrogate: str) -> None:
@@ -270,10 +255,9 @@ def test_the_rollout_policy_is_scored_at_the_noised_samples(strategy: str) -> No
     assert "log_prob/parity" not in row  # no step of the rollout is scored
 
 
-@pytest.mark.parametrize("surrogate", ["awm", "awm_clip"])
-def test_the_anchor_is_scored_where_no_velocity_of_the_rollout_is_stored(surrogate: str) -> None:
+def test_the_anchor_is_scored_where_no_velocity_of_the_rollout_is_stored() -> None:
     """Each iteration starts with the rollout policy as the anchor; the second update has moved away from it."""
-    overrides = NFT | {"objective__surrogate": surrogate, "kl__strategy": "moving", "kl__anchor_interval": 1}
+    overrides = NFT | {"objective__surrogate": "awm", "kl__strategy": "moving", "kl__anchor_interval": 1}
     overrides |= {"train__optimizer_steps": 2, "train__parity_gate": False}
     row = tiny_trainer(settings(**overrides, train__learning_rate=1e-3)).iteration(0)
     assert row["kl/anchor"] > 0

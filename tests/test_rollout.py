@@ -53,7 +53,7 @@ def roll(
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.parametrize("sampler", ["sage", "flow", "dance", "cps", "exact"])
+@pytest.mark.parametrize("sampler", ["sage", "flow", "dance", "cps", "precise"])
 def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None:
     """To 1e-5 relative in fp32, for every kept step, with gradients on."""
     seeds = sample_seeds(0, 0, 0, range(4))

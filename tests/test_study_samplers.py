@@ -144,7 +144,7 @@ def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--eta", "1e200"], "--eta 1e+200: expected 0 to 10; the nearest is 10"),
         (["--figure", "{folder}"], "table.svg': a folder; expected a file"),
         (["--eta", "2", "--sampler", "cps"], "cps is defined up to 1"),
-        (["--sampler", "exakt"], "did you mean 'exact'"),
+        (["--sampler", "precize"], "did you mean 'precise'"),
         (["--figure", "table.pdf"], "expected a name that ends with .svg or .png"),
     ],
 )

@@ -144,10 +144,6 @@ SURROGATES = {
         scores_rollout=False, has_beta=True,
     ),
     "awm": SurrogateRow(title="Advantage-weighted matching", value=_plain_log_prob, scores_rollout=False),
-    "awm_clip": SurrogateRow(
-        title="Advantage-weighted matching with a clip", value=_clipped_ratio, clipped=outside_clip_range,
-        uses_ratio=True, scores_rollout=False,
-    ),
 }  # fmt: skip
 assert tuple(SURROGATES) == get_args(Surrogate), (
     "a surrogate is named in config.Surrogate and has its row in SURROGATES"
@@ -278,7 +274,7 @@ class Objective:
             off_policy=off_policy,
             stores_velocities=stores,
             reuses_velocities=not averaged and (surrogate.scores_rollout or stores or not off_policy),
-            scores_noised=not surrogate.scores_rollout and (stores or (surrogate.uses_ratio and off_policy)),
+            scores_noised=stores and not surrogate.scores_rollout,
         )
 
 

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.fields import Section, is_finite, require, within
+from sage_fast.config.secrets import refuse_secrets
 from sage_fast.util.errors import UserError, nearest
 
-Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "exact", "ode", "ode2"]
+Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "ode", "ode2"]
 ODESampler = Literal["ode", "ode2"]
 Reduction = Literal["mean", "sum", "unscaled"]
-Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm", "awm_clip"]
+Surrogate = Literal["clip", "kl_mask", "log_prob", "nft", "nft_adaptive", "awm"]
 Ratio = Literal["plain", "centred", "normalised"]
 AdvantageStd = Literal["group", "batch"]
 KLStrategyName = Literal["none", "fixed", "stepwise", "moving", "dual"]
@@ -117,9 +118,8 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     sampler: Sampler = "sage"
-    """Rule of a denoising step; docs/math.md has the formulas. `exact` is `precise` under another name. `ode` and
-    `ode2`, which is of second order, add no noise and can only be trained with a surrogate that re-noises the final
-    samples, such as nft."""
+    """Rule of a denoising step; docs/math.md has the formulas. `ode` and `ode2`, which is of second order, add no noise
+    and can only be trained with a surrogate that re-noises the final samples, such as nft."""
     eta: float = within(0.5, least=0, most=10)
     """Noise level of the sampler. 0 is the ODE; `cps` is defined up to 1."""
     steps: int = within(20, least=1, most=1000)
@@ -179,7 +179,8 @@ class RewardEntry(Section):
     callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or http://host:port of `sage-fast
     serve-reward`. Modules in the current folder are found too."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'."""
+    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one is the environment
+    variable NAME, the only way to give a secret."""
     weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
     """Weights of the composite reward R = sum of weight x part. The paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1.
     Weights given on the command line replace those of the file, which replace the default: '{red: 1}', or
@@ -200,6 +201,7 @@ class RewardEntry(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_secrets(self.args, self._key("args"))
         require(
             all(map(is_finite, self.weights.values())),
             self._key("weights"),
@@ -347,7 +349,7 @@ class ObjectiveConfig(Section):
     """`clip`: clipped ratio. `kl_mask`: the ratio, masked by the KL to the rollout policy instead of clipped.
     `log_prob`: the plain log-prob of Eq. 43, without a ratio. The others re-noise the final samples and so train with
     any sampler, including `ode`. `nft`: DiffusionNFT. `nft_adaptive`: with the weighting of its published code. `awm`:
-    advantage-weighted matching. `awm_clip`: the clipped ratio of flow-matching losses."""
+    advantage-weighted matching."""
     nft_beta: float = within(1.0, above=0)
     """Beta of `nft` and `nft_adaptive`. The distance of the optimum from the rollout policy is proportional to
     1 / beta."""

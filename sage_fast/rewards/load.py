@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config.redact import hidden_in
 from sage_fast.config.rewards import no_module, place_of_reward
 from sage_fast.config.schema import RewardEntry
+from sage_fast.config.secrets import from_environment
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Carrier
 from sage_fast.util.errors import UserError, nearest
@@ -42,12 +42,6 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
     Raises:
         UserError: as `load_reward`; in a separate process, its first call fails instead.
     """
-    if hidden := hidden_in(entry.args, f"{key.removesuffix('name')}args"):
-        option = "reward.several" if "[" in hidden else ".".join(hidden.split(".")[:3])
-        raise UserError(
-            f"{hidden}: a run folder does not keep it; give --{option} VALUE, or resume with the file of settings that "
-            "the run began with"
-        )
     if entry.is_address:
         return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -70,14 +64,15 @@ def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu
         UserError: there is no such reward, or its module or class fails; includes the traceback.
     """
     setting = f"{key} = {entry.name!r}"
+    args = from_environment(entry.args, f"{setting}: args")
     if entry.is_address:
-        given = {"url": entry.name} | entry.args
+        given = {"url": entry.name} | args
         check_args(carrier("http"), given, key, setting)
         return _made(carrier("http"), given, device, setting)
     reward = find_reward(entry.name, setting)
     if isinstance(reward, type):
-        check_args(reward, entry.args, key, setting)
-        reward = _made(reward, entry.args, device, setting)
+        check_args(reward, args, key, setting)
+        reward = _made(reward, args, device, setting)
     else:
         check_no_args(entry, setting)
     if not callable(score_of(reward)):

@@ -10,6 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.schema import RewardEntry
+from sage_fast.config.secrets import from_environment
 from sage_fast.rewards.load import argument_of, check_args, check_no_args, find_reward
 from sage_fast.util.errors import UserError
 
@@ -38,7 +39,7 @@ def look_at_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
     check_args(reward, entry.args, key, setting)
     notes, parameters = [], inspect.signature(reward).parameters
     for name, patterns in getattr(reward, "files", {}).items():
-        source = entry.args.get(name, parameters[name].default)
+        source = from_environment(entry.args.get(name, parameters[name].default), argument_of(key, name))
         if source is not None and (note := _look_for(str(source), patterns, argument_of(key, name))):
             notes.append(note)
     return notes

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import Config
+from sage_fast.config.secrets import from_environment
 from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.models.sharing import check_ranks
 from sage_fast.run.manifest import checkpoints, iteration_of
@@ -17,14 +18,16 @@ LOCK = "run.lock"
 
 
 def check_early(config: Config, ranks: int) -> None:
-    """Check the names of rewards, the prompt files, and that every rank gets a sample.
+    """Check the names of rewards, their `${NAME}`, the prompt files, and that every rank gets a sample.
 
     Raises:
         UserError: they are not as expected.
     """
     for key, entry in config.named_rewards.items():
+        setting = f"{key} = {entry.name!r}"
         if not entry.is_address:
-            place_of_reward(entry.name, f"{key} = {entry.name!r}")
+            place_of_reward(entry.name, setting)
+        from_environment(entry.args, f"{setting}: args")
     sources = config.data.prompts, config.data.eval_prompts
     negatives_of(prompt for source in sources for prompt in read_prompts(source, config.sampling))
     check_ranks(config, ranks)

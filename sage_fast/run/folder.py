@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 import torch
 
 from sage_fast.config.load import dump, load
-from sage_fast.config.redact import redacted
 from sage_fast.config.schema import Config
 from sage_fast.run.early import LOCK
 from sage_fast.run.resume import LAUNCHERS, began_here, differences, launcher
@@ -129,7 +128,7 @@ def claim_output(config: Config) -> None:
             raise UserError(f"output = {config.output!r}: another run began there while this one was loading")
         if named := sorted({name for name in launchers if name is not None}):
             write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
-        write_atomic(run / "config.yaml", dump(redacted(config)))
+        write_atomic(run / "config.yaml", dump(config))
     barrier()
 
 
@@ -152,7 +151,7 @@ def replace_settings(config: Config) -> None:
     if rank() == 0 and changed:
         before = settings.read_text(encoding="utf-8")
         write_atomic(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml", before)
-        write_atomic(settings, dump(redacted(config)))
+        write_atomic(settings, dump(config))
     barrier()
 
 

@@ -18,7 +18,6 @@ import torch
 
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
-from sage_fast.config.redact import hide_in_command
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.eval.hacking import verdict
@@ -291,7 +290,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     parameters = sum(numel(p) for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(map(numel, trainer.engine.parameters))
     facts = environment(trainer.device, implementation(trainer.device)) | {
-        "command": command_line(hide_in_command(sys.argv)),
+        "command": command_line(sys.argv),
         "ranks": world_size(),
         "model_is_local": Path(trainer.model.spec.path).is_dir(),
         "attention": trainer.model.attention,

@@ -34,7 +34,7 @@ def calls(layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Iterator[tu
     def row(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype)
 
-    coefs = transition_table(sigma_schedule(6, 3.0), "exact", 0.8).coefficients(20)
+    coefs = transition_table(sigma_schedule(6, 3.0), "precise", 0.8).coefficients(20)
     x, x_next, v, anchor, old = (latents(3, 4, 5) for _ in range(5))
     step, grads = torch.tensor([0, 3, 5]), (row(3), row(3), row(3))
     yield "transition_step", (x, v, anchor, torch.tensor(6.0), coefs, step, torch.arange(3))
