@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
+from sage_fast.models.attention import ATTENTION, check_attention
+from sage_fast.models.attention_trial import Trial, fastest, measure_attention, try_attention
 from sage_fast.models.hub import progress_bars_of, reachable
 from sage_fast.models.lora import ADAPTER, add_lora, load_lora
 from sage_fast.models.model import Model

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.models.attention import ATTENTION, fastest, measure_attention, try_attention, usable
+from sage_fast.models.attention import ATTENTION, usable
+from sage_fast.models.attention_trial import fastest, measure_attention, try_attention
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Condition

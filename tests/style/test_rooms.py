@@ -126,7 +126,7 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
          "config.Sampler"),
         ("config/schema.py", '"xformers"]', '"xformers", "sage"]', "models.attention", "ATTENTION"),
         ("models/attention.py", '    "sdpa": Backend(',
-         '    "sage": Backend(attend=_sdpa, operators=()),\n    "sdpa": Backend(', "models.attention",
+         '    "sage": Backend(attend=sdpa, operators=()),\n    "sdpa": Backend(', "models.attention",
          "config.AttentionBackend"),
         ("config/schema.py", '"adamw8bit"]', '"adamw8bit", "sgd"]', "parallel.optimizers", "OPTIMIZERS"),
         ("parallel/optimizers.py", '    "linear"',
