@@ -160,9 +160,9 @@ def _run(arguments: list[str]) -> int:
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     options, rest = _parser(["train"] if help_asked else ()).parse_known_args(arguments)
     overrides = _overrides(options.command, rest)
-    from sage_fast.util.console import show
+    from sage_fast.util.console import log_to_screen
 
-    show(quiet=getattr(options, "quiet", False))
+    log_to_screen(quiet=getattr(options, "quiet", False))
     with ranges(*tools_of_environment()):
         return COMMANDS[options.command].run(options, overrides)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.flops import forwards
-from sage_fast.algorithm.iteration_samples import Sample, deal, draw_samples
+from sage_fast.algorithm.iteration_samples import Sample, assign_to_ranks, draw_samples
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import record_losses, record_rewards
 from sage_fast.algorithm.objective import Loss, Objective, Replayed, StepConstants, gradient_norms, sage_loss
@@ -38,7 +38,7 @@ from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
@@ -46,7 +46,7 @@ from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_devic
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest
-from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, together, world_size
+from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, fail_together, world_size
 
 
 class Trainer:
@@ -185,11 +185,11 @@ class Trainer:
 
         On a GPU, decoding one batch overlaps the rollout of the next.
         """
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with together(self.policy.in_step):
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=self.policy.collective_forwards)
+        with fail_together(self.policy.collective_forwards):
             with watch("rollout"):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
-                numbers = self._deal(samples, tables)
+                numbers = self._assigned(samples, tables)
                 own = [samples[number] for number in numbers]
                 batch = self._batch(numbers, own, tables[0].sigmas, steps)
             seeds, latent_seeds = torch.tensor([[one.seed for one in own], [one.latent_seed for one in own]])
@@ -213,9 +213,9 @@ class Trainer:
                 return latents
 
             alike = [(self.replay.lengths[sample.key], tables[sample.group]) for sample in own]
-            runs = equal_runs(alike, self.config.sampling.batch_size)
+            runs = bucket_by_length(alike, self.config.sampling.batch_size)
             with Progress("rollout", len(runs) * len(tables[0]), pause=self.pause) as bar:
-                for rows in self.policy.states.lockstep(runs, lambda: generate(runs[-1])):
+                for rows in self.policy.states.pad_to_largest(runs, lambda: generate(runs[-1])):
                     scorer.submit(generate(rows), [sample.prompt for sample in own[rows]])
             scorer.finish()
         with watch.waiting():
@@ -249,12 +249,12 @@ class Trainer:
             anchor_velocities={},
         )
 
-    def _deal(self, samples: Sequence[Sample], tables: Sequence[TransitionTable]) -> list[int]:
+    def _assigned(self, samples: Sequence[Sample], tables: Sequence[TransitionTable]) -> list[int]:
         """Return the numbers of this rank's samples, by the tokens of a forward (both passes with guidance)."""
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
         tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
         windows = [min(tables[sample.group].stochastic_steps, default=0) for sample in samples]
-        return deal(tokens, data_size(), self.config.sampling.batch_size, windows)[data_rank()]
+        return assign_to_ranks(tokens, data_size(), self.config.sampling.batch_size, windows)[data_rank()]
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
         return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
@@ -292,7 +292,7 @@ class Trainer:
             stand_in = transitions[:1] or batch.trajectories.trained[:1]
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
-        for micro in self.policy.states.lockstep([transitions[rows] for rows in runs], idle):
+        for micro in self.policy.states.pad_to_largest([transitions[rows] for rows in runs], idle):
             loss, policy, kl = self._loss(batch, micro)
             self.engine.backward(loss.total.sum(), total)
             metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)

@@ -35,7 +35,7 @@ from sage_fast.testbed import world as testbed
 from sage_fast.testbed.corruptions import ATTRIBUTES, random_clip
 from sage_fast.testbed.judge import JudgeNetwork
 from sage_fast.testbed.world import BACKGROUND
-from sage_fast.util.console import progress, show
+from sage_fast.util.console import log_to_screen, progress
 from studies.pairs import judge as pairs_judge
 from studies.pairs import model as pairs_model
 from studies.pairs import world as pairs
@@ -322,5 +322,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args()
-    show(quiet=options.quiet)
+    log_to_screen(quiet=options.quiet)
     pretrain(options.folder, WORLDS[options.world], seed=options.seed)

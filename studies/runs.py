@@ -22,7 +22,7 @@ from sage_fast.config.schema import Config
 from sage_fast.eval.scores import means_by_prompt
 from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation
-from sage_fast.util.console import hush, show, shows
+from sage_fast.util.console import log_to_screen, quiet, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
 from sage_fast.util.metrics import JUDGE_PART
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(arguments)
-    show(quiet=options.quiet)
+    log_to_screen(quiet=options.quiet)
     return guarded("studies", lambda: _make(options))
 
 
@@ -228,7 +228,7 @@ def _make(options: argparse.Namespace) -> int:
     return 0
 
 
-@hush()
+@quiet()
 def train_one(config: Config, file: Path) -> float:
     """Train and evaluate as `sage-fast train` does, but without a run folder; return the last held-out score."""
     import torch

@@ -62,7 +62,7 @@ def share_of(count: int, ranks: int, rank: int) -> range:
     return range(first, last)
 
 
-def deal(tokens: Sequence[int], ranks: int, batch_size: int, windows: Sequence[int] = ()) -> list[list[int]]:
+def assign_to_ranks(tokens: Sequence[int], ranks: int, batch_size: int, windows: Sequence[int] = ()) -> list[list[int]]:
     """Deal an iteration's samples to the ranks.
 
     Return each rank's sample numbers, equal lengths next to each other, and of these equal windows.

@@ -28,7 +28,7 @@ from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.run.manifest import fault_of_weights, iteration_of
 from sage_fast.util.errors import RunError, UserError, first_line
-from sage_fast.util.files import aside, read_json, saving
+from sage_fast.util.files import atomic_path, read_json, saving
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
     if place == Path.cwd():
         raise UserError(f"{str(folder)!r}: the current folder; expected another one")
     place.parent.mkdir(parents=True, exist_ok=True)
-    with aside(place) as partial:
+    with atomic_path(place) as partial:
         _write(run, partial, base, shutil.copy2)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 

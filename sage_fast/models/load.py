@@ -182,7 +182,7 @@ def load_model(
         # Imported only here: it needs DeepSpeed, which is optional.
         from sage_fast.models.sequence import SequenceParallel
 
-        policy.share_samples(SequenceParallel(group, device))
+        policy.enable_sequence_parallel(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling, needs_agreement)
     return model
@@ -225,7 +225,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
         if problem := next(filter(None, (trial.why_skipped(needs_agreement) for trial in tried)), None):
             model.notes.append(f"model.attention = {asked!r}: {problem}; train.parity_gate tells whether it matters")
     model.attention = asked
-    model.policy.serve(ATTENTION[asked])
+    model.policy.set_attention(ATTENTION[asked])
 
 
 def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:

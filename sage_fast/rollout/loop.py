@@ -24,7 +24,7 @@ Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """(step, x, x_next, log_prob, guided velocity) of a step; the next step may overwrite the tensors."""
 
 
-def equal_runs(lengths: Sequence[object], size: int) -> list[slice]:
+def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
     """Return consecutive slices of at most `size` samples with equal text lengths, so that no batch needs a mask.
 
     Args:

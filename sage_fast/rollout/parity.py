@@ -65,7 +65,7 @@ def check_parity(
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
         runs = replay.runs([batch.keys[i] for i, _ in transitions], train.batch_size)
         micros = [transitions[rows] for rows in runs]
-        return [*micros, *micros[-1:] * policy.states.missing(len(micros))]
+        return [*micros, *micros[-1:] * policy.states.padding(len(micros))]
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl, *_ = replay.score(batch, micro, v_old)

@@ -14,7 +14,7 @@ from sage_fast.models.policy import Policy, State
 from sage_fast.models.protocol import Condition, Inputs, Key, pass_lengths
 from sage_fast.ops import transition_score
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.loop import equal_runs
+from sage_fast.rollout.loop import bucket_by_length
 from sage_fast.rollout.trajectories import on_device
 from sage_fast.util.console import progress
 
@@ -42,7 +42,7 @@ class Replay:
 
     def runs(self, keys: Sequence[Key], size: int) -> list[slice]:
         """Return slices of neighbours that share a forward: at most `size` conditions of equal length, none padded."""
-        return equal_runs([self.lengths[key] for key in keys], size)
+        return bucket_by_length([self.lengths[key] for key in keys], size)
 
     @property
     def velocity_dtype(self) -> torch.dtype:
@@ -110,6 +110,6 @@ class Replay:
         `transitions` are ordered by step.
         """
         alike = [(t, self.lengths[batch.keys[i]]) for i, t in transitions]
-        work = [transitions[run] for run in equal_runs(alike, self.batch_size)]
-        work += work[-1:] * self.policy.states.missing(len(work))
+        work = [transitions[run] for run in bucket_by_length(alike, self.batch_size)]
+        work += work[-1:] * self.policy.states.padding(len(work))
         return progress(work, "anchor", len(work), "forward")

@@ -57,15 +57,15 @@ def guidance_warning(config: Config) -> str | None:
     )
 
 
-def grace_warning(row: dict[str, Any], train: TrainConfig, *, in_step: bool) -> str | None:
+def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) -> str | None:
     """Return what a signal loses, and the settings that save it; None if `train.grace_seconds` saves every iteration.
 
     Args:
         row: metrics of an iteration, with its times.
-        in_step: forwards are collective, so that a rollout cannot pause; an update never can.
+        collective: forwards are collective, so that a rollout cannot pause; an update never can.
     """
     update, before = row["time/train"] / train.optimizer_steps, row["time/total"] - row["time/train"]
-    seconds = max(update, before) if in_step else update
+    seconds = max(update, before) if collective else update
     if seconds <= train.grace_seconds / 2:
         return None
     enough = 10 * math.ceil(seconds / 4)  # a quarter more than twice as long

@@ -39,7 +39,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped
-from sage_fast.util.files import aside, read_json, write_atomic, write_json
+from sage_fast.util.files import atomic_path, read_json, write_atomic, write_json
 from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
 from sage_fast.util.videos import numbered
 
@@ -112,7 +112,7 @@ class Run:
             setup.reward,
             setup.prompts,
             setup.embeddings,
-            pause=(lambda: None) if policy.in_step else stop.pause,
+            pause=(lambda: None) if policy.collective_forwards else stop.pause,
             before_update=functools.partial(stop.before_update, policy.device),
         )
         self._start_weights = trainer.policy.snapshot() if lacks_before else None
@@ -160,7 +160,9 @@ class Run:
                     self.writer.write(row)
                 left = (time.monotonic() - began) / (self.done - first) * (config.train.iterations - self.done)
                 log.info(format_row(row, config.train.iterations, left))
-                if index == first and (warning := grace_warning(row, config.train, in_step=trainer.policy.in_step)):
+                if index == first and (
+                    warning := grace_warning(row, config.train, collective=trainer.policy.collective_forwards)
+                ):
                     log.warning(wrapped(f"warning: {warning}"))
                 if evaluated := self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
@@ -201,7 +203,7 @@ class Run:
             result = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
         if self.writer is not None:
             scores, sheet = result.to_json(), folder.with_suffix(".png")
-            with aside(sheet) as file:
+            with atomic_path(sheet) as file:
                 contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(file, "PNG")
             videos = [path for number, path in numbered(folder).items() if number < shown]
             (self.folder / "eval").mkdir(exist_ok=True)
@@ -241,7 +243,10 @@ class Run:
     def finish(self) -> None:
         """Save the final weights and evaluate them."""
         folder, engine = self.folder / "weights", self.trainer.engine
-        with engine.averaged_weights(), aside(folder) if rank() == 0 else contextlib.nullcontext(folder) as written:
+        with (
+            engine.averaged_weights(),
+            atomic_path(folder) if rank() == 0 else contextlib.nullcontext(folder) as written,
+        ):
             engine.save_weights(written)
             if rank() == 0:
                 write_manifest(written, self.done)

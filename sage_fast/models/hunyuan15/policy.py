@@ -42,10 +42,10 @@ class HunyuanVideo15Policy(Policy):
     def attention(self) -> Attention:
         return self.forward.attention
 
-    def serve(self, attention: Attention) -> None:
+    def set_attention(self, attention: Attention) -> None:
         self.forward.attention = attention
 
-    def share_samples(self, sequence: SequenceParallel) -> None:
+    def enable_sequence_parallel(self, sequence: SequenceParallel) -> None:
         self.forward.sequence = sequence
 
     def use_all_weights(self) -> None:
