@@ -243,10 +243,8 @@ class Run:
     def finish(self) -> None:
         """Save the final weights and evaluate them."""
         folder, engine = self.folder / "weights", self.trainer.engine
-        with (
-            engine.averaged_weights(),
-            atomic_path(folder) if rank() == 0 else contextlib.nullcontext(folder) as written,
-        ):
+        place = atomic_path(folder) if rank() == 0 else contextlib.nullcontext(folder)
+        with engine.averaged_weights(), place as written:
             engine.save_weights(written)
             if rank() == 0:
                 write_manifest(written, self.done)

@@ -1,8 +1,8 @@
 """What a process shows: messages of Python's `logging` on stdout, progress of long work, and the log file.
 
-Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING. Nothing is shown until `log_to_screen`,
-which each command calls once. On a terminal and in a notebook, progress is a bar. Elsewhere it is a plain line now and
-then: a log gets no carriage returns, and long work is never silent.
+Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING. Nothing is shown until
+`log_to_screen`, which each command calls once. On a terminal and in a notebook, progress is a bar. Elsewhere it is a
+plain line now and then: a log gets no carriage returns, and long work is never silent.
 """
 
 from __future__ import annotations
