@@ -1,1 +1,1 @@
-"""The moving-shapes world: scenes and words, corruptions of a clip, and a judge network."""
+"""The moving-shapes world: scenes and words, their drawing, and a judge network."""

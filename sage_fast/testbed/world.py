@@ -31,6 +31,12 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "blue": (0.15, 0.3, PEAK),
     "yellow": (PEAK, PEAK, 0.12),
 }
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "shape": SHAPES,
+    "color": tuple(COLORS),
+    "direction": tuple(DIRECTIONS),
+    "speed": tuple(SPEEDS),
+}
 BACKGROUND = 0.06
 
 # Sizes in pixels. The three shapes have the same area, so that size does not give the shape away.
