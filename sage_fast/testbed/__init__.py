@@ -1,1 +1,1 @@
-"""The moving-shapes world: scenes and words, their drawing, and a judge network."""
+"""The moving-shapes world: scenes and words, the area that a shape covers, and a judge network."""

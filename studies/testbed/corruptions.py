@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, grid_sample, interpolate
 
-from sage_fast.testbed.render import coverage, paint, random_start, render
+from sage_fast.testbed.render import coverage
 from sage_fast.testbed.world import ATTRIBUTES, BACKGROUND, FRAMES, HEIGHT, SHAPES, WIDTH, Scene, all_scenes
+from studies.testbed.render import paint, random_start, render
 
 CLEAN_SHARE, TWICE_SHARE = 0.2, 0.3  # shares of clips with no corruption and with two
 

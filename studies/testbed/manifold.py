@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.render import coverage, render
-from sage_fast.testbed.world import BACKGROUND, COLORS, FRAMES, Scene, all_scenes, start_range
+from sage_fast.testbed.render import coverage
+from sage_fast.testbed.world import BACKGROUND, COLORS, FRAMES, Scene, all_scenes
+from studies.testbed.render import render, start_range
 
 SPACING = 1.0
 """Pixels between the start positions of the first search; a shape is ten pixels wide."""

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from sage_fast.models.testbed import text
 from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
-from sage_fast.testbed import render
 from sage_fast.testbed import world as testbed
 from sage_fast.testbed.judge import JudgeNetwork, load_judge
 from sage_fast.testbed.world import BACKGROUND
@@ -35,7 +34,7 @@ from sage_fast.util.console import progress, show
 from studies.pairs import judge as pairs_judge
 from studies.pairs import model as pairs_model
 from studies.pairs import world as pairs
-from studies.testbed import judge
+from studies.testbed import judge, render
 
 log = logging.getLogger("sage_fast.studies")
 
