@@ -18,6 +18,7 @@ from studies.finding import Claim, Finding, Material, Verdict
 from studies.paper.manifold import manifold_distances
 from studies.paper.mixture import Mixture, sample
 from studies.runs import shipped
+from studies.paper.manifold import manifold_distances
 
 if TYPE_CHECKING:
     from sage_fast.loading import Setup
@@ -245,7 +246,7 @@ def _on_testbed(
     """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
     from sage_fast.loading import load_setup
     from sage_fast.models.testbed.model import allow_batches
-    from scripts.pretrain_testbed import WORLDS, encode_prompts
+    from studies.testbed.pretrain import WORLDS, encode_prompts
 
     setup = load_setup(shipped("recipes/paper"), rewards=False)
     setup.encode()
