@@ -429,37 +429,17 @@ def _report(options: Options, overrides: Overrides) -> int:
     return 0
 
 
-BASE = argument("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
-
-
 @command(
     "export", "write the weights of a run for diffusers, peft, ComfyUI and the original code, with a model card",
     argument("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one"),
     argument("folder", metavar="FOLDER", help="new or empty folder"),
-    BASE,
+    argument("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder"),
 )  # fmt: skip
 def _export(options: Options, overrides: Overrides) -> int:
     with _loading(options):
         from sage_fast.commands.export import export
 
     print(*export(Path(options.run), Path(options.folder), options.base), sep="\n")
-    return 0
-
-
-@command(
-    "push", "upload the weights of a run to the Hugging Face hub, in the formats of `export`, with a model card",
-    argument("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one"),
-    argument("repo", metavar="REPO", help="such as someone/name; created if missing"),
-    BASE,
-    argument("--private", action="store_true", help="create a private repository"),
-    argument("--dry-run", action="store_true", help="list the files and their sizes, and upload nothing"),
-)  # fmt: skip
-def _push(options: Options, overrides: Overrides) -> int:
-    with _loading(options):
-        from sage_fast.commands.export import push
-
-    run, repo, dry_run = Path(options.run), options.repo, options.dry_run
-    print(*push(run, repo, options.base, private=options.private, dry_run=dry_run), sep="\n")
     return 0
 
 

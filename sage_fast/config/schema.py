@@ -29,7 +29,7 @@ DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
-Optimizer = Literal["adamw", "muon", "adamw8bit"]
+Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["constant", "cosine", "linear"]
 EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "all"]
@@ -465,7 +465,7 @@ class TrainConfig(Section):
     """JSON file merged over the DeepSpeed configuration that follows from the other settings."""
     optimizer: Optimizer = "adamw"
     """`muon`: Muon for the matrices of the transformer blocks, or for the factors of their adapters, and AdamW for the
-    rest. `adamw8bit`: AdamW with 8-bit moments, by bitsandbytes."""
+    rest."""
     learning_rate: float = within(1e-5, above=0)
     """Learning rate after the warm-up. Muon's updates are scaled to the size of AdamW's, so that one value serves
     both."""
@@ -504,14 +504,6 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         row, moved = ENGINES[self.engine], OFFLOADS[self.offload]
-        takers = [name for name, optimizer in OPTIMIZERS.items() if optimizer.takes_parts]
-        require(
-            not row.shards or self.optimizer in takers,
-            "train.optimizer",
-            self.optimizer,
-            f"train.engine = {self.engine} updates rows of joined weights, which only {' and '.join(takers)} can; the "
-            f"nearest choice is {takers[0]}, or train.engine = plain",
-        )
         require(
             set(moved) <= set(row.shards),
             "train.offload",
@@ -524,13 +516,6 @@ class TrainConfig(Section):
             "train.deepspeed_config",
             self.deepspeed_config,
             f"needs train.engine = {_engines_that_shard('state')}, the nearest of which is zero1",
-        )
-        require(
-            self.eps >= (least := OPTIMIZERS[self.optimizer].least_eps),
-            "train.eps",
-            self.eps,
-            f"{self.optimizer} rounds second moments far below the largest of their block to 0, and eps alone bounds "
-            f"those updates; expected at least {least:g}, the nearest",
         )
 
 

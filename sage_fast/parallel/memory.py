@@ -58,7 +58,7 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
     snapshots = int(KL_STRATEGIES[config.kl.strategy].anchor is not None) + int(train.ema_decay > 0)
     share = 1 / ranks if shards else 1.0
     state_bytes = OPTIMIZERS[train.optimizer].state_bytes
-    moments = sum(state_bytes(p.numel(), policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
+    moments = sum(state_bytes(policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
     weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
     training = {
         "gradients": 4.0 * n * (share if "gradients" in shards else 1),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -12,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config.engines import OFFLOADS, OPTIMIZERS, SMALLEST_8BIT
+from sage_fast.config.engines import OFFLOADS, OPTIMIZERS
 from sage_fast.config.schema import Schedule, TrainConfig
 from sage_fast.parallel.muon import MOMENTUM, Partition, PartitionedMuon
 
@@ -56,14 +54,6 @@ def muon(
     elif matrices:
         made.append(torch.optim.Muon(matrices.values(), momentum=MOMENTUM, **settings))
     return made + (adamw(rest, config, is_muon, partitions) if rest else [])
-
-
-def adamw8bit(
-    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
-) -> list[torch.optim.Optimizer]:
-    """Build AdamW8bit of bitsandbytes, as `--use_8bit_adam` of diffusers' training scripts does. Runs on a CPU too."""
-    make = importlib.import_module("bitsandbytes").optim.AdamW8bit
-    return [make(parameters.values(), betas=BETAS, min_8bit_size=SMALLEST_8BIT, **_shared(config))]
 
 
 def make_optimizers(

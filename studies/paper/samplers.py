@@ -18,7 +18,6 @@ from studies.finding import Claim, Finding, Material, Verdict
 from studies.paper.manifold import manifold_distances
 from studies.paper.mixture import Mixture, sample
 from studies.runs import shipped
-from studies.paper.manifold import manifold_distances
 
 if TYPE_CHECKING:
     from sage_fast.loading import Setup

@@ -128,7 +128,7 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
         ("models/attention.py", '    "sdpa": Backend(',
          '    "sage": Backend(attend=sdpa, operators=()),\n    "sdpa": Backend(', "models.attention",
          "config.AttentionBackend"),
-        ("config/schema.py", '"adamw8bit"]', '"adamw8bit", "sgd"]', "parallel.optimizers", "OPTIMIZERS"),
+        ("config/schema.py", '"muon"]', '"muon", "sgd"]', "parallel.optimizers", "OPTIMIZERS"),
         ("parallel/optimizers.py", '    "linear"',
          '    "root": lambda progress: 1 - progress**0.5,\n    "linear"', "parallel.optimizers",
          "config.Schedule"),
