@@ -115,6 +115,31 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
+    _check_kl(config)
+    require(
+        train.ema_decay > 0 or not s.averaged_weights,
+        "sampling.averaged_weights",
+        s.averaged_weights,
+        f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above 0, such as 0.9; the "
+        "nearest choice is false",
+    )
+    weighted = [part for part, weight in config.reward.part_weights.items() if weight]
+    require(
+        len(weighted) > 1 or not config.objective.balanced_rewards,
+        "objective.balanced_rewards",
+        config.objective.balanced_rewards,
+        f"the reward has one part with a weight, {weighted[0]}, and there is nothing to balance; the nearest choice is "
+        "false",
+    )
+    check_ranks(config, ranks or world_size())
+
+
+def _check_kl(config: Config) -> None:
+    """Check that the KL can act and that lambda can move.
+
+    Raises:
+        UserError: the KL is always 0 or needs log-probs of the rollout where there are none, or lambda cannot move.
+    """
     kl, objective, feedback = config.kl, Objective.of(config), FEEDBACKS[config.kl.feedback]
     strategy = objective.strategy
     require(
@@ -131,21 +156,6 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             "update of an iteration; expected at least 2, or kl.strategy = 'none'"
         )
     require(
-        train.ema_decay > 0 or not s.averaged_weights,
-        "sampling.averaged_weights",
-        s.averaged_weights,
-        f"there is no average with train.ema_decay = {train.ema_decay:g}; expected a decay above 0, such as 0.9; the "
-        "nearest choice is false",
-    )
-    weighted = [part for part, weight in config.reward.part_weights.items() if weight]
-    require(
-        len(weighted) > 1 or not config.objective.balanced_rewards,
-        "objective.balanced_rewards",
-        config.objective.balanced_rewards,
-        f"the reward has one part with a weight, {weighted[0]}, and there is nothing to balance; the nearest choice is "
-        "false",
-    )
-    require(
         kl.lambda_min > 0 or not feedback.starts_positive or not objective.kl_acts,
         "kl.lambda_min",
         kl.lambda_min,
@@ -157,7 +167,6 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         kl.feedback,
         f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
     )
-    check_ranks(config, ranks or world_size())
 
 
 def check_log_prob(config: Config, numel: int) -> None:

@@ -20,6 +20,7 @@ from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition, pass_lengths
 from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
+from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.graphs import step_graphs
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import log_failures
@@ -259,11 +260,7 @@ def score_videos(
             prefix: join_scores([scores.result() for scores in chunks]).in_order(back)
             for prefix, chunks in pending.items()
         }
-    rows = all_gather_object(own)[:: sequence_size()]  # ranks that share samples have the same
-    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in scored}
-    for prefix, scores in merged.items():
-        log_failures(scores)
-        scored[prefix].check_share(scores)
+    merged = _gather(own, scored)
     return Evaluation(
         iteration=iteration,
         prompts=list(prompts),
@@ -274,3 +271,13 @@ def score_videos(
         weights=scoring.config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
     )
+
+
+def _gather(own: Mapping[str, Scores], scored: Mapping[str, CompositeReward]) -> dict[str, Scores]:
+    """Return the scores of all ranks' videos; `scored` says whether too many failed. Collective."""
+    rows = all_gather_object(own)[:: sequence_size()]  # ranks that share samples have the same
+    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in scored}
+    for prefix, scores in merged.items():
+        log_failures(scores)
+        scored[prefix].check_share(scores)
+    return merged
