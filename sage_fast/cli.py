@@ -42,7 +42,7 @@ PIPE_CLOSED = 141
 
 Options = argparse.Namespace
 Overrides = dict[str, str]
-Run = Callable[[Options, Overrides], int]
+Action = Callable[[Options, Overrides], int]
 
 
 class Command(NamedTuple):
@@ -57,7 +57,7 @@ class Command(NamedTuple):
 
     help: str
     arguments: Sequence[tuple[tuple[str, ...], dict[str, Any]]]
-    run: Run
+    run: Action
     settings: bool
 
 
@@ -65,10 +65,10 @@ COMMANDS: dict[str, Command] = {}
 """Commands by name, in the order the help lists them."""
 
 
-def command(name: str, help: str, *arguments: Any, settings: bool = False) -> Callable[[Run], Run]:
+def command(name: str, help: str, *arguments: Any, settings: bool = False) -> Callable[[Action], Action]:
     """Register the decorated function in `COMMANDS`."""
 
-    def register(run: Run) -> Run:
+    def register(run: Action) -> Action:
         COMMANDS[name] = Command(help, arguments, run, settings)
         return run
 

@@ -30,7 +30,7 @@ Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
 Optimizer = Literal["adamw", "muon"]
-Schedule = Literal["constant", "cosine", "linear"]
+LearningRateSchedule = Literal["constant", "cosine", "linear"]
 EngineName = Literal["plain", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "all"]
 OnFailure = Literal["drop", "stop"]
@@ -471,7 +471,7 @@ class TrainConfig(Section):
     both."""
     warmup_steps: int = within(0, least=0)
     """Optimizer steps over which the learning rate rises linearly. Step k of K uses k / K of it."""
-    schedule: Schedule = "constant"
+    schedule: LearningRateSchedule = "constant"
     """Learning rate after the warm-up: `constant`, or a `cosine` or `linear` decay to 0 at the end of the run, after
     iterations x optimizer_steps steps. A run extended with --resume follows the curve of its new length."""
     weight_decay: float = within(1e-4, least=0)

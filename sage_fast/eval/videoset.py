@@ -179,7 +179,7 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class SetRow:
     """One score of one source.
 
     Attributes:
@@ -211,17 +211,17 @@ class Row:
         return "up" if self.gain_interval[0] > 0 else ("down" if self.gain_interval[1] < 0 else "")
 
 
-def table(sets: Sequence[VideoSet]) -> list[Row]:
+def table(sets: Sequence[VideoSet]) -> list[SetRow]:
     """Return all scores of all sets with their paired differences to the first set, grouped by score."""
     names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
     names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
     return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
 
 
-def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
+def _row(name: str, videos: VideoSet, first: VideoSet) -> SetRow:
     values = videos.by_key(name)
     means = means_by_prompt([prompt for prompt, _ in values], list(values.values()))
-    row = Row(
+    row = SetRow(
         score=name,
         label=videos.label,
         mean=fmean(means.values()) if means else math.nan,
@@ -248,7 +248,7 @@ def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
     return {key: value - base[key] for key, value in values.items() if key in base}
 
 
-def hacked(rows: Sequence[Row], judges: Sequence[str]) -> list[str]:
+def hacked(rows: Sequence[SetRow], judges: Sequence[str]) -> list[str]:
     """Return a warning for each source whose composite rose while one of `judges` (scores not trained on) fell."""
     lines = []
     for label in dict.fromkeys(row.label for row in rows):
@@ -270,7 +270,7 @@ def format_interval(interval: Interval | None, *, sign: bool = False) -> str:
     return " to ".join(format_number(value, 3, sign=sign) for value in interval)
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[SetRow]) -> str:
     """Format for the terminal: one block per score, one line per source."""
     width = max([12, *(len(_cut(row.label)) + 2 for row in rows), *(len(shown_name(row.score)) for row in rows)])
     lines = []
@@ -290,7 +290,7 @@ def _cut(label: str) -> str:
     return label if len(label) <= 28 else "..." + label[-25:]
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[SetRow]) -> str:
     """Describe the numbers of the table in one line."""
     counts = {(row.videos, row.prompts) for row in rows}
     videos, prompts = max(counts, default=(0, 0))
@@ -303,7 +303,7 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{counted}; {gains}{intervals}"
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[SetRow]) -> str:
     """Format as in the paper: a table with one row per source and one column per score, then one of the gains."""
     scores = list(dict.fromkeys(row.score for row in rows))
     labels = list(dict.fromkeys(row.label for row in rows))
@@ -314,12 +314,12 @@ def markdown(rows: Sequence[Row]) -> str:
         body = [[_cell(label), *(cell(found.get((label, score))) for score in scores)] for label in labels]
         return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
 
-    def mean(row: Row | None) -> str:
+    def mean(row: SetRow | None) -> str:
         if row is None or math.isnan(row.mean):
             return "-"
         return format_number(row.mean, 4) + (f" ({format_interval(row.interval)})" if row.interval else "")
 
-    def gain(row: Row | None) -> str:
+    def gain(row: SetRow | None) -> str:
         if row is None or row.gain is None or math.isnan(row.gain):
             return "-"
         interval = f" ({format_interval(row.gain_interval, sign=True)})" if row.gain_interval else ""
@@ -335,7 +335,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<")
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[SetRow]) -> str:
     """Format as CSV: one line per score and source, numbers in full precision."""
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
@@ -351,7 +351,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     return table.getvalue()
 
 
-def as_json(row: Row) -> dict[str, Any]:
+def as_json(row: SetRow) -> dict[str, Any]:
     """Return a row as JSON, with null for NaN."""
     fields = dataclasses.asdict(row)
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()}

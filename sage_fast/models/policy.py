@@ -16,7 +16,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
-from sage_fast.models.protocol import Conditions, Inputs
+from sage_fast.models.protocol import ConditionTable, Inputs
 from sage_fast.ops.guidance import guided
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import fails_alone, sequence_size, world_size
@@ -129,7 +129,7 @@ class Policy:
         """
         raise NotImplementedError
 
-    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Any]) -> Conditions:
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Any]) -> ConditionTable:
         """Compute the conditions at every noise level with the present weights.
 
         Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.engines import OFFLOADS, OPTIMIZERS
-from sage_fast.config.schema import Schedule, TrainConfig
+from sage_fast.config.schema import LearningRateSchedule, TrainConfig
 from sage_fast.parallel.muon import MOMENTUM, Partition, PartitionedMuon
 
 Parameters = Mapping[str, Tensor]
@@ -76,8 +76,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
 }
 """Progress in [0, 1], from the end of the warm-up to the end of the run -> factor on the learning rate."""
-assert tuple(SCHEDULES) == get_args(Schedule), (
-    "a schedule is named in config.Schedule and has its function in SCHEDULES"
+assert tuple(SCHEDULES) == get_args(LearningRateSchedule), (
+    "a schedule is named in config.LearningRateSchedule and has its function in SCHEDULES"
 )
 
 

@@ -131,7 +131,7 @@ def test_a_reading_path_is_short(entry: str, most: int) -> None:
         ("config/schema.py", '"muon"]', '"muon", "sgd"]', "parallel.optimizers", "OPTIMIZERS"),
         ("parallel/optimizers.py", '    "linear"',
          '    "root": lambda progress: 1 - progress**0.5,\n    "linear"', "parallel.optimizers",
-         "config.Schedule"),
+         "config.LearningRateSchedule"),
         ("config/schema.py", '"zero3"]', '"zero3", "fsdp"]', "config.schema", "ENGINES"),
         ("config/engines.py", '    "zero1": _zero', '    "zero9": _zero("state"),\n    "zero1": _zero', "config.schema",
          "EngineName"),
