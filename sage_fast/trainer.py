@@ -250,7 +250,7 @@ class Trainer:
         )
 
     def _assigned(self, samples: Sequence[Sample], tables: Sequence[TransitionTable]) -> list[int]:
-        """Return the numbers of this rank's samples, by the tokens of a forward (both passes with guidance)."""
+        """Return the indices of the samples assigned to this rank, balanced by token count (both CFG passes)."""
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
         tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
         windows = [min(tables[sample.group].stochastic_steps, default=0) for sample in samples]
@@ -288,7 +288,7 @@ class Trainer:
         transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
         runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
 
-        def idle() -> None:  # at a trained transition: others may not be finite
+        def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
             stand_in = transitions[:1] or batch.trajectories.trained[:1]
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
@@ -340,7 +340,7 @@ class Trainer:
 
     @property
     def reuses_velocities(self) -> bool:
-        """Whether the anchor takes no forward in the next iteration."""
+        """Whether the rollout's velocities can stand in for the anchor's in the next iteration."""
         return self.anchor_is_current and self.objective.reuses_velocities
 
     def _anchor_velocities(self, batch: Batch, transitions: Sequence[Transition]) -> dict[Transition, Tensor]:

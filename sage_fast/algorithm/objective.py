@@ -110,9 +110,8 @@ class SurrogateRow:
 
     Attributes:
         title: name of the method that it makes.
-        value: (what is scored, settings) -> `[B]`, maximised.
-        clipped: (what is scored, settings) -> bool `[B]`, True where a limit takes effect; its share is
-            `ratio/clip_fraction`.
+        value: the term `[B]` that is maximised.
+        clipped: mask `[B]`: where the clip or the KL mask is active; its mean is `ratio/clip_fraction`.
         uses_ratio: clips the ratio, so that `objective.ratio` applies and rounding in the log-ratio does harm.
         uses_kl: needs the KL to the rollout policy in closed form.
         uses_errors: needs the errors of the predicted final sample, and weighs the noise levels itself; only on

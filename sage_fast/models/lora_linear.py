@@ -1,4 +1,4 @@
-"""Linear layers with a LoRA adapter as one matmul, accumulated in float32:
+"""Fused base + LoRA linear: one matmul with float32 accumulation.
 
     y = [x | x A^T] [W | s B]^T + bias          dx = dy W + (dy s B) A,  from dy [W | s B] in one matmul
 
@@ -76,7 +76,7 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def refresh(self, dtype: torch.dtype) -> None:
-        """Pick up adapters that were added, removed or changed. Call it before a forward, never during one.
+        """Rebuild the fused weight if an adapter changed. Call before a forward, never during one.
 
         Changes are detected by autograd's version counters. Code that writes through `p.data` or a raw pointer must
         increment them (`torch.autograd.graph.increment_version`), as the engine does after every update.

@@ -61,7 +61,7 @@ class UnshardedStates:
         return 0
 
     def pad_to_largest(self, items: Sequence[Item], idle: Callable[[], object]) -> Iterator[Item]:
-        """Yield each item, one per forward or backward; then call `idle`, one without effect, `missing` times."""
+        """Yield the items, then run `idle` until every rank has made the same number of forwards."""
         missing = self.padding(len(items))
         yield from items
         for _ in range(missing):
@@ -112,7 +112,7 @@ class Policy:
 
     @property
     def collective_forwards(self) -> bool:
-        """Whether other ranks' forwards wait for this rank's, so that no rank may leave a rollout alone."""
+        """Whether forwards are collective (ZeRO-3, sequence parallelism): no rank may leave a rollout alone."""
         return sequence_size() > 1 or (world_size() > 1 and self.states.gathers)
 
     # -- forward ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The DeepSpeed engine: ZeRO-1, 2 and 3 (arXiv 1910.02054), with optional offload of optimizer and weights to the host.
 
 DeepSpeed does not run our forward. It gets the modules, hooks their weights and receives every loss; it shards weights
-and gradients, reduces, clips and gathers. The update is ours: DeepSpeed lays the weights of a rank in rows, and the
-optimizers of the plain engine update the parts of weights in these rows. All else is as in the plain engine: learning
+and gradients, reduces, clips and gathers. DeepSpeed flattens each rank's weights into 1-D
+buffers, and the optimizers of the plain engine update slices of them. All else is as in the plain engine: learning
 rate, averages, files, and weights without a gradient, which stay unchanged.
 """
 

@@ -1,4 +1,4 @@
-"""Check how much rounding disturbs the ratio, before the first update.
+"""Before the first update, check that the importance ratio is larger than rounding error.
 
 At the rollout's weights the ratio is exactly 1 if training reproduces the rollout's log-probs. After any update,
 however small, low precision rounds every activation differently: the velocity moves at random, and the log-ratio falls

@@ -65,5 +65,5 @@ def check_output(config: Config, *, resume: bool) -> None:
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether this file may be left from a run that was killed before it began."""
+    """Whether this file is a leftover of a run that was killed during start-up."""
     return path.name == LOCK or path.suffix == PARTIAL

@@ -68,7 +68,7 @@ def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model(
         "if spec.title == 'HunyuanVideo 1.5': ...",
     ],
 )
-def test_whoever_names_a_model_is_found(source: str) -> None:
+def test_model_name_outside_its_package_is_detected(source: str) -> None:
     assert models_named(source)
 
 
