@@ -429,7 +429,7 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert not run.exists()
 
 
-def test_a_word_that_the_testbed_does_not_know_is_found_before_a_run_folder_is_made(
+def test_word_unknown_to_the_testbed_is_found_before_the_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a purple circle moves left quickly\n")

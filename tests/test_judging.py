@@ -373,7 +373,7 @@ def judged(iteration: int, reward: float, judge: float) -> dict[str, object]:
     return found | {"iteration": iteration, "parts": {"judge/x": [judge + i / 10 + w for i, w in enumerate(wobble)]}}
 
 
-def test_a_judge_that_falls_from_its_best_is_reported_though_it_is_above_its_start() -> None:
+def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> None:
     run = {"before": judged(0, 1.0, 0.5), "iteration-000010": judged(10, 1.5, 0.9), "after": judged(20, 2.0, 0.7)}
     assert paired_table(run["before"], run["after"])[1].difference > 0.1
     found = verdict(run)

@@ -257,7 +257,7 @@ def test_the_confirmation_decides() -> None:
     assert findings.claims(found, again)[2].find(None).verdict == "not held"
 
 
-def test_sage_at_its_best_is_compared_with_the_reference_and_with_the_recipe_ahead() -> None:
+def test_sage_best_is_compared_with_the_reference_and_the_recipe_ahead() -> None:
     found = raced(paper=1.3, nft=1.9, sage_best=1.6)
     one, best, *_ = findings.claims(found, again_of(found))
     assert (one.name, best.name) == ("race", "race-sage")

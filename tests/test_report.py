@@ -413,7 +413,7 @@ def test_a_part_that_is_bought_with_another_is_warned_of():
     assert warnings([row(0)], paired_table(before, after)) == {"One part bought with another (held-out)"}
 
 
-def test_training_reward_that_rises_while_the_held_out_reward_falls_is_warned_of():
+def test_training_reward_up_and_held_out_reward_down_is_warned_of():
     table = paired_table(scores((1.0, 2.0)), scores((0.5, 1.4)))
     assert warnings([row(i) for i in range(12)], table[:1]) == {"Training reward against held-out reward"}
 
