@@ -319,6 +319,19 @@ def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(number, "none here")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with caplog.at_level(logging.INFO), locked(tmp_path / "run"):
+        assert "no locks on this file system (none here): make sure that only one run" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_run_is_refused_before_anything_is_loaded(
     resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
