@@ -464,21 +464,6 @@ def _bench(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "grid", "train a grid of settings, here or as a Slurm array job; started again, it resumes",
-    argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)"),
-    argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)"),
-    argument("--slurm", metavar="FILE", help="write an array job with one element per run, instead of running"),
-    argument("--cell", metavar="NAME", help="run only this cell, in this process, as an array element does"),
-    argument("--quiet", action="store_true", help="print nothing but errors"),
-    settings=True,
-)  # fmt: skip
-def _grid(options: Options, overrides: Overrides) -> int:
-    from sage_fast.commands.grid import grid
-
-    return grid(options, overrides)
-
-
-@command(
     "profile", "time one iteration by phase and by kernel; print the nsys and ncu commands for it",
     argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
     argument("--folder", default="profile", help="where profile.json and the trace go (default: profile)"),

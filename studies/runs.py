@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.cli import guarded
-from sage_fast.commands.grid import run_many
 from sage_fast.config.load import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import means_by_prompt
@@ -27,6 +26,7 @@ from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
 from sage_fast.util.metrics import JUDGE_PART
 from studies.differences import Difference, difference_of_runs, mean_and_half
+from studies.processes import run_many
 
 log = logging.getLogger("sage_fast.studies")
 

@@ -1,4 +1,4 @@
-"""`sage-fast grid`: one run per cell of a grid of settings, in sequence on this machine or as a Slurm array job.
+"""`python -m studies.grid`: one run per cell of a grid of settings, in sequence here or as a Slurm array job.
 
     base: paper-480p.yaml # relative to this file
     output: runs/paper # parent folder of the runs
@@ -11,7 +11,7 @@
         none: {kl: {strategy: none}}
         dual: {kl: {strategy: dual}}
 
-Each cell runs in its own process, so that one failure does not stop the others. Imports nothing heavy.
+Each cell runs in its own process, so that one failure does not stop the others.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ import itertools
 import logging
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sage_fast.util.errors import SIGNALS, RunError, Stopped, UserError, nearest
+from sage_fast.cli import guarded
+from sage_fast.config.command_line import overrides_of
+from sage_fast.config.load import leaves, load, read_yaml
+from sage_fast.config.schema import Config
+from sage_fast.util.console import log_to_screen
+from sage_fast.util.errors import RunError, UserError, nearest
 from sage_fast.util.files import read_json, write_atomic
+from studies.processes import run_many
 
-log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from sage_fast.config.schema import Config
+log = logging.getLogger("sage_fast.studies")
 
 KEYS = ("base", "output", "seeds", "axes")
 
@@ -64,7 +62,7 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
         RunError: some cells failed; the others are finished.
         Stopped: after a signal; the interrupted run has left a checkpoint.
     """
-    cells = read_grid(Path(options.config), overrides)
+    cells = read_grid(Path(options.grid), overrides)
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: expected at least 1")
     if options.cell is not None:
@@ -98,8 +96,6 @@ def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
     Raises:
         UserError: something is wrong; names the file and the key, or the cell.
     """
-    from sage_fast.config.load import load, read_yaml
-
     tree = read_yaml(file)
     for key in tree:
         if key not in KEYS:
@@ -152,8 +148,6 @@ def _check_disjoint(file: Path, axes: Mapping[str, Mapping[str, Any]], overrides
     Raises:
         UserError: two axes, or an axis and an option, set the same key.
     """
-    from sage_fast.config.load import leaves
-
     owner = {"output": "the grid"}
     for axis, overlays in axes.items():
         for key in {key for overlay in overlays.values() for key in leaves(overlay)}:
@@ -206,72 +200,21 @@ def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: S
         for number, cell in enumerate(cells, start=1):
             if not is_finished(cell):
                 log.info(f"run {number} of {len(cells)}: {cell.name}")
-                yield cell.name, [*launcher, "-m", "sage_fast", *_words(options, overrides), "--cell", cell.name]
+                yield cell.name, [*launcher, "-m", "studies.grid", *_words(options, overrides), "--cell", cell.name]
 
     statuses: dict[str, int] = {}
     run_many(jobs(), statuses.__setitem__)
     return {name: status for name, status in statuses.items() if status}
 
 
-def run_many(
-    jobs: Iterable[tuple[str, Sequence[str]]], ended: Callable[[str, int], object], *, workers: int = 1
-) -> None:
-    """Run commands as subprocesses, up to `workers` at a time.
-
-    A signal is forwarded to the running processes, and no more are started. Each process has its own session: in the
-    terminal's process group it would receive the signal twice. If `ended` raises, the processes are terminated.
-
-    Args:
-        jobs: (name, command) pairs; each is drawn just before its process starts.
-        ended: called with the name and exit status of each process that ends on its own.
-
-    Raises:
-        Stopped: a signal came, and every process has ended.
-    """
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    waiting = iter(jobs)
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        for child in running.values():
-            child.send_signal(number)
-
-    taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, forward) for number in taken}
-    try:
-        while True:
-            while not received and len(running) < workers and (job := next(waiting, None)):
-                name, command = job
-                running[name] = subprocess.Popen(command, start_new_session=True)
-                if received:  # a signal came during the start
-                    running[name].send_signal(received[0])
-            if not running:
-                break
-            time.sleep(0.05)
-            for name, child in list(running.items()):
-                if (status := child.poll()) is not None:
-                    del running[name]
-                    if not received:
-                        ended(name, status)
-    finally:
-        for child in running.values():
-            child.terminate()
-            child.wait()
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    if received:
-        raise Stopped(received[0])
-
-
 def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[str]:
     """Return the command line as given, without the options that only this process uses."""
     settings = [word for key, text in overrides.items() for word in (f"--{key}", text)]
-    return ["grid", options.config, *(["--quiet"] if options.quiet else []), *settings]
+    return [options.grid, *(["--quiet"] if options.quiet else []), *settings]
 
 
 def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell]) -> str:
-    """Return an sbatch script: `array.sbatch` filled in with the cells and the command."""
+    """Return an sbatch script: `grid.sbatch` filled in with the cells and the command."""
     values = {
         "LAST": str(len(cells) - 1),
         "GPUS": str(options.gpus),
@@ -279,5 +222,27 @@ def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells:
         "OUTPUT": shlex.quote(str(cells[0].run.parent)),
         "COMMAND": shlex.join(_words(options, overrides)),
     }
-    text = (files("sage_fast.commands") / "array.sbatch").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("grid.sbatch").read_text(encoding="utf-8")
     return re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the grid, or write its array job; return the exit status as `sage-fast` does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.grid",
+        description="Train a grid of settings, here or as a Slurm array job; started again, it resumes.",
+        epilog="Settings, such as --train.iterations 50, are listed by `sage-fast train --help`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("grid", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)")
+    parser.add_argument("--slurm", metavar="FILE", help="write an array job with one element per run")
+    parser.add_argument("--cell", metavar="NAME", help="run only this cell, in this process, as an array element does")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    options, rest = parser.parse_known_args(arguments)
+    log_to_screen(quiet=options.quiet)
+    return guarded("studies.grid", lambda: grid(options, overrides_of(rest)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
