@@ -256,7 +256,7 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
     assert "+0.50:" in page
     table = paired_table(*(json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after")))
     assert warnings([row(i) for i in range(12)], table) == {"Held-out reward against the judge"}
-    assert "reward rose while the judge fell (judge/alignment)" in page
+    assert "reward rose while judge/alignment fell" in page
 
 
 @pytest.mark.charts

@@ -19,7 +19,7 @@ from sage_fast.eval.scores import (
     as_float,
     columns_of,
     format_number,
-    hacking,
+    judge_hacked,
     mean_and_margin,
     paired_table,
     read_evaluations,
@@ -190,9 +190,9 @@ def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | 
         look("One part bought with another (held-out)", text, bool(risen and fallen))
     judged = [f"{name.removeprefix(JUDGE_PART)} {change:+.1f}" for name, change in known.items() if name not in parts]
     if judged:
-        found_hacking = hacking(table) or since
-        text = found_hacking or f"judge by {', '.join(judged)} standard errors"
-        look("Held-out reward against the judge", text, found_hacking is not None)
+        hacked = judge_hacked(table) or since
+        text = hacked or f"judge by {', '.join(judged)} standard errors"
+        look("Held-out reward against the judge", text, hacked is not None)
     composite = table[0].standard_errors if table else None
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and composite is not None and start is not None and end is not None:
