@@ -196,10 +196,9 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
             gradients to the bit. One that is asked for by name is used with a note.
 
     Raises:
-        UserError: on any rank, the requested backend is missing, does not run, or gives wrong results.
+        UserError: on any rank, the requested backend does not run, or gives wrong results.
     """
     device, dtype = model.policy.device, model.policy.dtype
-    check_attention(asked, device, dtype)
     if (sample_shape := model.spec.attention_shape(sampling)) is None:
         if asked not in ("auto", model.attention):
             raise UserError(

@@ -13,6 +13,7 @@ from sage_fast.run.manifest import checkpoints, iteration_of
 from sage_fast.run.resume import check_kept, check_run
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import PARTIAL, read_metrics
+from sage_fast.util.plugins import module_of
 
 LOCK = "run.lock"
 
@@ -26,7 +27,7 @@ def check_early(config: Config, ranks: int) -> None:
     for key, entry in config.named_rewards.items():
         setting = f"{key} = {entry.name!r}"
         if not entry.is_address:
-            place_of_reward(entry.name, setting)
+            module_of(place_of_reward(entry.name, setting), setting)
         from_environment(entry.args, f"{setting}: args")
     sources = config.data.prompts, config.data.eval_prompts
     negatives_of(prompt for source in sources for prompt in read_prompts(source, config.sampling))

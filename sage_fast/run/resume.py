@@ -44,8 +44,6 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     path = Path(source)
     own = path if path.is_dir() else path.parent
     is_run = path.is_dir() or (path.name == "config.yaml" and (own / "run.json").is_file())
-    if is_run:
-        check_run(own)
     file = own / "config.yaml" if is_run else path
     run = own if is_run and "output" not in overrides else Path(load(file, overrides).output)
     check_run(run)
