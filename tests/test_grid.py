@@ -282,7 +282,8 @@ def test_an_element_of_the_array_is_a_run(
     started = Path("started.0").read_text().splitlines()
     assert started[0].startswith("0/2 0/2 127.0.0.1:")
     assert started[1:3] == ["-m", "studies.grid"]
-    assert started[3:-1] == [*given, "--cell", "exact-good"]
+    file, *settings = given
+    assert started[3:-1] == [file, "--train.grace_seconds", "1700", *settings, "--cell", "exact-good"]
     assert started[-1] == "TERM"
     # What the task would have done, on one rank.
     capsys.readouterr()
