@@ -193,7 +193,7 @@ def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[st
 
 
 def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells: Mapping[str, Config]) -> str:
-    """Return an sbatch script: `grid.sbatch` filled in with the cells and the command."""
+    """Return an sbatch script: `grid.sbatch` filled in, then `scripts/slurm.sbatch` from where it knows the run."""
     values = {
         "LAST": str(len(cells) - 1),
         "GPUS": str(options.gpus),
@@ -201,8 +201,11 @@ def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells:
         "OUTPUT": shlex.quote(str(Path(next(iter(cells.values())).output).parent)),
         "COMMAND": shlex.join(_words(options, {"train.grace_seconds": "1700"} | overrides)),  # of the 1800 of --signal
     }
-    text = Path(__file__).with_name("grid.sbatch").read_text(encoding="utf-8")
-    return re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
+    here = Path(__file__).parent
+    head = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], (here / "grid.sbatch").read_text(encoding="utf-8"))
+    slurm = (here.parent / "scripts" / "slurm.sbatch").read_text(encoding="utf-8")
+    _, start, rest = slurm.replace("-m sage_fast train", "-m studies.grid").partition("MASTER_ADDR=")
+    return head + start + rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
