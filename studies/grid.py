@@ -17,8 +17,6 @@ Each cell runs in its own process, so that one failure does not stop the others.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import itertools
 import logging
 import re
@@ -42,18 +40,6 @@ log = logging.getLogger("sage_fast.studies")
 KEYS = ("base", "output", "seeds", "axes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A run of the grid: its settings, and its name, which joins the names on the axes and the seed."""
-
-    name: str
-    config: Config
-
-    @property
-    def run(self) -> Path:
-        return Path(self.config.output)
-
-
 def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """Run the command; return the exit status.
 
@@ -66,29 +52,23 @@ def grid(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: expected at least 1")
     if options.cell is not None:
-        return _run_cell(_named(cells, options.cell))
-    if options.slurm is not None:
-        file = Path(options.slurm)
-        write_atomic(file, _array_job(options, overrides, cells))
-        print(
-            f"{file}: {len(cells)} runs; submit it here, with what your site asks for: sbatch {shlex.quote(str(file))}"
-        )
-        return 0
-    failed = _run_all(options, overrides, cells)
-    finished = [str(cell.run) for cell in cells if is_finished(cell)]
-    compare = f"; to compare them: {shlex.join(['sage-fast', 'compare', *finished])}" if finished else ""
-    log.info(f"{len(finished)} of {len(cells)} runs are finished{compare}")
-    if failed:
-        names = ", ".join(f"{name} (status {status})" for name, status in failed.items())
-        raise RunError(f"{len(failed)} of {len(cells)} runs failed: {names}; the same command tries them again")
+        if options.cell not in cells:
+            raise UserError(f"--cell {options.cell!r}: {nearest(options.cell, cells)}")
+        _run_cell(cells[options.cell])
+    elif options.slurm is not None:
+        write_atomic(Path(options.slurm), _array_job(options, overrides, cells))
+        submit = shlex.join(["sbatch", options.slurm])
+        print(f"{options.slurm}: {len(cells)} runs; submit it here, with what your site asks for: {submit}")
+    else:
+        _run_all(options, overrides, cells)
     return 0
 
 
 # -- the grid file ----------------------------------------------------------------------------------------------------
 
 
-def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
-    """Read all cells and validate their settings.
+def read_grid(file: Path, overrides: Mapping[str, str]) -> dict[str, Config]:
+    """Return the settings of each cell by its name, which joins the names on the axes and the seed.
 
     Args:
         overrides: settings for all cells, as typed; `output` is the parent folder of the runs.
@@ -106,22 +86,21 @@ def read_grid(file: Path, overrides: Mapping[str, str]) -> list[Cell]:
             raise UserError(
                 f"grid {file}: {key} = {value!r}: expected {'a YAML file' if key == 'base' else 'a folder'}"
             )
-    seeds, axes = tree.get("seeds"), _axes(file, tree.get("axes"))
-    if seeds is not None and (not isinstance(seeds, list) or not seeds or len(set(map(str, seeds))) < len(seeds)):
-        raise UserError(f"grid {file}: seeds = {seeds!r}: expected a list of different whole numbers, such as [0, 1]")
-    if seeds is not None:
+    axes = _axes(file, tree.get("axes"))
+    if (seeds := tree.get("seeds")) is not None:
+        if not isinstance(seeds, list) or not seeds or len(set(map(str, seeds))) < len(seeds):
+            raise UserError(f"grid {file}: seeds = {seeds!r}: expected a list of different whole numbers, as in [0, 1]")
         axes["seeds"] = {f"seed{seed}": {"seed": seed} for seed in seeds}
-    _check_disjoint(file, axes, overrides)
     common = {key: text for key, text in overrides.items() if key != "output"}
-    cells = []
+    _check_disjoint(file, axes, common)
+    cells = {}
     for names in itertools.product(*axes.values()):
         name = "-".join(names)
         overlays = [axis[own] for axis, own in zip(axes.values(), names, strict=True)]
         try:
-            config = load(file.parent / str(base), common, overlays)
+            cells[name] = load(file.parent / str(base), common, [*overlays, {"output": str(Path(str(output)) / name)}])
         except UserError as error:
             raise UserError(f"grid {file}, {name}: {error}") from error
-        cells.append(Cell(name=name, config=dataclasses.replace(config, output=str(Path(str(output)) / name))))
     return cells
 
 
@@ -155,75 +134,78 @@ def _check_disjoint(file: Path, axes: Mapping[str, Mapping[str, Any]], overrides
                 raise UserError(f"grid {file}: {key} is set by {owner[key]} and by axis {axis}; expected one of them")
             owner[key] = f"axis {axis}"
     for key in overrides:
-        if key != "output" and key in owner:
+        if key in owner:
             raise UserError(f"--{key}: {owner[key]} of {file} sets it; expected a setting that all runs share")
-
-
-def _named(cells: Sequence[Cell], name: str) -> Cell:
-    for cell in cells:
-        if cell.name == name:
-            return cell
-    raise UserError(f"--cell {name!r}: {nearest(name, [cell.name for cell in cells])}")
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def is_finished(cell: Cell) -> bool:
+def is_finished(config: Config) -> bool:
     """Whether the run has completed `train.iterations` and written its report."""
-    after = cell.run / "eval" / "after.json"
-    if not after.is_file() or not (cell.run / "report.html").is_file():
+    run = Path(config.output)
+    try:
+        after = read_json(run / "eval" / "after.json")
+    except (FileNotFoundError, UserError):  # or damaged
         return False
-    with contextlib.suppress(UserError):  # damaged: the run is not finished
-        return read_json(after).get("iteration") == cell.config.train.iterations
-    return False
+    return after.get("iteration") == config.train.iterations and (run / "report.html").is_file()
 
 
-def _run_cell(cell: Cell) -> int:
+def _run_cell(config: Config) -> None:
     """Start or resume the run of a cell in this process (maybe one of several ranks); skip it if finished."""
-    if is_finished(cell):
-        return 0
+    if is_finished(config):
+        return
     from sage_fast.report.finish import report_run
     from sage_fast.run.train import train
 
-    train(cell.config, resume=(cell.run / "config.yaml").is_file(), report=report_run)
-    return 0
+    train(config, resume=(Path(config.output) / "config.yaml").is_file(), report=report_run)
 
 
-def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell]) -> dict[str, int]:
-    """Run the cells in sequence; return name -> exit status of those that fail."""
-    launcher = [sys.executable]
+def _run_all(options: argparse.Namespace, overrides: Mapping[str, str], cells: Mapping[str, Config]) -> None:
+    """Run the cells that are not finished, in sequence, each in a process of its own."""
+    command = [sys.executable]
     if options.gpus > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+    command += ["-m", "studies.grid", *_words(options, overrides), "--cell"]
 
     def jobs() -> Iterator[tuple[str, list[str]]]:
-        for number, cell in enumerate(cells, start=1):
-            if not is_finished(cell):
-                log.info(f"run {number} of {len(cells)}: {cell.name}")
-                yield cell.name, [*launcher, "-m", "studies.grid", *_words(options, overrides), "--cell", cell.name]
+        for number, (name, config) in enumerate(cells.items(), start=1):
+            if not is_finished(config):
+                log.info(f"run {number} of {len(cells)}: {name}")
+                yield name, [*command, name]
 
     statuses: dict[str, int] = {}
     run_many(jobs(), statuses.__setitem__)
-    return {name: status for name, status in statuses.items() if status}
+    finished = [config.output for config in cells.values() if is_finished(config)]
+    compare = f"; to compare them: {shlex.join(['sage-fast', 'compare', *finished])}" if finished else ""
+    log.info(f"{len(finished)} of {len(cells)} runs are finished{compare}")
+    failed = [f"{name} (status {status})" for name, status in statuses.items() if status]
+    if failed:
+        raise RunError(
+            f"{len(failed)} of {len(cells)} runs failed: {', '.join(failed)}; the same command tries them again"
+        )
 
 
 def _words(options: argparse.Namespace, overrides: Mapping[str, str]) -> list[str]:
     """Return the command line as given, without the options that only this process uses."""
     settings = [word for key, text in overrides.items() for word in (f"--{key}", text)]
-    return [options.grid, *(["--quiet"] if options.quiet else []), *settings]
+    return [options.grid, *["--quiet"] * options.quiet, *settings]
 
 
-def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells: Sequence[Cell]) -> str:
-    """Return an sbatch script: `grid.sbatch` filled in with the cells and the command."""
+def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells: Mapping[str, Config]) -> str:
+    """Return an sbatch script: `grid.sbatch` filled in, then `scripts/slurm.sbatch` from where it knows the run."""
     values = {
         "LAST": str(len(cells) - 1),
         "GPUS": str(options.gpus),
-        "CELLS": " ".join(cell.name for cell in cells),
-        "OUTPUT": shlex.quote(str(cells[0].run.parent)),
-        "COMMAND": shlex.join(_words(options, overrides)),
+        "CELLS": " ".join(cells),
+        "OUTPUT": shlex.quote(str(Path(next(iter(cells.values())).output).parent)),
+        "COMMAND": shlex.join(_words(options, {"train.grace_seconds": "1700"} | overrides)),  # of the 1800 of --signal
     }
-    text = Path(__file__).with_name("grid.sbatch").read_text(encoding="utf-8")
-    return re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
+    here = Path(__file__).parent
+    head = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], (here / "grid.sbatch").read_text(encoding="utf-8"))
+    slurm = (here.parent / "scripts" / "slurm.sbatch").read_text(encoding="utf-8")
+    _, start, rest = slurm.replace("-m sage_fast train", "-m studies.grid").partition("MASTER_ADDR=")
+    return head + start + rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -65,18 +65,17 @@ def test_the_grid_of_the_paper() -> None:
     """Methods x KL x rewards, each cell with what its names say, and everything else as in the base."""
     cells = read_grid(PAPER, {"train.iterations": "7"})
     axes = (("dance", "flow", "cps", "sage", "precise"), ("none", "fixed", "dual"), ("A", "B"))
-    assert [cell.name for cell in cells] == [f"{'-'.join(names)}-seed0" for names in itertools.product(*axes)]
+    assert list(cells) == [f"{'-'.join(names)}-seed0" for names in itertools.product(*axes)]
     weights = {"A": {"vq": 1.0, "mq": 1.0, "ta": 1.0}, "B": {"vq": 0.5, "mq": 0.5, "ta": 1.0}}
-    for cell in cells:
-        method, kl, reward, _ = cell.name.split("-")
-        config = cell.config
+    for name, config in cells.items():
+        method, kl, reward, _ = name.split("-")
         assert (config.sampling.sampler, config.kl.strategy, config.reward.weights) == (method, kl, weights[reward])
         assert config.objective.equalizer == (method in ("sage", "precise"))
         assert config.objective.surrogate == ("log_prob" if config.objective.equalizer else "clip")
         assert (config.objective.log_prob == "unscaled") == (method == "cps")
         assert (config.train.iterations, config.eval.steps) == (7, 40)
-        assert config.output == f"runs/paper-grid/{cell.name}"
-    (sage,) = [cell.config for cell in cells if cell.name == "sage-dual-B-seed0"]
+        assert config.output == f"runs/paper-grid/{name}"
+    sage = cells["sage-dual-B-seed0"]
     paper = load(REPOSITORY / "configs" / "paper-480p.yaml")
     unlike = [key for key in settings_of(Config) if value_of(sage, key) != value_of(paper, key)]
     assert unlike == ["output", "train.iterations"]
@@ -86,9 +85,9 @@ def test_seeds_and_the_folder(tmp_path: Path) -> None:
     write(tmp_path, TINY, "tiny.yaml")
     file = write(tmp_path, TWO_BY_TWO | {"seeds": [3, 5]})
     cells = read_grid(file, {"output": "elsewhere"})
-    assert [cell.name for cell in cells[:2]] == ["flow-good-seed3", "flow-good-seed5"]
-    assert [cell.config.seed for cell in cells[:2]] == [3, 5]
-    assert cells[0].config.output == "elsewhere/flow-good-seed3"
+    assert list(cells)[:2] == ["flow-good-seed3", "flow-good-seed5"]
+    assert [config.seed for config in cells.values()][:2] == [3, 5]
+    assert cells["flow-good-seed3"].output == "elsewhere/flow-good-seed3"
 
 
 @pytest.mark.parametrize(
@@ -203,12 +202,12 @@ def test_what_is_finished_is_left_alone(place: dict[str, Any]) -> None:
 
 def test_a_damaged_run_is_not_finished(place: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(place["folder"], tmp_path / "copy")
-    (cell,) = [cell for cell in read_grid(tmp_path / "copy" / "grid.yaml", {}) if cell.name == "flow-good"]
+    config = read_grid(tmp_path / "copy" / "grid.yaml", {})["flow-good"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path / "copy")
-        assert is_finished(cell)
-        (cell.run / "eval" / "after.json").write_text("{")
-        assert not is_finished(cell)
+        assert is_finished(config)
+        Path(config.output, "eval", "after.json").write_text("{")
+        assert not is_finished(config)
 
 
 def test_several_gpus_are_torchruns(
@@ -283,11 +282,12 @@ def test_an_element_of_the_array_is_a_run(
     started = Path("started.0").read_text().splitlines()
     assert started[0].startswith("0/2 0/2 127.0.0.1:")
     assert started[1:3] == ["-m", "studies.grid"]
-    assert started[3:-1] == [*given, "--cell", "exact-good"]
+    file, *settings = given
+    assert started[3:-1] == [file, "--train.grace_seconds", "1700", *settings, "--cell", "exact-good"]
     assert started[-1] == "TERM"
     # What the task would have done, on one rank.
     capsys.readouterr()
     assert main([*started[3:-1], "--output", str(place["folder"] / "runs" / "g")]) == 0
     assert capsys.readouterr() == ("", "")  # it was finished
     assert main([*started[3:-1], "--output", "runs/new"]) == 0
-    assert is_finished(next(c for c in read_grid(Path("grid.yaml"), {"output": "runs/new"}) if c.name == "exact-good"))
+    assert is_finished(read_grid(Path("grid.yaml"), {"output": "runs/new"})["exact-good"])
