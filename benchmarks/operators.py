@@ -1,24 +1,27 @@
-"""Measure the transition operators against the field's eager code, torch.compile and a copy of the same bytes.
+"""Measure the operators against eager PyTorch, torch.compile and a copy of the same bytes.
 
-All contenders are timed interleaved in one process. Each has its own inputs, which rotate past the last-level cache.
-The table gives medians with p20 and p80. A correctness gate runs first: a wrong result gets no time.
-`sage-fast bench` prints the table and writes JSON; `pytest benchmarks/` times single operators.
+All contenders are timed interleaved in one process, with their backward where they have one. Each has its own inputs,
+which rotate past the last-level cache. The table gives medians with p20 and p80. A correctness gate runs first: a wrong
+result gets no time. `sage-fast bench` prints the table and writes JSON.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.ops import implementation, transition_score, transition_step
+from sage_fast.ops import implementation
+from sage_fast.ops.gated_norm import gated_norm_reference
+from sage_fast.ops.norm_modulate import norm_modulate_reference
+from sage_fast.ops.norm_rotate import joined_reference
 from sage_fast.ops.transition_score import transition_score_reference
 from sage_fast.tools.harness import (
     H200_BF16_FLOPS,
@@ -28,12 +31,14 @@ from sage_fast.tools.harness import (
     host_timer,
     interleaved,
     save_nothing,
+    usual_dtype,
 )
+from sage_fast.tools.operators import OPERATORS, STEP, check, double, inputs, registered, wrong
 from sage_fast.util.console import progress
 from sage_fast.util.environment import environment
 from sage_fast.util.ranks import local_device
 
-SIZES = {
+LATENTS = {
     "tiny": (2, 4, 3, 6, 5),
     "480p batch 1": (1, 32, 21, 30, 52),
     "480p batch 4": (4, 32, 21, 30, 52),
@@ -43,7 +48,14 @@ SIZES = {
     "720p batch 16": (16, 32, 21, 45, 80),
     "large": (96, 32, 21, 45, 80),
 }
-CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4")
+TOKENS = {
+    "tiny tokens": (2, 6, 3, 2, 8),
+    "testbed batch 32": (32, 80, 7, 4, 16),
+    "8192 tokens": (1, 8000, 192, 16, 128),
+}
+"""Name -> samples, video tokens, text tokens, heads and width of a head."""
+SIZES = LATENTS | TOKENS
+CPU_SIZES = ("480p batch 1", "480p batch 4", "480p batch 16", "720p batch 4", "testbed batch 32", "8192 tokens")
 BAR = 0.9
 """Share of the copy's speed that a fused operator should reach on a GPU at 720p or larger. A 480p batch of 4 fills an
 H200 1.29 times, so its last wave is mostly empty."""
@@ -52,61 +64,27 @@ H200_BYTES_PER_SECOND = 4.3e12
 GUIDED_STEP_SECONDS = 2 * 6.6e14 / H200_BF16_FLOPS
 """Seconds of two forwards at 480p, 81 frames, at the matmul ceiling; an operator is small next to it."""
 
-STEP, STEPS, ETA = 7, 20, 0.7
+STEPS, ETA = 20, 0.7
 ROTATION_BYTES = 256 * 2**20
 """Bytes that a contender reads before it reuses an input: more than the L2 of any GPU (50 MiB on an H200)."""
 MAX_CASES = 64
 """Maximum number of cases in a rotation; applies to small sizes."""
 
+Case = Sequence[Any]
+"""Arguments of a contender. All tensors are on one device before anything is timed: a graph capture cannot copy from
+the host."""
 
-@dataclasses.dataclass(kw_only=True)
-class Case:
-    """Inputs at a production step: x and x_next float32, velocities bfloat16, the rest small.
 
-    All tensors are on one device before anything is timed: a graph capture cannot copy from the host.
+def rotation(case: Case) -> list[Case]:
+    """Return copies of a case in separate memory, enough that a pass over them reads ROTATION_BYTES.
+
+    Each contender gets its own rotation: inputs that another has just read would be in the cache.
     """
-
-    x: Tensor
-    x_next: Tensor
-    v: Tensor
-    v_anchor: Tensor
-    coefs: Tensor
-    step: Tensor
-    seed: Tensor
-    sigma: Tensor
-    sigma_next: Tensor
-
-    @staticmethod
-    def make(shape: Sequence[int], device: torch.device) -> Case:
-        sigmas = sigma_schedule(STEPS, 5.0)
-        table = transition_table(sigmas, "flow", ETA)
-        coefs = table.coefficients(math.prod(shape[1:])).to(device)
-        x, noise, v, drift = (torch.randn(shape, device=device) for _ in range(4))
-        a, b, c = (float(value[STEP]) for value in (table.a, table.b, table.c))
-        v = v.bfloat16()
-        return Case(
-            x=x,
-            x_next=a * x + b * v.float() + c * noise,
-            v=v,
-            v_anchor=(v.float() + 0.01 * drift).bfloat16(),
-            coefs=coefs,
-            step=torch.tensor(STEP, device=device),
-            seed=torch.arange(shape[0], device=device),
-            sigma=torch.full((shape[0],), float(sigmas[STEP]), device=device),
-            sigma_next=torch.full((shape[0],), float(sigmas[STEP + 1]), device=device),
-        )
-
-    def rotation(self, operator: str) -> list[Case]:
-        """Return copies of this case in separate memory, enough that a pass over them reads ROTATION_BYTES.
-
-        Each contender gets its own rotation: inputs that another has just read would be in the cache.
-        """
-        read = self.x.numel() * (6 if operator == "transition_step" else 12)
-        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return [
-            Case(**{name: tensor.clone() for name, tensor in tensors.items()})
-            for _ in range(min(MAX_CASES, math.ceil(ROTATION_BYTES / read)))
-        ]
+    read = sum(value.nbytes for value in case if isinstance(value, Tensor))
+    return [
+        [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in case]
+        for _ in range(min(MAX_CASES, math.ceil(ROTATION_BYTES / read)))
+    ]
 
 
 # -- the field's eager code, written from the formulas ---------------------------------------------------------------
@@ -150,79 +128,103 @@ def eager_score(
 # -- the contenders ---------------------------------------------------------------------------------------------------
 
 
-def _forward_backward(score: Callable[..., tuple[Tensor, ...]], case: Case, *arguments: Any) -> Tensor:
-    v = case.v.detach().requires_grad_()
-    log_prob, kl, *_ = score(case.x, case.x_next, v, *arguments)
-    return torch.autograd.grad(log_prob.sum() + kl.sum(), v)[0]
+REFERENCES = {
+    "gated_norm": gated_norm_reference,
+    "norm_modulate": norm_modulate_reference,
+    "norm_rotate": joined_reference,
+}
+BYTES = {
+    "transition_step": (8, 1),
+    "transition_score": (16, 5),
+    "gated_norm": (0, 9),
+    "norm_modulate": (0, 5),
+    "norm_rotate": (0, 4),
+}
+"""Bytes that an operator has to move for each element of its first input, backward included: of float32 latents, and in
+elements of the velocity, the tokens, or the joint queries, keys and values."""
 
 
-def contenders(operator: str, compiled: bool) -> dict[str, Callable[[Case], Any]]:
-    """Return name -> function of a case; `copy` moves the bytes that the operator has to move."""
+def bytes_moved(operator: str, case: Case) -> int:
+    """Return the bytes an operator has to move, its inputs read once by the forward and once by the backward."""
+    latents, elements = BYTES[operator]
+    activation = case[{"transition_step": 1, "transition_score": 2}.get(operator, 0)]
+    return case[0].numel() * (latents + elements * activation.element_size())
 
-    def copied(case: Case) -> Any:
-        # Bytes per element. Step: reads x 4 and v 2, writes x_next 4. Score: forward reads 12, backward reads 12 and
-        # writes 2.
-        half_v = case.v.flatten()[: case.v.numel() // 2].clone()
-        if operator == "transition_step":
-            return case.x.clone(), half_v
-        return case.x.clone(), case.x_next.clone(), case.v.clone(), case.v_anchor.clone(), half_v
 
-    def fused_step(case: Case) -> Any:
-        return transition_step(case.x, case.v, case.coefs, case.step, case.seed)
+def sizes_of(operator: str) -> Mapping[str, Sequence[int]]:
+    """Return the sizes of an operator: those of latents for a transition, of tokens for a normalisation."""
+    return LATENTS if operator.startswith("transition") else TOKENS
 
-    def fused_score(case: Case) -> Any:
-        def score(x: Tensor, x_next: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-            return transition_score(x, x_next, v, case.coefs, case.step, case.v_anchor)
 
-        return _forward_backward(score, case)
+def made(operator: str, size: Sequence[int], device: torch.device) -> Case:
+    """Make the arguments of an operator as a run has them; those that the backward is for require gradients."""
+    norm = not operator.startswith("transition")
+    shape = (*size[:2], size[3] * size[4]) if norm and operator != "norm_rotate" else size
+    coefs = transition_table(sigma_schedule(STEPS, 5.0), "flow", ETA).coefficients(math.prod(size[1:]))
+    dtype = usual_dtype(device) if norm else torch.bfloat16
+    case = inputs(operator, shape, dtype, device, coefs=coefs, optional=False)
+    for place in {"transition_step": (), "transition_score": (2,), "norm_modulate": (0,)}.get(operator, (0, 1)):
+        case[place].requires_grad_()
+    return case
 
-    def plain_step(function: Callable[..., Any], case: Case) -> Any:
-        return function(case.x, case.v, case.sigma, case.sigma_next, ETA)
 
-    def plain_score(function: Callable[..., Any], case: Case) -> Any:
-        return _forward_backward(function, case, case.v_anchor, case.sigma, case.sigma_next, ETA)
+def eager(operator: str, case: Case, wrapped: Callable[..., Any] = lambda function: function) -> Callable[..., Any]:
+    """Return plain PyTorch code on the arguments of an operator: the field's, or the reference of a normalisation."""
+    if operator in REFERENCES:
+        return wrapped(REFERENCES[operator])
+    sigmas = sigma_schedule(STEPS, 5.0)[STEP : STEP + 2, None].expand(2, len(case[0])).to(case[0].device)
+    if operator == "transition_step":
+        step = wrapped(eager_step)
+        return lambda x, v, *_: step(x, v, *sigmas, ETA)
+    score = wrapped(eager_score)
+    return lambda x, x_next, v, v_anchor, *_: score(x, x_next, v, v_anchor, *sigmas, ETA)
 
-    step = operator == "transition_step"
-    source: Callable[..., Any] = eager_step if step else eager_score
-    plain = plain_step if step else plain_score
-    result: dict[str, Callable[[Case], Any]] = {
-        "fused": fused_step if step else fused_score,
-        "eager": functools.partial(plain, source),
-        "copy": copied,
-    }
+
+def contenders(operator: str, case: Case, compiled: bool) -> dict[str, tuple[Callable[..., Any], Case]]:
+    """Return name -> function and its case; `copy` moves the bytes that the operator has to move."""
+    functions = {"fused": OPERATORS[operator].function, "eager": eager(operator, case)}
     if compiled:
-        result["compiled"] = functools.partial(plain, torch.compile(source, dynamic=False))
-    return result
+        functions["compiled"] = eager(operator, case, functools.partial(torch.compile, dynamic=False))
+    half = torch.empty(bytes_moved(operator, case) // 2, dtype=torch.uint8, device=case[0].device)
+    return {name: _with_backward(function, case) for name, function in functions.items()} | {
+        "copy": (torch.clone, [half])
+    }
 
 
-def bytes_moved(operator: str, numel: int) -> int:
-    """Return the bytes an operator has to move: per element, step 10, score forward 12 and backward 14."""
-    return numel * (10 if operator == "transition_step" else 26)
+def _with_backward(function: Callable[..., Any], case: Case) -> tuple[Callable[..., Any], Case]:
+    """Return a function that runs `function` forward and backward, if it has one, and a case with random gradients."""
+    grads = [torch.randn_like(out) for out in tree_leaves(function(*case)) if out.requires_grad]
+
+    def run(*case: Any) -> Any:
+        arguments, upstream = case[: len(case) - len(grads)], case[len(case) - len(grads) :]
+        outs = tree_leaves(function(*arguments))
+        if not upstream:
+            return outs
+        trained = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+        return torch.autograd.grad([out for out in outs if out.requires_grad], trained, upstream)
+
+    return run, [*case, *grads]
 
 
-def check(case: Case) -> None:
-    """Correctness gate: compare the fused results with the float64 reference and the eager code.
+def gate(operator: str, case: Case) -> None:
+    """Correctness gate: compare values and gradients with the float64 reference, and that with the field's eager code.
 
     Raises:
         AssertionError: they differ by more than rounding.
     """
-    x_next, log_prob = transition_step(case.x, case.v, case.coefs, case.step, case.seed)
-    scored = transition_score_reference(
-        case.x.double(), x_next, case.v, case.v_anchor, None, case.coefs.double(), case.step, None
-    )
-    torch.testing.assert_close(log_prob.double(), scored[0], rtol=1e-4, atol=1e-4)
-    log_prob, kl, *_ = transition_score(case.x, x_next, case.v, case.coefs, case.step, case.v_anchor)
-    torch.testing.assert_close(log_prob.double(), scored[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(kl.double(), scored[1], rtol=1e-4, atol=1e-6)
-    eager = eager_score(case.x.double(), x_next.double(), case.v, case.v_anchor, case.sigma, case.sigma_next, ETA)
-    torch.testing.assert_close(scored[0], eager[0].double(), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(scored[1], eager[1].double(), rtol=1e-2, atol=1e-4)
+    arguments = [value.detach() if isinstance(value, Tensor) else value for value in case]
+    if found := wrong(check(operator, registered, arguments), units=64):
+        raise AssertionError(f"{operator}: {found}")
+    if operator == "transition_score":
+        exact = double(*arguments)
+        for theirs, ours in zip(eager(operator, exact)(*exact), transition_score_reference(*exact)):
+            torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
 
 
-def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequence[Case]) -> Callable[[], float]:
+def _timer(device: torch.device, function: Callable[..., Any], cases: Sequence[Case]) -> Callable[[], float]:
     """Return a function that times one run: of the next case on the CPU, the mean over all cases on CUDA.
 
     On CUDA one graph holds the whole rotation: with one graph per case, the launch would dominate a kernel of
@@ -231,14 +233,14 @@ def _timer(device: torch.device, function: Callable[[Case], Any], cases: Sequenc
     """
     if device.type != "cuda":
         rotating = itertools.cycle(cases)
-        return host_timer(lambda: function(next(rotating)), device)
+        return host_timer(lambda: function(*next(rotating)), device)
     with torch.cuda.stream(torch.cuda.Stream()):
         for case in cases:
-            function(case)
+            function(*case)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [function(case) for case in cases]
+        results = [function(*case) for case in cases]
     del results
 
     def replay() -> float:
@@ -258,37 +260,38 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     return dict(zip(("p20", "p50", "p80"), values.quantile(values.new_tensor([0.2, 0.5, 0.8])).tolist()))
 
 
-def measure(operator: str, shape: Sequence[int], device: torch.device, repetitions: int) -> dict[str, dict[str, float]]:
+def measure(operator: str, size: Sequence[int], device: torch.device, repetitions: int) -> dict[str, dict[str, float]]:
     """Return name -> p20, p50 and p80 in seconds, with all contenders interleaved.
 
     Raises:
         AssertionError: a result is wrong.
         FailOnRecompileLimitHit: torch.compile gave up, and its row would time eager code.
     """
-    case = Case.make(shape, device)
-    check(case)
+    case = made(operator, size, device)
+    gate(operator, case)
     timers = {}
     with fresh_compilation():
-        for name, function in contenders(operator, compiled=True).items():
-            function(case)  # compilation and first allocations
-            timers[name] = _timer(device, function, case.rotation(operator))
+        for name, (function, own) in contenders(operator, case, compiled=True).items():
+            cases = rotation(own)
+            function(*cases[0])  # compilation and first allocations
+            timers[name] = _timer(device, function, cases)
         return {name: quantiles(seconds) for name, seconds in interleaved(timers, repetitions).items()}
 
 
 def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = save_nothing) -> dict[str, Any]:
     """Measure every operator at `sizes`; return the result, as in the JSON, and pass it to `save` after each row."""
     device = local_device()
-    names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if name != "tiny"])
+    names = sizes or (CPU_SIZES if device.type == "cpu" else [name for name in SIZES if "tiny" not in name])
     rows: list[dict[str, Any]] = []
     result = {"environment": environment(device, implementation(device)), "rows": rows}
-    work = list(itertools.product(("transition_step", "transition_score"), names))
+    work = [(operator, name) for operator in OPERATORS for name in sizes_of(operator) if name in names]
     for operator, name in progress(work, "operators", len(work), "row"):
         rows.append(
             {
                 "operator": operator,
                 "size": name,
                 "shape": list(SIZES[name]),
-                "bytes": bytes_moved(operator, math.prod(SIZES[name])),
+                "bytes": bytes_moved(operator, made(operator, SIZES[name], torch.device("meta"))),
                 "seconds": measure(operator, SIZES[name], device, repetitions),
             }
         )

@@ -142,10 +142,9 @@ STEP_CODE='
 import torch
 from sage_fast.tools import selftest
 from sage_fast.util.ranks import local_device
-device = local_device()
-arguments = selftest.inputs("transition_step", device)
+arguments = selftest.large_inputs("transition_step", local_device())
 for _ in range(3):
-    x_next, _ = selftest.OPERATORS["transition_step"](*arguments)
+    x_next, _ = selftest.OPERATORS["transition_step"].function(*arguments)
 print("transition_step of", list(x_next.shape))'
 BLOCK_CODE='
 import torch
@@ -178,16 +177,17 @@ profile_of() {
 
 # Print the command of a part, one word per line; bench and profile write their JSON into $out.
 command_of() {
-    local sage=("$py" -m sage_fast) kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py tests/ops/test_norms.py) size=()
+    local sage=("$py" -m sage_fast) kernels=(-m pytest -p no:cacheprovider tests/ops/test_operators.py
+        tests/ops/test_triton.py tests/ops/test_norms.py) size=()
     local few=(--model.path random:hunyuanvideo15-480p-4-blocks --sampling.num_frames 33 --sampling.steps 4)
     $tiny && few=(--sampling.steps 3 --train.optimizer_steps 1)
-    $tiny && kernels=(-m pytest -p no:cacheprovider tests/ops/test_triton.py -k one-element)
+    $tiny && kernels=(-m pytest -p no:cacheprovider tests/ops/test_operators.py -k "triton and element")
     case $1 in
         install) printf '%s\n' install_part ;;
         doctor) printf '%s\n' "${sage[@]}" doctor --json "$out/doctor.json" ;;
         tests)
             size=(-n 8 -m gpu tests/ops tests/test_graphs.py tests/test_decode.py tests/test_attention.py tests/test_trainer.py)
-            $tiny && size=(tests/ops/test_layouts.py)
+            $tiny && size=(tests/ops/test_operators.py -k fake)
             printf '%s\n' "$py" -m pytest -p no:cacheprovider "${size[@]}"
             ;;
         testbed | testbed-bf16)

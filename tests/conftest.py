@@ -52,7 +52,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 LONGEST = ("survive", "gpu_script", "engine_deepspeed", "ranks", "sequence", "distributed", "new_user", "resume",
-           "bench", "norms", "cli", "fuzz")  # fmt: skip
+           "operators", "bench", "cli", "fuzz")  # fmt: skip
 """Files that take longest, which `make test` begins with: else one core is idle while the other ends the last."""
 
 

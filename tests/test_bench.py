@@ -29,10 +29,12 @@ from sage_fast.config.load import dump
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.lora_linear import Projection
 from sage_fast.tools.harness import fresh_compilation
+from sage_fast.tools.operators import OPERATORS, registered
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import settings
 
 CPU = torch.device("cpu")
+STEP_OF_CASE = 5
 
 
 @pytest.fixture
@@ -50,13 +52,14 @@ def inductor_in_soak(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.usefixtures("inductor_in_soak")
 def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--size", "tiny", "--repetitions", "2", "--json", str(tmp_path / "out" / "b.json")]) == 0
+    sizes = ["--size", "tiny", "--size", "tiny tokens"]
+    assert main(["bench", *sizes, "--repetitions", "2", "--json", str(tmp_path / "out" / "b.json")]) == 0
     out = capsys.readouterr().out
-    assert "transition_step" in out
-    assert "transition_score" in out
+    assert all(operator in out for operator in OPERATORS)
     assert "There is no GPU row yet" in out
     result = json.loads((tmp_path / "out" / "b.json").read_text())
     assert {"commit", "date", "device", "threads", "operators", "torch"} <= result["environment"].keys()
+    assert [row["operator"] for row in result["rows"]] == [*OPERATORS]
     for row in result["rows"]:
         assert set(row["seconds"]) == {"fused", "eager", "compiled", "copy"}
         assert all(times["p20"] <= times["p50"] <= times["p80"] for times in row["seconds"].values())
@@ -77,11 +80,33 @@ def test_bench_runs_the_triton_kernels_in_the_interpreter() -> None:
     assert "There is no GPU row yet" in done.stdout
 
 
-def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bench.transition_step
-    monkeypatch.setattr(bench, "transition_step", lambda *a: (right(*a)[0], right(*a)[1] + 0.01))
+def tiny(operator: str, device: torch.device = CPU) -> bench.Case:
+    return bench.made(operator, next(iter(bench.sizes_of(operator).values())), device)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_wrong_results_are_not_timed(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of the operator, nor of its backward."""
+    for wrong in {operator, f"{operator}_backward"} - {"transition_step_backward"}:
+
+        def kernels(name: str, wrong: str = wrong) -> Callable[..., Any]:
+            def kernel(*arguments: Any) -> Any:
+                out = registered(name)(*arguments)
+                tree_leaves(out)[0].data.flatten()[-1] += 0.5 * (name == wrong)
+                return out
+
+            return kernel
+
+        monkeypatch.setattr(bench, "registered", kernels)
+        with pytest.raises(AssertionError, match=f"^{operator}: .*error"):
+            bench.measure(operator, next(iter(bench.sizes_of(operator).values())), CPU, 1)
+
+
+def test_the_code_of_the_field_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench.eager_log_prob
+    monkeypatch.setattr(bench, "eager_log_prob", lambda *arguments: right(*arguments) + 0.01)
     with pytest.raises(AssertionError):
-        bench.measure("transition_step", bench.SIZES["tiny"], torch.device("cpu"), 1)
+        bench.measure("transition_score", bench.SIZES["tiny"], CPU, 1)
 
 
 def test_unknown_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,55 +124,55 @@ class OneDevice(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_nothing_is_copied_to_the_device_while_a_contender_runs(operator: str) -> None:
     """The meta device stands in for a GPU, since it too differs from the host's."""
-    case = bench.Case.make(bench.SIZES["tiny"], torch.device("meta"))
-    for name, contender in bench.contenders(operator, compiled=False).items():
+    case = tiny(operator, torch.device("meta"))
+    for name, (contender, own) in bench.contenders(operator, case, compiled=False).items():
         with OneDevice():
-            assert contender(case) is not None, name
+            assert contender(*own) is not None, name
 
 
 @pytest.mark.usefixtures("inductor_in_soak")
-@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_each_contender_reads_inputs_of_its_own(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rotations: list[list[bench.Case]] = []
     timer = bench._timer
     monkeypatch.setattr(bench, "_timer", lambda *arguments: rotations.append(arguments[2]) or timer(*arguments))
-    bench.measure(operator, bench.SIZES["tiny"], CPU, 1)
-    addresses = [case.x.data_ptr() for rotation in rotations for case in rotation]
+    bench.measure(operator, next(iter(bench.sizes_of(operator).values())), CPU, 1)
+    addresses = [case[0].data_ptr() for rotation in rotations for case in rotation]
     assert len(rotations) == 4
     assert len(set(addresses)) == len(addresses)
 
 
-@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
-@pytest.mark.parametrize("size", ["480p batch 1", "480p batch 16", "large"])
-def test_a_rotation_is_larger_than_the_cache(operator: str, size: str) -> None:
-    rotation = bench.Case.make(bench.SIZES[size], torch.device("meta")).rotation(operator)
-    read = ("x", "v") if operator == "transition_step" else ("x", "x_next", "v", "v_anchor")
-    tensors = [getattr(case, name) for case in rotation for name in read]
-    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) >= bench.ROTATION_BYTES >= 2 * 126 * 2**20
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_rotation_is_larger_than_the_cache(operator: str) -> None:
+    for name, size in bench.sizes_of(operator).items():
+        if name not in ("tiny", "tiny tokens", "testbed batch 32"):
+            rotation = bench.rotation(bench.made(operator, size, torch.device("meta")))
+            tensors = [value for case in rotation for value in case if isinstance(value, Tensor)]
+            assert sum(tensor.nbytes for tensor in tensors) >= bench.ROTATION_BYTES >= 2 * 126 * 2**20
 
 
 def test_on_a_gpu_one_launch_times_the_whole_rotation() -> None:
     """With one launch per case, the launch would take longer than a kernel of microseconds."""
     with PretendCuda() as device:
-        cases = [bench.Case.make(bench.SIZES["tiny"], torch.device("cuda")) for _ in range(5)]
+        cases = [tiny("transition_step", torch.device("cuda")) for _ in range(5)]
         made: list[weakref.ref[Tensor]] = []
         alive: list[int] = []
 
-        def count(case: bench.Case) -> Tensor:
+        def count(*case: Any) -> Tensor:
             alive.append(sum(out() is not None for out in made))
-            case.step.add_(1)
-            out = case.x + 1
+            case[STEP_OF_CASE].add_(1)
+            out = case[0] + 1
             made.append(weakref.ref(out))
             return out
 
         timer = bench._timer(torch.device("cuda"), count, cases)
         assert alive[-5:] == [0, 1, 2, 3, 4]  # otherwise each would reuse the last one's memory, in the cache
-        steps = [int(case.step) for case in cases]
+        steps = [int(case[STEP_OF_CASE]) for case in cases]
         assert timer() == pytest.approx(1e-3 / 5)  # a millisecond lies between any two events
-        assert [int(case.step) for case in cases] == [step + 1 for step in steps]
+        assert [int(case[STEP_OF_CASE]) for case in cases] == [step + 1 for step in steps]
         assert device.captures == 1
 
 
@@ -157,11 +182,11 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
     with torch._dynamo.config.patch(recompile_limit=1):
         for shape in ((2, 4, 3, 6, 5), (3, 4, 3, 6, 5)):
             bench.measure("transition_step", shape, CPU, 1)
-        compiled = bench.contenders("transition_step", compiled=True)["compiled"]
         with fresh_compilation():
-            compiled(bench.Case.make((2, 4, 3, 6, 5), CPU))
+            case = bench.made("transition_step", (2, 4, 3, 6, 5), CPU)
+            compiled, _ = bench.contenders("transition_step", case, compiled=True)["compiled"]
             with pytest.raises(FailOnRecompileLimitHit):
-                compiled(bench.Case.make((3, 4, 3, 6, 5), CPU))
+                compiled(*bench.made("transition_step", (2, 4, 3, 7, 5), CPU))
 
 
 @pytest.mark.soak
@@ -210,11 +235,13 @@ def test_results_are_written_after_every_row(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["operators.json"]
 
 
-@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_copy_moves_the_bytes_of_the_operator(operator: str) -> None:
-    case = bench.Case.make(bench.SIZES["tiny"], torch.device("cpu"))
-    copies = bench.contenders(operator, compiled=False)["copy"](case)
-    assert sum(2 * t.numel() * t.element_size() for t in copies) == bench.bytes_moved(operator, case.x.numel())
+    """As counted by hand, and copied: the transitions' per element of the latents, the others' in tensors of x."""
+    case = tiny(operator)
+    copied, own = bench.contenders(operator, case, compiled=False)["copy"]
+    moved = {"transition_step": 10, "transition_score": 26, "gated_norm": 36, "norm_modulate": 20, "norm_rotate": 16}
+    assert 2 * copied(*own).nbytes == bench.bytes_moved(operator, case) == moved[operator] * case[0].numel()
 
 
 def test_rollout_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

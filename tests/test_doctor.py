@@ -22,8 +22,8 @@ from sage_fast.models.load import find_spec
 from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Recordable
 from sage_fast.tools import doctor, selftest
-from sage_fast.tools.checks import registered
 from sage_fast.tools.doctor import VERDICTS, Check
+from sage_fast.tools.operators import registered
 from tests.test_graphs import rerun
 
 CPU = torch.device("cpu")

@@ -29,6 +29,7 @@ from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, step_graphs
 from sage_fast.rollout.loop import initial_latents, rollout
 from sage_fast.rollout.step import denoise
+from sage_fast.tools.operators import OPERATORS
 from sage_fast.trainer import Trainer
 from sage_fast.util.seeding import sample_seeds
 from tests.pretend_cuda import CUDA, CudaTensor, PretendCuda
@@ -283,8 +284,8 @@ def bench(file: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("uncompiled")
 def test_operator_benchmark(tmp_path: Path) -> None:
     with PretendCuda() as device:
-        rows = bench(tmp_path / "operators.json")["rows"]
-    assert {row["operator"] for row in rows} == {"transition_step", "transition_score"}
+        rows = bench(tmp_path / "operators.json", "--size", "tiny tokens")["rows"]
+    assert {row["operator"] for row in rows} == {*OPERATORS}
     assert device.captures >= sum(len(row["seconds"]) for row in rows)  # every contender is timed by a graph
 
 

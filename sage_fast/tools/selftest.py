@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention import ATTENTION, usable
 from sage_fast.models.attention_trial import fastest, measure_attention, try_attention
@@ -23,10 +21,9 @@ from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
 from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
-from sage_fast.tools import normalisations
-from sage_fast.tools.checks import CHECKS, UNIT, Kernels, example, registered
 from sage_fast.tools.doctor import Check, tried
 from sage_fast.tools.harness import host_timer, matmul_ceiling, usual_dtype
+from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
 from sage_fast.tools.replays import replay_problem
 from sage_fast.util.console import quiet
 from sage_fast.util.errors import in_one_line
@@ -57,7 +54,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 def operators(device: torch.device) -> Iterator[Check]:
     """Check values and gradients of each operator, in float32 and bfloat16, against its reference in float64."""
-    for operator in CHECKS:
+    for operator in OPERATORS:
         for dtype in (torch.float32, torch.bfloat16):
             yield operator_check(operator, registered, device, dtype)
 
@@ -67,13 +64,12 @@ def operator_check(operator: str, kernels: Kernels, device: torch.device, dtype:
     name = f"{operator}, {device.type}, {str(dtype).removeprefix('torch.')}"
     advice = "pytest tests/ops says which case; SAGE_FAST_OPS=reference runs without the fused operators"
     try:
-        compared = list(CHECKS[operator](kernels, *example(operator, device, dtype)))
+        compared = list(check(operator, kernels, inputs(operator, OPERATORS[operator].example, dtype, device)))
     except Exception as error:  # this check looks for kernels that cannot be compiled or launched
         found = f"it does not run: {in_one_line(error)}"
         return Check(name=name, verdict="wrong", found=found, advice=advice)
-    # A sum in plain PyTorch may happen to be exact; another order of summation differs by a few units.
-    if wrong := list(filter(None, (comparison.problem(relative=8 * UNIT) for comparison in compared))):
-        return Check(name=name, verdict="wrong", found="; ".join(dict.fromkeys(wrong)), advice=advice)
+    if found := wrong(compared):
+        return Check(name=name, verdict="wrong", found=found, advice=advice)
     worst = max(error / max(largest, 1e-30) for error, _, largest in (each.errors() for each in compared))
     names = dict.fromkeys(comparison.name for comparison in compared)
     found = f"{', '.join(names)}: largest error {worst:.0e} of the largest value"
@@ -98,32 +94,18 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / _seconds(lambda: target.copy_(source), device, 5 if device.type == "cuda" else 2)
 
 
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "transition_step": torch.ops.sage_fast.transition_step.default,
-    "transition_score": torch.ops.sage_fast.transition_score.default,
-    **{name: function for name, (function, _) in normalisations.OPERATORS.items()},
-}
-"""Name -> the function that a model calls."""
-
-
-def inputs(operator: str, device: torch.device) -> list[Any]:
+def large_inputs(operator: str, device: torch.device) -> list[Any]:
     """Make the arguments of an operator in the usual dtype, so large that only memory limits a copy."""
-    gpu, dtype = device.type == "cuda", usual_dtype(device)
-    if operator in normalisations.OPERATORS:
-        return normalisations.inputs(operator, ((4 if gpu else 1), 8000, 192, 16, 128), device)
-    shape = ((24 if gpu else 2), 32, 21, 45, 80)
-    coefs = transition_table(sigma_schedule(20, 5.0), "flow", 0.7).coefficients(math.prod(shape[1:])).to(device)
-    step = torch.tensor(7, device=device)
-    x, v, other = (torch.randn(shape, device=device, dtype=kind) for kind in (torch.float32, dtype, dtype))
-    if operator == "transition_step":
-        return [x, v, None, None, coefs, step, torch.arange(shape[0], device=device)]
-    return [x, torch.randn_like(x), v, other, None, coefs, step, None]
+    gpu = device.type == "cuda"
+    batch = (24 if gpu else 2) if operator.startswith("transition") else (4 if gpu else 1)
+    shape = (batch, *OPERATORS[operator].production[1:])
+    return inputs(operator, shape, usual_dtype(device), device, optional=False)
 
 
 def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
     """Check the speed of each operator's forward at a production size, as a share of a copy of the same bytes."""
-    for operator, function in OPERATORS.items():
-        arguments = [a.detach() if isinstance(a, Tensor) else a for a in inputs(operator, device)]
+    for operator, (function, *_) in OPERATORS.items():
+        arguments = large_inputs(operator, device)
         out = function(*arguments)
         outputs, given = [out] if isinstance(out, Tensor) else out, [a for a in arguments if isinstance(a, Tensor)]
         # An output that is a view of an argument is neither read nor written.

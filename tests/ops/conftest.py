@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share."""
+"""What the tests of the operators share."""
 
 import dataclasses
 import os
@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+
+from sage_fast.tools.operators import Kernels
+from tests.ops.accuracy import kernels_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +55,12 @@ def guarded_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for buffer, numel in buffers:
         assert buffer[numel:].isnan().all(), "written past the end of a tensor"
+
+
+@pytest.fixture(params=["C++", "triton"])
+def kernels(request: pytest.FixtureRequest, guarded_empty: None) -> Iterator[tuple[Kernels, torch.device]]:
+    """The functions of an implementation, and their device. What they allocate holds NaN until it is written."""
+    found = kernels_of(request.param)
+    torch.use_deterministic_algorithms(request.param == "C++")  # fills what C++ allocates with NaN
+    yield found
+    torch.use_deterministic_algorithms(False)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.ops import implementation
+from sage_fast.tools.operators import inputs
+from tests.ops.accuracy import kernels_of
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if GPU.type == "cuda" else []
@@ -22,33 +23,18 @@ CALLS = ("step", "step with guidance", "score", "score backward")
 Call = Callable[[], tuple[Tensor, ...] | Tensor]
 
 
-def operators(name: str) -> tuple[Callable[..., Tensor | tuple[Tensor, ...]], ...]:
-    """Step, score and score's backward of an implementation."""
-    if name == "triton":
-        pytest.importorskip("triton")
-        from sage_fast.kernels.transition_score import transition_score, transition_score_backward
-        from sage_fast.kernels.transition_step import transition_step
-
-        return transition_step, transition_score, transition_score_backward
-    if implementation(torch.device("cpu")) != "C++":
-        pytest.skip("the C++ extension is not built (or SAGE_FAST_OPS is set)")
-    ops = torch.ops.sage_fast
-    return ops.transition_step, ops.transition_score, ops.transition_score_backward
-
-
-def make(call: str, name: str, numel: int, device: torch.device) -> tuple[Call, int]:
+def make(call: str, name: str, numel: int) -> tuple[Call, int]:
     """The call on float32 latents `[2, numel]` and bfloat16 velocities, and the bytes of a velocity."""
-    step, score, backward = operators(name)
-    x, v = torch.ones(2, numel, device=device), torch.ones(2, numel, dtype=torch.bfloat16, device=device)
-    coefs, row = torch.ones(3, 6, device=device), torch.tensor([0, 2], device=device)
-    seed, guidance, grad = row.clone(), torch.tensor(6.0, device=device), torch.ones(2, device=device)
+    functions, device = kernels_of(name)
+    step, score = (inputs(f"transition_{part}", (2, numel), torch.bfloat16, device) for part in ("step", "score"))
+    grads = (torch.ones(2, device=device),) * 3
     calls: dict[str, Call] = {
-        "step": lambda: step(x, v, None, None, coefs, row, seed),
-        "step with guidance": lambda: step(x, v, v, guidance, coefs, row, seed),
-        "score": lambda: score(x, x, v, v, v, coefs, row, 0.3),
-        "score backward": lambda: backward(grad, grad, grad, x, x, v, v, v, coefs, row),
+        "step": lambda: functions("transition_step")(*step[:2], None, None, *step[4:]),
+        "step with guidance": lambda: functions("transition_step")(*step),
+        "score": lambda: functions("transition_score")(*score),
+        "score backward": lambda: functions("transition_score_backward")(*grads, *score[:-1]),
     }
-    return calls[call], v.nbytes
+    return calls[call], step[1].nbytes
 
 
 def total_bytes(outputs: tuple[Tensor, ...] | Tensor) -> int:
@@ -68,7 +54,7 @@ def allocated_bytes(call: Call, folder: Path) -> int:
 @pytest.mark.parametrize("call", CALLS)
 def test_tensors_are_the_outputs_alone(call: str, name: str, tmp_path: Path) -> None:
     device = GPU if name == "triton" else torch.device("cpu")
-    run, latent = make(call, name, 2**12 if device.type == "cpu" else 2**20, device)
+    run, latent = make(call, name, 2**12 if device.type == "cpu" else 2**20)
     outputs = total_bytes(run())  # also compiles and fills caches
     allocated = allocated_bytes(run, tmp_path)
     assert allocated >= outputs, "the profiler missed the outputs"
@@ -84,7 +70,7 @@ def peak_memory() -> int:
 @pytest.mark.parametrize("call", CALLS)
 def test_cpp_takes_no_more_from_the_heap(call: str) -> None:
     """Latents of 64 and 128 MiB, which the C library maps for every allocation and returns when they are freed."""
-    run, latent = make(call, "C++", 2**24, torch.device("cpu"))
+    run, latent = make(call, "C++", 2**24)
     outputs = total_bytes(run())
     Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is resident now
     start = peak_memory()

@@ -70,20 +70,6 @@ def test_score_gradient(anchors: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_schemas() -> None:
-    x, x_next, v, v_anchor, _ = inputs(torch.float32)
-    step, seed = torch.tensor([0, 3, 5]), torch.arange(3)
-    v.requires_grad_()
-    for beta in (None, 0.3):
-        arguments = (x, x_next, v, v_anchor, None, COEFS, step, beta)
-        torch.library.opcheck(torch.ops.sage_fast.transition_score.default, arguments)
-    arguments = (x, v.detach(), None, None, COEFS, step, seed)
-    torch.library.opcheck(torch.ops.sage_fast.transition_step.default, arguments)
-    grads = (torch.randn(3), torch.randn(3), torch.randn(3))
-    arguments = (*grads, x, x_next, v.detach(), v_anchor, None, COEFS, step)
-    torch.library.opcheck(torch.ops.sage_fast.transition_score_backward.default, arguments)
-
-
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0), (2,)])
 def test_odd_shapes(shape: tuple[int, ...]) -> None:
     x, v = torch.randn(shape), torch.randn(shape)

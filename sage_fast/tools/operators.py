@@ -1,0 +1,266 @@
+"""The operators as a table: how each is called, its inputs, and its check against the reference in float64.
+
+`sage-fast doctor`, the benchmarks and the tests take operators and their inputs from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
+from sage_fast.ops import transition_score, transition_step
+from sage_fast.ops.gated_norm import gated_norm, gated_norm_backward_reference, gated_norm_reference
+from sage_fast.ops.guidance import guided
+from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_backward_reference, norm_modulate_reference
+from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_backward_reference, norm_rotate_reference
+from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
+from sage_fast.ops.transition_step import transition_step_reference
+
+UNIT = torch.finfo(torch.float32).eps
+Kernels = Callable[[str], Callable[..., Any]]
+"""Name of an operator, or of its backward such as `norm_rotate_backward` -> the function of one implementation."""
+Layout = Callable[[Tensor], Tensor]
+"""Lays a tensor out in memory in another way, as a view."""
+CPU = torch.device("cpu")
+STEP = 4
+"""The step of a batch whose samples are at one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A tensor computed by an implementation, by plain PyTorch in the same dtypes, and in float64.
+
+    Raises:
+        TypeError: `exact` is not float64, so there is nothing to compare with.
+    """
+
+    name: str
+    fused: Tensor
+    plain: Tensor
+    exact: Tensor
+
+    def __post_init__(self) -> None:
+        if self.exact.dtype != torch.float64:
+            raise TypeError(f"{self.name}: compared with {self.exact.dtype}, expected float64")
+
+    def errors(self) -> tuple[float, float, float]:
+        """Return the largest error of the implementation, that of plain PyTorch, and the largest exact value."""
+        if self.exact.numel() == 0:
+            return 0.0, 0.0, 0.0
+        error, allowed = ((value.double() - self.exact).abs().max().item() for value in (self.fused, self.plain))
+        return error, allowed, self.exact.abs().max().item()
+
+    def problem(self, absolute: float = 0.0, relative: float = 2 * UNIT) -> str:
+        """Say what is wrong, or return an empty text.
+
+        The implementation may err twice as much as plain PyTorch, plus `absolute`, plus `relative` times the largest
+        exact value, whatever the storage type.
+        """
+        if (self.fused.dtype, self.fused.shape) != (self.plain.dtype, self.exact.shape):
+            return (
+                f"{self.name}: {self.fused.dtype} {list(self.fused.shape)}, "
+                f"expected {self.plain.dtype} {list(self.exact.shape)}"
+            )
+        error, allowed, largest = self.errors()
+        if error <= 2 * allowed + absolute + relative * largest:
+            return ""
+        return f"{self.name}: error {error:.1e}, plain PyTorch {allowed:.1e}"
+
+
+def compare(
+    names: Sequence[str], function: Callable[..., Any], reference: Callable[..., Any], *arguments: Any
+) -> Iterator[Comparison]:
+    """Compare each output of `function` with those of `reference`, in the same dtypes and in float64."""
+    results = (function(*arguments), reference(*arguments), reference(*double(*arguments)))
+    outputs = ((result,) if isinstance(result, Tensor) else result for result in results)
+    for name, *values in zip(names, *outputs, strict=True):
+        yield Comparison(name, *values)
+
+
+def double(*values: Any) -> list[Any]:
+    """Return the values, floating-point tensors in float64."""
+    return [v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in values]
+
+
+def check_transition_step(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+    x, v, v_uncond, guidance, coefs, step, _ = arguments
+    x_next, logp = kernels("transition_step")(*arguments)
+    (plain, _), (exact, _) = transition_step_reference(*arguments), transition_step_reference(*double(*arguments))
+    yield Comparison("x_next", x_next, plain, exact)
+    # The log-prob belongs to the value as stored, so the references score that value.
+    plain, exact = (
+        transition_score_reference(
+            x.to(dtype), x_next.to(dtype), guided(v, v_uncond, guidance, dtype), None, None, coefs, step, None
+        )[0]
+        for dtype in (torch.float32, torch.float64)
+    )
+    yield Comparison("logp", logp, plain, exact)
+
+
+def check_transition_score(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+    names = ("logp", "kl_anchor", "kl_old", "error_plus", "error_minus")
+    yield from compare(names, kernels("transition_score"), transition_score_reference, *arguments)
+    x = arguments[0]
+    grads = (layout(torch.randn(len(x), device=x.device)) for _ in range(3))
+    backward = kernels("transition_score_backward")
+    yield from compare(["dv"], backward, transition_score_backward_reference, *grads, *arguments[:-1])
+
+
+def check_norm_modulate(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+    yield from compare(["out"], kernels("norm_modulate"), norm_modulate_reference, *arguments)
+    x, scale, _, eps = arguments
+    grad, backward = layout(torch.randn_like(x)), kernels("norm_modulate_backward")
+    for modulation in (False, True):
+        for residual in (None, layout(torch.randn_like(x))):
+            yield from compare(
+                ["dx", "dscale", "dshift"], backward, norm_modulate_backward_reference,
+                grad, x, scale, eps, modulation, residual,
+            )  # fmt: skip
+
+
+def check_gated_norm(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
+    _, y, gate, scale, shift, eps = arguments
+    total, out = kernels("gated_norm")(*arguments)
+    yield Comparison("sum", total, gated_norm_reference(*arguments)[0], gated_norm_reference(*double(*arguments))[0])
+    # The sum is normalised as it is stored.
+    yield from compare(["out"], lambda *_: out, norm_modulate_reference, total, scale, shift, eps)
+    names, backward = ("dx", "dy", "dgate", "dscale", "dshift"), kernels("gated_norm_backward")
+    grads = [layout(torch.randn_like(y)) for _ in range(2)]
+    for kept in (None, y):
+        yield from compare(names, backward, gated_norm_backward_reference, *grads, total, gate, scale, kept, eps)
+
+
+def check_norm_rotate(
+    kernels: Kernels, layout: Layout, joint: Tensor, text: Tensor, *arguments: Any
+) -> Iterator[Comparison]:
+    """Compare the operator on `joint`, which holds text already."""
+    yield from compare(["query", "key"], kernels("norm_rotate"), norm_rotate_reference, joint, *arguments)
+    grads = [layout(torch.randn_like(joint[:, :, 0])) for _ in range(3)]
+    for weights in (False, True):
+        yield from compare(
+            ["d joint", "d weights"], kernels("norm_rotate_backward"), norm_rotate_backward_reference,
+            *grads, joint, *arguments, weights,
+        )  # fmt: skip
+
+
+class Operator(NamedTuple):
+    """An operator.
+
+    Attributes:
+        function: what a model calls, on the arguments that `inputs` makes.
+        check: (implementation, layout of the gradients, *arguments) -> comparisons of every output and gradient.
+        example: a small, odd shape.
+        production: shape of one sample of a run.
+    """
+
+    function: Callable[..., Any]
+    check: Callable[..., Iterator[Comparison]]
+    example: tuple[int, ...]
+    production: tuple[int, ...]
+
+
+LATENTS = (3, 32, 5, 7, 9), (1, 32, 21, 45, 80)
+TOKENS = (2, 75, 128), (1, 8000, 2048)
+OPERATORS: dict[str, Operator] = {
+    "transition_step": Operator(
+        lambda x, v, v_uncond, guidance, coefs, step, seed: transition_step(
+            x, v, coefs, step, seed, v_uncond, guidance
+        ),
+        check_transition_step, *LATENTS,
+    ),
+    "transition_score": Operator(
+        lambda x, x_next, v, v_anchor, v_old, coefs, step, beta: transition_score(
+            x, x_next, v, coefs, step, v_anchor, v_old, beta
+        ),
+        check_transition_score, *LATENTS,
+    ),
+    "gated_norm": Operator(gated_norm, check_gated_norm, *TOKENS),
+    "norm_modulate": Operator(norm_modulate, check_norm_modulate, *TOKENS),
+    "norm_rotate": Operator(norm_rotate, check_norm_rotate, (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128)),
+}  # fmt: skip
+
+
+def registered(name: str) -> Callable[..., Any]:
+    """Return an operator as registered: what a run calls on every device."""
+    return getattr(torch.ops.sage_fast, name).default
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def check(operator: str, kernels: Kernels, arguments: Sequence[Any], layout: Layout = as_it_is) -> Iterator[Comparison]:
+    """Compare every output and gradient of an implementation, with random upstream gradients."""
+    return OPERATORS[operator].check(kernels, layout, *arguments)
+
+
+def wrong(comparisons: Iterable[Comparison], units: int = 8) -> str:
+    """Say which tensors are wrong, or return an empty text.
+
+    A sum in plain PyTorch may happen to be exact; another order of summation may differ by `units` of the largest.
+    """
+    found = [comparison.problem(relative=units * UNIT) for comparison in comparisons]
+    return "; ".join(dict.fromkeys(filter(None, found)))
+
+
+def inputs(
+    operator: str,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype] | torch.dtype,
+    device: torch.device = CPU,
+    *,
+    layout: Layout = as_it_is,
+    coefs: Tensor | None = None,
+    optional: bool = True,
+) -> list[Any]:
+    """Make random arguments of an operator.
+
+    Args:
+        shape: `[B, ...]` of latents, `[B, S, d]` of tokens, or (B, N, L, H, D) of `norm_rotate`.
+        dtypes: of the latents, the velocity, the other velocity (unconditional, or the anchor's) and the old one; or of
+            the tokens and their modulation or weights. The last one serves the rest. One alone is that of a run, whose
+            latents are float32.
+        device: where they are.
+        layout: of every tensor.
+        coefs: table of the transitions, of 10 rows; by default that of flow, with a last row without noise.
+        optional: with guidance, the old velocity and beta, and each sample at a step of its own. Otherwise as in a
+            rollout or a KL to the anchor, at one step.
+    """
+    if isinstance(dtypes, torch.dtype):
+        dtypes = (torch.float32, dtypes) if operator.startswith("transition") else (dtypes,)
+    kinds = [*dtypes, *[dtypes[-1]] * 3]
+
+    def random(*size: int, of: int = 0) -> Tensor:
+        return layout(torch.randn(size, device=device).mul(2).add(0.5).to(kinds[of]))
+
+    if operator.startswith("transition"):
+        x, v, other, old = (random(*shape, of=i) for i in range(4))
+        if coefs is None:
+            table = transition_table(sigma_schedule(10, 5.0), "flow", 0.7).window(0, 9)
+            coefs = table.coefficients(math.prod(shape[1:]))
+        coefs = layout(coefs.to(device))
+        step = torch.tensor(STEP, device=device)
+        if optional:
+            step = layout(torch.arange(9, 9 + 4 * shape[0], 4, device=device) % 10)
+        seed = layout(torch.randint(-(2**63), 2**63 - 1, shape[:1], device=device))
+        if operator == "transition_step":
+            pair = (other, torch.tensor(6.0, device=device)) if optional else (None, None)
+            return [x, v, *pair, coefs, step, seed]
+        x_next = layout(registered("transition_step")(x, v, None, None, coefs, step, seed)[0])
+        return [x, x_next, v, other, old if optional else None, coefs, step, 0.3 if optional else None]
+    if operator == "norm_rotate":
+        batch, tokens, texts, heads, width = shape
+        angles = 6.3 * torch.rand(tokens, width // 2, device=device)
+        rotary = layout(torch.stack([angles.cos(), angles.sin()], dim=-1))
+        joint, text = (random(batch, rows, 3, heads, width) for rows in (tokens + texts, texts))
+        return [joint, text, *(random(width, of=1) for _ in range(4)), rotary, 1e-6]
+    batch, _, width = shape
+    rows = torch.randn(batch, 6, width, device=device).to(kinds[1]).unbind(1)  # chunks, as the model has them
+    count = 2 if operator == "norm_modulate" else 3
+    return [*(random(*shape) for _ in range(count - 1)), *map(layout, rows[:count]), 1e-6]

@@ -1,0 +1,252 @@
+"""Every operator against float64, values and every gradient, in C++ and in Triton.
+
+Triton's launchers are called directly, past the dispatcher: on a GPU they run the compiled kernels, without one
+Triton's interpreter runs them on CPU tensors (tests/conftest.py sets TRITON_INTERPRET).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_fast.algorithm.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table
+from sage_fast.ops import implementation
+from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered
+from tests.ops.accuracy import assert_accurate
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if GPU.type == "cuda" else []
+
+LATENTS = {
+    "one element": (1, 1),
+    "no sample dims": (5,),
+    "odd": (3, 59),
+    "prime": (2, 1009),
+    "not a multiple of 4": (2, 1026),
+    "whole tiles": (2, 3, 1024),
+    "across chunks": (2, 33_001),
+    "testbed latents": (4, 32, 5, 4, 4),
+    "no samples": (0, 4, 3),
+    "empty samples": (2, 0),
+}
+TOKENS = {  # B, S, d
+    "testbed": (2, 5, 64),
+    "odd": (3, 3, 65),
+    "one value": (2, 3, 1),
+    "wide": (1, 3, 2048),
+    "no tokens": (2, 0, 8),
+    "no samples": (0, 4, 8),
+}
+HEADS = {  # B, N, L, H, D
+    "testbed": (2, 4, 3, 4, 16),
+    "published head": (1, 2, 1, 16, 128),
+    "odd": (2, 3, 2, 3, 6),
+    "one pair": (1, 2, 1, 1, 2),
+    "long heads": (1, 2, 2, 2, 258),
+    "no text": (2, 2, 0, 2, 16),
+    "no video": (2, 0, 2, 2, 16),
+    "no samples": (0, 4, 2, 2, 16),
+}
+OF_LATENTS = [(FP32, BF16), (FP32,), (FP32, FP32, FP16, BF16), (BF16, BF16, BF16, FP16), (BF16, FP16, FP32, BF16)]
+"""Types of the latents and of the velocities."""
+OF_TOKENS = [(FP32,), (BF16,), (FP16,), (BF16, FP32)]
+"""Types of the tokens, and of their modulation or weights."""
+CASES = {
+    "transition_step": (LATENTS, OF_LATENTS),
+    "transition_score": (LATENTS, OF_LATENTS),
+    "gated_norm": (TOKENS, OF_TOKENS),
+    "norm_modulate": (TOKENS, OF_TOKENS),
+    "norm_rotate": (HEADS, OF_TOKENS),
+}
+ODD = {operator: shapes["odd"] for operator, (shapes, _) in CASES.items()}
+
+
+def cases() -> list[Any]:
+    """Every shape and every type, in C++ and in Triton.
+
+    Triton's interpreter is slow: `make test` gives it every type at the odd shape and the last type at every shape,
+    `make soak` the rest.
+    """
+    rows = []
+    for operator, (shapes, types) in CASES.items():
+        for name, shape, dtypes in itertools.product(("C++", "triton"), shapes, types):
+            slow = name == "triton" and GPU.type == "cpu" and shape != "odd" and dtypes != types[-1]
+            words = "-".join([operator, name, shape, *(str(dtype).removeprefix("torch.") for dtype in dtypes)])
+            marks = [pytest.mark.soak] if slow else []
+            rows.append(pytest.param(name, operator, shapes[shape], dtypes, id=words, marks=marks))
+    return rows
+
+
+def test_every_operator_is_here() -> None:
+    assert CASES.keys() == OPERATORS.keys()
+
+
+@pytest.mark.parametrize(("kernels", "operator", "shape", "dtypes"), cases(), indirect=["kernels"])
+def test_values_and_gradients(
+    kernels: tuple[Kernels, torch.device], operator: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    functions, device = kernels
+    assert_accurate(check(operator, functions, inputs(operator, shape, dtypes, device)))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def offset(x: Tensor) -> Tensor:
+    """Between neighbours that are NaN or extreme: reading past either end would show."""
+    wide = torch.full(
+        (x.numel() + 2,), torch.nan if x.is_floating_point() else -(2**62), dtype=x.dtype, device=x.device
+    )
+    wide[1:-1] = x.flatten()
+    return wide[1:-1].view(x.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT if x.ndim > 1 else x,
+    "reversed": lambda x: x.permute(*range(x.ndim)[::-1]).contiguous().permute(*range(x.ndim)[::-1]),
+    "strided": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "offset": offset,
+}
+SHAPES = dict.fromkeys(OPERATORS, (3, 16, 10)) | {"norm_rotate": (2, 5, 3, 2, 16)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_any_layout(operator: str, layout: str, kernels: tuple[Kernels, torch.device]) -> None:
+    functions, device = kernels
+    arguments = inputs(operator, SHAPES[operator], (FP32, BF16), device, layout=LAYOUTS[layout])
+    assert_accurate(check(operator, functions, arguments, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["reference", "fused"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_outputs_are_those_of_the_fake(operator: str, dtype: torch.dtype, layout: str) -> None:
+    """Strides, types and aliases, backward included; float64 is the reference's, float32 whatever serves the CPU."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def recorded(name: str) -> Callable[..., Any]:
+        return lambda *arguments: calls.append((name, arguments)) or registered(name)(*arguments)
+
+    arguments = inputs(operator, SHAPES[operator], (dtype,), layout=LAYOUTS[layout])
+    list(check(operator, recorded, arguments, LAYOUTS[layout]))
+    if operator == "norm_modulate":
+        calls.append((operator, (*arguments, 2, 1)))  # with room and spare rows
+    assert {name for name, _ in calls} >= {operator} | {f"{operator}_backward"} - {"transition_step_backward"}
+    for name, given in calls:
+        torch.library.opcheck(registered(name), given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.skipif(implementation(torch.device("cpu")) == "Triton interpreter", reason="this run is that test")
+def test_outputs_of_triton_are_those_of_the_fake() -> None:
+    """`make soak` has all layouts."""
+    pytest.importorskip("triton")
+    chosen = "fake and fused" if "SAGE_FAST_SOAK" in os.environ else "fake and fused and (reversed or expanded)"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", chosen],
+        env=os.environ | {"TRITON_INTERPRET": "1", "SAGE_FAST_OPS": "triton"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_schemas(operator: str) -> None:
+    first, text, *rest = inputs(operator, ODD[operator], (FP32,))
+    given = (first, *rest) if operator == "norm_rotate" else (first, text, *rest)
+    if operator != "transition_step":
+        given = tuple(a.requires_grad_() if isinstance(a, Tensor) and i in (0, 2) else a for i, a in enumerate(given))
+    torch.library.opcheck(registered(operator), given)
+
+
+# -- the transitions' rows and optional inputs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_and_reduction(sampler: str, reduction: str, kernels: tuple[Kernels, torch.device]) -> None:
+    """All rows of every table, those with c = 0 among them."""
+    functions, device = kernels
+    coefs = transition_table(sigma_schedule(10, 5.0), sampler, 0.7).window(0, 9).coefficients(131, reduction)
+    if reduction == "sum":  # summed log-probs grow with the sample
+        coefs[:, 3:] /= 131
+    for operator in ("transition_step", "transition_score"):
+        arguments = inputs(operator, (5, 131), (FP32, BF16), device, coefs=coefs)
+        assert_accurate(check(operator, functions, arguments))
+
+
+@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+def test_one_step_for_the_whole_batch(operator: str, kernels: tuple[Kernels, torch.device]) -> None:
+    functions, device = kernels
+    assert_accurate(check(operator, functions, inputs(operator, (3, 131), (FP32, BF16), device, optional=False)))
+
+
+@pytest.mark.parametrize(("anchor", "old"), [(False, False), (True, False), (False, True)])
+def test_absent_velocities_score_zero(anchor: bool, old: bool, kernels: tuple[Kernels, torch.device]) -> None:
+    functions, device = kernels
+    x, x_next, v, *others, coefs, step, beta = inputs("transition_score", (2, 1026), (FP32, BF16), device)
+    others = [other if kept else None for other, kept in zip(others, (anchor, old))]
+    for branch in (None, beta):
+        compared = {
+            c.name: c for c in check("transition_score", functions, [x, x_next, v, *others, coefs, step, branch])
+        }
+        assert_accurate(compared.values())
+        assert anchor or not compared["kl_anchor"].fused.any()
+        assert old or not compared["kl_old"].fused.any()
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_same_bits_twice_and_on_any_number_of_threads(operator: str, kernels: tuple[Kernels, torch.device]) -> None:
+    functions, device = kernels
+    in_cpp = isinstance(functions(operator), torch._ops.OpOverloadPacket)
+    shape, counts = ODD[operator], (1, 1)  # Triton has no threads to vary
+    if in_cpp:
+        large = {"norm_rotate": (2, 90, 3, 4, 16), "gated_norm": (2, 301, 64), "norm_modulate": (2, 301, 64)}
+        shape, counts = large.get(operator, (3, 70_001)), (1, 2, 3, 1)
+    arguments = inputs(operator, shape, (FP32, BF16), device)
+    threads, results = torch.get_num_threads(), []
+    for count in counts:
+        torch.set_num_threads(count)
+        torch.manual_seed(0)
+        results.append([compared.fused for compared in check(operator, functions, arguments)])
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
+def test_a_sample_does_not_depend_on_its_batch(operator: str, kernels: tuple[Kernels, torch.device]) -> None:
+    functions, device = kernels
+    arguments = inputs(operator, (3, 2051), (FP32, BF16), device)
+    outputs = functions(operator)(*arguments)
+    for i in range(3):
+        alone = [a[i : i + 1] if isinstance(a, Tensor) and len(a.shape) and len(a) == 3 else a for a in arguments]
+        for out, single in zip(outputs, functions(operator)(*alone), strict=True):
+            assert torch.equal(single, out[i : i + 1])
+
+
+@pytest.mark.parametrize("dtypes", OF_LATENTS, ids=str)
+@pytest.mark.parametrize("numel", [59, 2048])
+def test_scoring_a_step_repeats_its_log_prob(
+    numel: int, dtypes: tuple[torch.dtype, ...], kernels: tuple[Kernels, torch.device]
+) -> None:
+    """On-policy the ratio is 1: the score of a stored transition is the log-prob of its step, to the last bits."""
+    functions, device = kernels
+    x, v, _, _, *table = inputs("transition_step", (3, numel), dtypes, device)
+    x_next, logp = functions("transition_step")(x, v, None, None, *table)
+    again, *_ = functions("transition_score")(x, x_next, v, None, None, *table[:2], None)
+    torch.testing.assert_close(again, logp, rtol=1e-6, atol=1e-6)
