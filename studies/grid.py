@@ -199,7 +199,7 @@ def _array_job(options: argparse.Namespace, overrides: Mapping[str, str], cells:
         "GPUS": str(options.gpus),
         "CELLS": " ".join(cells),
         "OUTPUT": shlex.quote(str(Path(next(iter(cells.values())).output).parent)),
-        "COMMAND": shlex.join(_words(options, {"train.grace_seconds": "1700"} | overrides)),  # of the 1800 of --signal
+        "COMMAND": shlex.join(_words(options, {"train.grace_seconds": "1700", **overrides})),  # of the 1800 of --signal
     }
     here = Path(__file__).parent
     head = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], (here / "grid.sbatch").read_text(encoding="utf-8"))
