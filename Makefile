@@ -5,7 +5,7 @@
 # make docs       install, build the documentation into site/ (open site/index.html)
 # make soak       inject every fault that a run must survive, 100 of them at random moments (writes the table of
 #                 docs/stopping.md), and run the long tests
-# make bench      time operators and rollout, also under pytest-benchmark; fail if a timing in README is older than the code
+# make bench      time operators and rollout; fail if a timing in README is older than the code
 # make reproduce  run the study of the paper's claims (docs/results.md); takes hours; CLAIMS="ema --quick" runs less
 # make race       race recipes at equal compute (docs/race.md); takes hours; RECIPES="paper precise --quick" runs less
 # make gpu        verify and measure everything on a GPU, offline: WHEELS=folder OUT=folder PARTS="...", docs/gpu.md
