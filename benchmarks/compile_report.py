@@ -143,10 +143,8 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
 )
 """The compilations that matter; every other one differs from one of these only in an element type."""
 
-_TYPES = {"step_ptr": "*i64", "seed_ptr": "*i64", "steps": "i32", "programs": "i32"}
 
-
-def _compile(specialisation: Specialisation, arch: int) -> Any:
+def _compile(s: Specialisation, arch: int) -> Any:
     import triton
     from sage_fast.kernels import common, gated_norm, norm_modulate, norm_rotate, transition_score, transition_step
     from triton.backends.compiler import GPUTarget
@@ -154,14 +152,10 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
-    kernel = next(
-        getattr(module, specialisation.kernel)
-        for module in (common, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
-        if hasattr(module, specialisation.kernel)
-    )
-    s = specialisation
-    if "norm" in s.kernel:
-        return _compile_norm(kernel, s, arch)
+    modules = (common, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
+    kernel = next(getattr(module, s.kernel) for module in modules if hasattr(module, s.kernel))
+    norm = "norm" in s.kernel
+    _, rows = common.rows_of_programs(TOKENS, 1, sums=s.sums)
     flags = {
         "HAS_GUIDANCE": s.guidance,
         "HAS_ANCHOR": s.anchor,
@@ -174,64 +168,56 @@ def _compile(specialisation: Specialisation, arch: int) -> Any:
         "VEC": 4 if "fp32" in (s.x, s.v) else 8,
         "OUTPUTS": s.outputs,
         "PARTIALS": common.MAX_PROGRAMS,
+        "WIDTH": 128 if "rotate" in s.kernel else 2048,
+        "HEADS": 16,
+        "MODULATION": s.sums,
+        "WEIGHTS": s.sums,
+        "ROWS": rows,
+        "TOKENS": rows,
+        "RESIDUAL": s.residual,
+        "GATED": s.gated,
+        "PART": s.part,
     }
+    flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    if unknown := [name for name in flagged if name not in flags]:
+        raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
     absent = ["v_uncond_ptr", "guidance_ptr"] * (not s.guidance)
-    absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old)
-    absent += ["beta"] * (not s.beta)
+    absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old) + ["beta"] * (not s.beta)
     absent += ["kl_anchor_ptr", "kl_old_ptr", "error_plus_ptr", "error_minus_ptr"] * (s.outputs != 5)
-    constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
-    constants |= {name: None for name in kernel.arg_names if name in absent}
+    if "RESIDUAL" in flagged:
+        absent += ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
+        absent += ["y_ptr"] * (not (s.gated and s.sums))
+    constants: dict[str, Any] = {name: flags[name] for name in flagged} | dict.fromkeys(absent)
     if s.numel == "1":
         constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
-    types = _TYPES | dict.fromkeys(("x_ptr", "x_next_ptr"), f"*{s.x}") | {"numel": s.numel}
-    types |= dict.fromkeys(("v_ptr", "v_uncond_ptr", "v_anchor_ptr", "v_old_ptr", "dv_ptr"), f"*{s.v}")
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "*fp32" if name.endswith("_ptr") else "fp32")
-        for name in kernel.arg_names
-    }
-    divisible = [["tt.divisibility", 16]]
-    attributes = {
-        (index,): divisible
-        for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (name == "numel" and s.aligned and kind != "constexpr")
-    }
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=common.LAUNCH_OPTIONS)
-
-
-def _compile_norm(kernel: Any, s: Specialisation, arch: int) -> Any:
-    import triton
-    from sage_fast.kernels import common
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    width = 128 if "rotate" in s.kernel else 2048
-    _, rows = common.rows_of_programs(TOKENS, 1, sums=s.sums)
-    flags = {"WIDTH": width, "HEADS": 16, "MODULATION": s.sums, "WEIGHTS": s.sums, "ROWS": rows, "TOKENS": rows}
-    flags |= {"RESIDUAL": s.residual, "GATED": s.gated, "PART": s.part}
-    constants: dict[str, Any] = {name: flags[name] for name in kernel.arg_names if name in flags}
-    if "RESIDUAL" in constants:
-        absent = ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
-        constants |= dict.fromkeys(absent + ["y_ptr"] * (not (s.gated and s.sums)))
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
 
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name.endswith("_ptr"):
-            if name in ("rotary_ptr", "partial_ptr"):
-                return "*fp32"
-            return f"*{s.weights}" if s.weights and name.startswith(("video_", "text_")) else f"*{s.x}"
-        return "fp32" if name == "eps" else "i32"
+        if not name.endswith("_ptr"):
+            floats = ("eps", "beta", "inverse_numel", "two_over_numel")
+            return s.numel if name == "numel" else "fp32" if name in floats else "i32"
+        if name in ("step_ptr", "seed_ptr"):
+            return "*i64"
+        if norm and name not in ("rotary_ptr", "partial_ptr"):
+            return f"*{s.weights if s.weights and name.startswith(('video_', 'text_')) else s.x}"
+        if name in ("x_ptr", "x_next_ptr"):
+            return f"*{s.x}"
+        return f"*{s.v}" if name in ("v_ptr", "v_uncond_ptr", "v_anchor_ptr", "v_old_ptr", "dv_ptr") else "*fp32"
 
-    aligned = ("_ptr", "_stride", "width")  # multiples of 16 at these sizes, which Triton detects
-    unaligned = ("out_width", "grad_width") if s.room % 16 else ()
+    # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
+    divisible = ("_ptr", *(("_stride", "width") if norm else ()), *(("numel",) if s.aligned else ()))
+    uneven = ("inverse_numel", "two_over_numel", *(("out_width", "grad_width") if s.room % 16 else ()))
+    signature = {name: kind(name) for name in kernel.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if name.endswith(aligned) and name not in unaligned
+        for i, (name, type_name) in enumerate(signature.items())
+        if name.endswith(divisible) and name not in uneven and (norm or type_name != "constexpr")
     }
-    source = ASTSource(kernel, {name: kind(name) for name in kernel.arg_names}, constants, attributes)
-    options = common.WIDE_OPTIONS if "bwd" in s.kernel or "gated" in s.kernel else common.LAUNCH_OPTIONS
+    wide = norm and ("bwd" in s.kernel or "gated" in s.kernel)
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,12 +61,32 @@ print(json.dumps({name: [dataclasses.asdict(row) for row in found] for name, fou
 """
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, list[Row]]:
+FORGETFUL = """
+import sys
+from pathlib import Path
+from sage_fast.benchmarks.compile_report import Specialisation, compile_report
+from sage_fast.kernels import norm_modulate, transition_step
+
+module, kernel = {"transition_step": transition_step, "norm_modulate": norm_modulate}[sys.argv[1]], sys.argv[2]
+source = Path(module.__file__).read_text()
+assert source.count(": tl.constexpr,\\n):") > 0
+changed = Path(sys.argv[3]) / "changed.py"
+changed.write_text(source.replace(": tl.constexpr,\\n):", ": tl.constexpr,\\n    NEW: tl.constexpr,\\n):"))
+exec(compile(changed.read_text(), changed, "exec"), vars(module))
+compile_report([Specialisation(kernel=kernel)], [90])
+"""
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", PROGRAM, json.dumps(SHIPPED)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[Row]]:
+    result = run(PROGRAM, json.dumps(SHIPPED))
     assert result.returncode == 0, result.stderr
     return {name: [Row(**row) for row in rows] for name, rows in json.loads(result.stdout.splitlines()[-1]).items()}
 
@@ -79,6 +100,14 @@ def test_every_specialisation_compiles_for_every_architecture(rows):
     assert ARCHITECTURES == (80, 90, 100)
     assert len(rows) == len(SPECIALISATIONS) * len(SHIPPED) + 6
     assert {row.arch for row in rows} == {*SHIPPED}
+
+
+@pytest.mark.parametrize("operator", ["transition_step", "norm_modulate"])
+def test_a_flag_that_the_report_does_not_know_is_an_error(operator: str, tmp_path: Path) -> None:
+    """It would be compiled as an argument at run time, and the row would be of another kernel."""
+    result = run(FORGETFUL, operator, f"_{operator}_fwd_kernel", str(tmp_path))
+    assert result.returncode == 1
+    assert f"_{operator}_fwd_kernel: NEW" in result.stderr.splitlines()[-1]
 
 
 def test_nothing_spills(rows):
