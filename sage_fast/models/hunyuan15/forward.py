@@ -85,7 +85,7 @@ class TextToVideoForward(nn.Module):
             else:
                 hidden, context = block(*arguments)
         scale, shift = conditioning.final.expand(batch, 2, -1).unbind(1)
-        out = self.out(norm_modulate(hidden, scale, shift, room=self.out.room))
+        out = self.out(norm_modulate(hidden, scale, shift, pad=self.out.pad))
         if sequence is not None:
             out = sequence.whole(out, tokens)
 
