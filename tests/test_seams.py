@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from sage_fast.models.load import find_spec
 from sage_fast.models.registry import SHIPPED, families, family
 from sage_fast.models.spec import Spec
 from sage_fast.util.errors import UserError
+from sage_fast.util.plugins import registered
 
 REPOSITORY = Path(__file__).parent.parent
 MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
@@ -67,6 +69,13 @@ def test_a_family_is_found_whatever_its_network_is_called(tmp_path: Path, monkey
     with pytest.raises(UserError, match=r"holds a Nothing; expected one of \['Hunyuan"):
         find_spec(str(tmp_path))
     assert type(find_spec(f"{__name__}:Other:{tmp_path}")) is Other
+
+
+def test_an_installed_package_adds_names_and_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint(name, "package.module:Mine", "sage_fast.models") for name in ("Net", "TestbedTransformer")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [p for p in points if p.group == group])
+    assert registered("sage_fast.models", SHIPPED) == {**SHIPPED, "Net": "package.module:Mine"}
+    assert registered("sage_fast.rewards", {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,8 @@ class RewardEntry(Section):
     callable (videos [B, F, 3, H, W] in [0, 1], prompts) -> dict of [B], or http://host:port of `sage-fast
     serve-reward`. Modules in the current folder are found too."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one is the environment
-    variable NAME, the only way to give a secret."""
+    """Keyword arguments of the reward class: '{path: weights/scorer, fps: 2}'. `${NAME}` in one stands for the
+    environment variable NAME; secrets have to be given so."""
     weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"vq": 1.0, "mq": 1.0, "ta": 1.0})
     """Weights of the composite reward R = sum of weight x part. The paper's setting A is 1, 1, 1 and B is 0.5, 0.5, 1.
     Weights given on the command line replace those of the file, which replace the default: '{red: 1}', or

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 @pytest.mark.parametrize(("pad", "pad_rows"), [(1, 0), (24, 0), (8, 3)])
 def test_norm_modulate_leaves_padding(kernels: tuple[Kernels, torch.device], pad: int, pad_rows: int) -> None:
-    """The output has the same bits with any padding; padding rows are zero; the backward reads no gradient of either."""
+    """The output has the same bits with any padding; padding rows are zero; the backward reads neither."""
     functions, device = kernels
     x, scale, shift, _ = inputs("norm_modulate", (2, 5, 64), (BF16,), device)
     out = functions("norm_modulate")(x, scale, shift, 1e-6, pad, pad_rows)
