@@ -390,20 +390,6 @@ def _compare(options: Options, overrides: Overrides) -> int:
 
 
 @command(
-    "sde", "print and draw the transitions of the samplers: noise, excess noise, equalizer weights, warnings",
-    argument("--steps", type=int, default=20, help="default: 20"),
-    argument("--shift", type=float, default=5.0, help="default: 5"),
-    argument("--eta", type=float, default=1.0, help="default: 1"),
-    argument("--sampler", action="append", default=[], metavar="NAME", help="may be given several times"),
-    argument("--figure", metavar="FILE", help="draw them to FILE, .svg or .png"),
-)  # fmt: skip
-def _sde(options: Options, overrides: Overrides) -> int:
-    from sage_fast.tools.sde import sde
-
-    return sde(options)
-
-
-@command(
     "serve-reward", "score videos for other runs, over HTTP",
     argument("config", metavar="CONFIG", help="YAML file; its rewards are served"),
     argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"),

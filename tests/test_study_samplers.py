@@ -1,4 +1,4 @@
-"""Claims that need no training: their rules on made-up data, their numbers against known ones, and `sage-fast sde`."""
+"""Claims that need no training: their rules on made-up data; their numbers against known ones."""
 
 import dataclasses
 import re
@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.cli import main
+from sage_fast.algorithm.transitions import sigma_schedule
 from sage_fast.report.charts import picture
 from studies.finding import Claim, Material
 from studies.paper import adapter, gradients, printed, samplers
@@ -108,51 +107,3 @@ def test_quick_findings(claim: Claim) -> None:
     assert finding.rows
     assert not re.search(r"nan|inf", finding.text)
     assert picture(finding.draw, claim.size, "svg", claim.name).startswith(b"<?xml")
-
-
-def test_sde(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "new" / "table.svg"
-    options = ["sde", "--steps", "20", "--shift", "5", "--eta", "0.5", "--figure", str(file)]
-    assert main(options) == 0
-    text = capsys.readouterr().out
-    table = transition_table(sigma_schedule(20, 5.0), "sage", 0.5)
-    row = text.split("\nsage\n")[1].splitlines()[19 + 1].split()
-    columns = (table.a, table.b, table.c, table.excess_noise(), table.gradient_scale(), table.equalizer())
-    assert [float(value) for value in row[3:]] == pytest.approx([float(c[19]) for c in columns], abs=6e-4)
-    assert "note: sage: step 0 is set by the clamp" in text
-    assert re.findall(r"^(\S+)\nstep", text, re.M) == [
-        "sage", "flow", "dance", "cps", "dance-precise", "precise"
-    ]  # fmt: skip
-    assert file.read_text().startswith("<?xml")
-    assert main(["sde", "--eta", "1.4"]) == 0
-    assert "\ncps\n" not in capsys.readouterr().out
-    # Without noise there is nothing to show on a log axis, shift 0.1 rounds the schedule, and columns stay apart.
-    assert main(["sde", "--eta", "0", "--shift", "0.1", "--figure", str(file.with_suffix(".png"))]) == 0
-    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    assert main(["sde", "--eta", "10", "--steps", "4"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(" +[0-3] ", line)]
-    assert [len(row.split()) for row in rows] == [9] * 4 * 5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "0"], "--steps 0: expected 1 to 1000; the nearest is 1"),
-        (["--shift", "nan"], "--shift nan: expected above 0"),
-        (["--eta", "-1"], "--eta -1: expected 0 to 10; the nearest is 0"),
-        (["--eta", "1e200"], "--eta 1e+200: expected 0 to 10; the nearest is 10"),
-        (["--figure", "{folder}"], "table.svg': a folder; expected a file"),
-        (["--eta", "2", "--sampler", "cps"], "cps is defined up to 1"),
-        (["--sampler", "precize"], "did you mean 'precise'"),
-        (["--figure", "table.pdf"], "expected a name that ends with .svg or .png"),
-    ],
-)
-def test_sde_says_what_is_wrong(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (folder := tmp_path / "table.svg").mkdir()
-    assert main(["sde", *(option.format(folder=folder) for option in options)]) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.out == ""

@@ -141,7 +141,6 @@ class SamplerRow:
         largest_eta: largest eta for which the sampler is defined.
         extrapolation: (s, n) -> w, float64 `[T]`; for a sampler that uses the velocity of the step before.
         notes: (s, n, c) -> sentences on clamped or unusual steps.
-        compared: whether `sage-fast sde` shows it without being asked.
         log_corrected: integrates the SDE of eta^2 s/(1-s) over the step, as SAGE-GRPO does, instead of its first order.
     """
 
@@ -149,7 +148,6 @@ class SamplerRow:
     largest_eta: float = math.inf
     extrapolation: Callable[[Tensor, Tensor], Tensor] | None = None
     notes: Callable[[Tensor, Tensor, Tensor], tuple[str, ...]] = lambda s, n, c: ()
-    compared: bool = True
     log_corrected: bool = False
 
 
@@ -160,8 +158,8 @@ SAMPLERS = {
     "cps": SamplerRow(step=_cps, largest_eta=1.0),
     "dance-precise": SamplerRow(step=_dance_precise),
     "precise": SamplerRow(step=_precise, log_corrected=True),
-    "ode": SamplerRow(step=_ode, compared=False),
-    "ode2": SamplerRow(step=_ode, extrapolation=_two_step, compared=False),
+    "ode": SamplerRow(step=_ode),
+    "ode2": SamplerRow(step=_ode, extrapolation=_two_step),
 }
 assert tuple(SAMPLERS) == get_args(Sampler), "a sampler is named in config.Sampler and has its row in SAMPLERS"
 
