@@ -23,14 +23,9 @@ from sage_fast.algorithm.flops import training_flops
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config, ModelConfig
 from sage_fast.models.hunyuan15.conditioning import Inputs
+from sage_fast.models.hunyuan15.memory import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.spec import (
-    HunyuanVideo15,
-    activation_bytes,
-    attention_flops,
-    decode_flops,
-    forward_flops,
-)
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.ops import implementation
 from sage_fast.parallel.settings import BUCKET

@@ -14,7 +14,7 @@ from sage_fast.config.load import load
 from sage_fast.models.attention import ATTENTION, Backend, is_attention
 from sage_fast.models.checkpointing import MODES
 from sage_fast.models.decoder import Decoder
-from sage_fast.models.hunyuan15.spec import activation_bytes, attention_output_bytes
+from sage_fast.models.hunyuan15.memory import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.model import Model
 from sage_fast.tools.plan import plan

@@ -15,14 +15,9 @@ from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
+from sage_fast.models.hunyuan15.memory import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
-from sage_fast.models.hunyuan15.spec import (
-    HunyuanVideo15,
-    activation_bytes,
-    attention_flops,
-    decode_flops,
-    forward_flops,
-)
+from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable

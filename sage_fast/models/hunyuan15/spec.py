@@ -20,27 +20,13 @@ from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder, random_encoder
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
+from sage_fast.models.hunyuan15.memory import activation_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.lora_linear import padding_for
 from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.util.errors import UserError
-
-# Activations that autograd keeps per token, in units of d plus the adapters' pad, for mlp ratio 4 and the default LoRA
-# targets; the same in float32 and bfloat16. tests/test_plan.py counts each: change them together with the block.
-KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 17, 18
-"""Kept per video token from a block's forward to its backward, in addition to the block's input and attention's output:
-the normed rows of both matmuls and the video stream after attention (3), q, k, v, and q and k after rotation (5),
-attention's output as a matmul's input (1), the feed-forward before and after GELU (8). Four of them are inputs of
-matmuls with padding for adapters: one for three adapters, three for one. If all weights are trained,
-attention's output is not copied, but the operands of both gates are kept (-1, +2). Text tokens keep less, and are few.
-"""
-GRADIENTS = 5
-"""Gradients alive per token at the peak of one block's backward: that of the stream (1), and that of the feed-forward's
-inner rows (4, plus padding for one adapter)."""
-
 
 Architecture = Mapping[str, Any]
 """The transformer's config."""
@@ -250,44 +236,3 @@ def decode_flops(decoder: Any, latents: tuple[int, ...]) -> float:
             flops += conv(upsampler.conv)
             t, h, w = 2 * t - 1 if upsampler.add_temporal_upsample else t, 2 * h, 2 * w
     return flops + conv(decoder.conv_out)
-
-
-def activation_bytes(
-    mode: str,
-    architecture: Mapping[str, Any],
-    tokens: int,
-    bytes_per_value: int,
-    *,
-    rank: int,
-    batch_size: int = 1,
-    passes: int = 1,
-) -> float:
-    """Return the peak bytes of a micro-batch's activations and their gradients, reached at the start of the backward.
-
-    Args:
-        mode: one of `MODES`.
-        architecture: the transformer's config.
-        tokens: video and text tokens.
-        bytes_per_value: bytes per activation value.
-        rank: rank of the adapter; 0 if all weights are trained.
-        batch_size: transitions per micro-batch.
-        passes: 2 with guidance; the activations of both passes are kept, and their backwards run one after the other.
-    """
-    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    stream = bytes_per_value * d  # a block's input, or its output, which is recomputed too
-    attention = attention_output_bytes(architecture, bytes_per_value)
-    pad, padding_of_three = (padding_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
-    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad)
-    kept, recomputed = {
-        "none": (stream + attention + inner, 0),
-        "attention": (stream + attention, inner + stream),
-        "full": (stream, attention + inner + stream),
-    }[mode]
-    gradients = bytes_per_value * (GRADIENTS * d + pad)
-    return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + recomputed + gradients))
-
-
-def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:
-    """Return the bytes of attention's output per token and block: the values, and a float32 log-sum-exp per head."""
-    heads = architecture["num_attention_heads"]
-    return heads * (architecture["attention_head_dim"] * bytes_per_value + 4)
