@@ -99,7 +99,7 @@ class Trainer:
         self.anchor_is_current = True
         self.anchor_step = 0
         self.latent_shape = model.latent_shape(config.sampling)
-        self.full_table = configured_table(config)
+        self.full_table = configured_table(config.sampling)
         reduction = config.objective.log_prob
         scored = scored_table(self.full_table, objective.surrogate)
         self.coefs = self._coefficients(scored)
@@ -142,11 +142,15 @@ class Trainer:
 
         advantages, kept = self._advantages(scores, metrics)
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
-        anchored = transitions_of(samples, [position_steps(config, of_group, index) for of_group in steps])
+        fraction = config.kl.position_fraction
+        scored = [position_steps(fraction, of_group, config.seed, index) for of_group in steps]
+        anchored = transitions_of(samples, scored)
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, batch.own(anchored))
 
-        updates = update_schedule(config, index, samples, steps, kept.flatten().tolist())
+        updates = update_schedule(
+            config.train, samples, steps, kept.flatten().tolist(), seed=config.seed, iteration=index
+        )
         self.forwards = forwards(
             self.objective,
             passes=2 if self.policy.uses_guidance else 1,

@@ -17,15 +17,14 @@ STEPS = (0, 1, 2, 3, 4)
 
 def test_the_draw() -> None:
     """The draw is a pure function of seed and iteration, so a resume repeats it; every step is drawn equally often."""
-    config = settings(kl__position_fraction=0.4)
-    draws = [position_steps(config, STEPS, iteration) for iteration in range(400)]
+    draws = [position_steps(0.4, STEPS, 0, iteration) for iteration in range(400)]
     assert all(len(set(draw)) == 2 and draw == sorted(draw) for draw in draws)
-    assert draws == [position_steps(config, STEPS, iteration) for iteration in range(400)]
-    assert draws != [position_steps(settings(kl__position_fraction=0.4, seed=1), STEPS, i) for i in range(400)]
+    assert draws == [position_steps(0.4, STEPS, 0, iteration) for iteration in range(400)]
+    assert draws != [position_steps(0.4, STEPS, 1, i) for i in range(400)]
     for step in STEPS:
         assert sum(step in draw for draw in draws) == pytest.approx(160, abs=5 * (400 * 0.4 * 0.6) ** 0.5)
-    assert position_steps(settings(), STEPS, 3) == list(STEPS)
-    assert len(position_steps(settings(kl__position_fraction=0.01), STEPS, 3)) == 1
+    assert position_steps(1.0, STEPS, 0, 3) == list(STEPS)
+    assert len(position_steps(0.01, STEPS, 0, 3)) == 1
 
 
 class Seen:
@@ -57,7 +56,7 @@ class Seen:
             patch.setattr(Trainer, "_loss", staticmethod(summed))
             patch.setattr(trainer.engine, "step", noted)
             if drawn is not None:
-                patch.setattr("sage_fast.trainer.position_steps", lambda config, steps, iteration: list(drawn))
+                patch.setattr("sage_fast.trainer.position_steps", lambda *_: list(drawn))
             self.row = trainer.iteration(0)
 
 

@@ -12,7 +12,7 @@ from sage_fast.algorithm.objective import Loss, Replayed, StepConstants, sage_lo
 from sage_fast.algorithm.schedule import check_log_prob
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.load import build
-from sage_fast.config.schema import Config, KLConfig, ObjectiveConfig
+from sage_fast.config.schema import KLConfig, ObjectiveConfig
 from sage_fast.ops import Row, transition_score
 from sage_fast.util.errors import UserError
 from tests.test_objective import rolled_out
@@ -312,14 +312,15 @@ def test_the_kl_of_the_paper_does_nothing(tmp_path: Any) -> None:
 
 
 def test_a_sum_that_float32_cannot_resolve_is_refused() -> None:
-    def config(**changes: Any) -> Config:
-        return build({"objective.log_prob": "sum"} | {key.replace("__", "."): value for key, value in changes.items()})
+    def check(**changes: Any) -> None:
+        changed = {key.replace("__", "."): value for key, value in changes.items()}
+        config = build({"objective.log_prob": "sum"} | changed)
+        check_log_prob(config.objective, config.sampling, 32 * 21 * 30 * 52)
 
-    published = 32 * 21 * 30 * 52
     with pytest.raises(
         UserError, match=r"log_prob = 'sum': .*1,048,320 .* steps of \d.\de-01, .*nearest choice is 'mean'"
     ):
-        check_log_prob(config(), published)
-    check_log_prob(config(objective__clip_range=5.0), published)
-    check_log_prob(config(objective__log_prob="mean"), published)
-    check_log_prob(config(objective__surrogate="log_prob"), published)
+        check()
+    check(objective__clip_range=5.0)
+    check(objective__log_prob="mean")
+    check(objective__surrogate="log_prob")

@@ -72,7 +72,7 @@ def test_a_surrogate_that_clips_has_all_that_goes_with_a_ratio(monkeypatch: pyte
 
     mine.objective.log_prob = "sum"
     with pytest.raises(UserError, match="the nearest choice is 'mean'"):
-        check_log_prob(mine, 30_000_000)
+        check_log_prob(mine.objective, mine.sampling, 30_000_000)
 
 
 def test_a_surrogate_of_the_forward_process_trains_with_the_ode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,9 @@ def test_no_seed_is_used_twice() -> None:
 def test_every_kept_sample_is_in_every_update() -> None:
     config = settings(train__optimizer_steps=2, sampling__steps=6)
     samples = draw_samples(config, PROMPTS, 0)
-    schedule = update_schedule(config, 0, samples, [range(6)] * 2, [True, False, True, True, True, True])
+    schedule = update_schedule(
+        config.train, samples, [range(6)] * 2, [True, False, True, True, True, True], seed=config.seed, iteration=0
+    )
     assert [len(update) for update in schedule] == [15, 15]
     assert {i for i, _ in schedule[0]} == {i for i, _ in schedule[1]} == {0, 2, 3, 4, 5}
     assert sorted(schedule[0] + schedule[1]) == [(i, t) for i in (0, 2, 3, 4, 5) for t in range(6)]
@@ -235,7 +237,7 @@ def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.Mon
 
     def noting(config: Any, index: int, samples: Any, steps: Any, trained: list[bool]) -> Any:
         kept[:] = trained
-        return update_schedule(config, index, samples, steps, trained)
+        return update_schedule(config.train, samples, steps, trained, seed=config.seed, iteration=index)
 
     monkeypatch.setattr("sage_fast.trainer.update_schedule", noting)
     config = settings(objective__drop_equal_groups=False, reward__max_dropped=0.5, reward__retries=0)

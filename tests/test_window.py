@@ -63,7 +63,8 @@ def test_a_window_is_contiguous_and_that_of_all_prompts() -> None:
 def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: int | None) -> None:
     """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer of them."""
     config = settings(sampling__steps=steps, sampling__sde_window=length)
-    trained = [trained_steps(window, config, 0) for window in windows(configured_table(config), config)]
+    tables = windows(configured_table(config.sampling), length)
+    trained = [trained_steps(window, config, 0) for window in tables]
     counts = Counter(step for window in trained for step in window)
     assert [len(window) for window in trained] == [length] * len(trained)
     assert [counts[step] for step in range(steps)] == ([each] * steps if each else [1, 2, 2, 2, 1])
@@ -151,7 +152,9 @@ def test_the_anchor_runs_in_the_windows_alone() -> None:
 def test_windows_of_unequal_length_are_spread_over_all_updates() -> None:
     config = settings(**ALONE, train__optimizer_steps=2)
     steps = [[0, 1, 2], [3, 4], [1, 2, 3], [3, 4]]
-    updates = update_schedule(config, 0, draw_samples(config, ["a", "b", "c"], 0), steps, [True] * 8)
+    updates = update_schedule(
+        config.train, draw_samples(config, ["a", "b", "c"], 0), steps, [True] * 8, seed=config.seed, iteration=0
+    )
     assert [{sample for sample, _ in update} for update in updates] == [set(range(8))] * 2
     assert sorted(updates[0] + updates[1]) == [(sample, t) for sample in range(8) for t in steps[sample // 2]]
 

@@ -20,7 +20,7 @@ from sage_fast.algorithm.transitions import (
     transition_table,
 )
 from sage_fast.config.fields import require
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, ObjectiveConfig, SamplingConfig, TrainConfig
 from sage_fast.models.sharing import check_ranks
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import world_size
@@ -30,26 +30,26 @@ Transition = tuple[int, int]
 """(sample, step)."""
 
 
-def configured_table(config: Config) -> TransitionTable:
+def configured_table(sampling: SamplingConfig) -> TransitionTable:
     """Return all transitions of the configured sampler."""
-    s = config.sampling
-    return transition_table(sigma_schedule(s.steps, s.shift), s.sampler, s.eta)
+    sigmas = sigma_schedule(sampling.steps, sampling.shift)
+    return transition_table(sigmas, sampling.sampler, sampling.eta)
 
 
 def iteration_tables(table: TransitionTable, config: Config, iteration: int) -> list[TransitionTable]:
     """Return each group's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
-    tables, alone = windows(table, config), config.sampling.window_per_prompt
+    tables, alone = windows(table, config.sampling.sde_window), config.sampling.window_per_prompt
     keys = [(iteration, group) if alone else (iteration,) for group in range(config.train.prompts_per_iteration)]
     return [tables[derive_seed(config.seed, "window", *key) % len(tables)] for key in keys]
 
 
-def windows(table: TransitionTable, config: Config) -> list[TransitionTable]:
-    """Return the table of every window; without `sampling.sde_window` there is one, of all steps.
+def windows(table: TransitionTable, length: int) -> list[TransitionTable]:
+    """Return the table of every window of `length` steps, `sampling.sde_window`; with 0 there is one, of all steps.
 
     If the length divides the number of steps, windows do not overlap: an end step is in as many as any other. If not,
     no choice of windows of one length does that, and they start at every step.
     """
-    length = config.sampling.sde_window or len(table)
+    length = length or len(table)
     stride = 1 if len(table) % length else length
     return [table.window(start, start + length) for start in range(0, len(table) - length + 1, stride)]
 
@@ -74,7 +74,8 @@ def trained_steps(table: TransitionTable, config: Config, iteration: int) -> lis
 
 def longest_window(config: Config) -> list[int]:
     """Return the trained steps of the window that has most of them."""
-    return max((trained_steps(table, config, 0) for table in windows(configured_table(config), config)), key=len)
+    tables = windows(configured_table(config.sampling), config.sampling.sde_window)
+    return max((trained_steps(table, config, 0) for table in tables), key=len)
 
 
 def check_trainable(config: Config, ranks: int | None = None) -> None:
@@ -94,8 +95,8 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     require(
         s.eta <= largest, "sampling.eta", s.eta, f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
     )
-    table = configured_table(config)
-    trainable = min(len(trained_steps(window, config, 0)) for window in windows(table, config))
+    table = configured_table(s)
+    trainable = min(len(trained_steps(window, config, 0)) for window in windows(table, s.sde_window))
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
         forward = [name for name, row in SURROGATES.items() if not row.scores_rollout]
@@ -131,7 +132,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         f"the reward has one part with a weight, {weighted[0]}, and there is nothing to balance; the nearest choice is "
         "false",
     )
-    check_ranks(config, ranks or world_size())
+    check_ranks(train, config.model.sequence_parallel, ranks or world_size())
 
 
 def _check_kl(config: Config) -> None:
@@ -169,16 +170,16 @@ def _check_kl(config: Config) -> None:
     )
 
 
-def check_log_prob(config: Config, numel: int) -> None:
+def check_log_prob(objective: ObjectiveConfig, sampling: SamplingConfig, numel: int) -> None:
     """Check that float32 can resolve the clip range in a log-prob summed over `numel` elements.
 
     Raises:
         UserError: adjacent float32 values at the size of the sum differ by more than a tenth of the clip range.
     """
-    objective, surrogate = config.objective, SURROGATES[config.objective.surrogate]
+    surrogate = SURROGATES[objective.surrogate]
     if not REDUCTIONS[objective.log_prob].sums or not surrogate.uses_ratio:
         return
-    c = scored_table(configured_table(config), surrogate).c
+    c = scored_table(configured_table(sampling), surrogate).c
     size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())
     spacing = 2.0 ** (math.floor(math.log2(size)) - 23)
     require(
@@ -196,31 +197,37 @@ def transitions_of(samples: Sequence[Sample], steps: Sequence[Sequence[int]]) ->
     return sorted(found, key=lambda transition: transition[::-1])
 
 
-def position_steps(config: Config, steps: Sequence[int], iteration: int) -> list[int]:
+def position_steps(fraction: float, steps: Sequence[int], seed: int, iteration: int) -> list[int]:
     """Return the trained steps with a KL to the anchor: a random share `kl.position_fraction`, at least one step."""
-    count = max(round(config.kl.position_fraction * len(steps)), 1)
-    return sorted(steps[i] for i in permutation(len(steps), config.seed, "position", iteration)[:count])
+    count = max(round(fraction * len(steps)), 1)
+    return sorted(steps[i] for i in permutation(len(steps), seed, "position", iteration)[:count])
 
 
 def update_schedule(
-    config: Config, iteration: int, samples: Sequence[Sample], steps: Sequence[Sequence[int]], kept: Sequence[bool]
+    train: TrainConfig,
+    samples: Sequence[Sample],
+    steps: Sequence[Sequence[int]],
+    kept: Sequence[bool],
+    *,
+    seed: int,
+    iteration: int,
 ) -> list[list[Transition]]:
     """Return the transitions of each optimizer step. Each step has every kept sample, at timesteps of its own.
 
     Args:
-        config: validated settings.
-        iteration: seeds the order of the timesteps.
+        train: section `train`.
         samples: all samples of the iteration; a transition refers to a sample by its index here.
         steps: trained steps of each group.
         kept: whether each sample is trained.
+        seed, iteration: seed the order of the timesteps.
     """
     orders = []
     for sample in samples:
         own, index = steps[sample.group], (iteration, sample.group, sample.index)
-        permuted = config.train.timestep_permutation
-        order = permutation(len(own), config.seed, "timesteps", *index) if permuted else range(len(own))
+        permuted = train.timestep_permutation
+        order = permutation(len(own), seed, "timesteps", *index) if permuted else range(len(own))
         orders.append([own[i] for i in order])
-    updates = config.train.optimizer_steps
+    updates = train.optimizer_steps
     return [
         [
             (sample, order[position])

@@ -14,7 +14,6 @@ from sage_fast.commands.card import model_card
 from sage_fast.commands.sources import is_checkpoint, newest_weights
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.load import load
-from sage_fast.config.schema import Config
 from sage_fast.models.load import find_spec
 from sage_fast.models.lora import LORA_FILE, lora_files, write_adapter
 from sage_fast.models.lora_layouts import converted, read_lora
@@ -69,7 +68,7 @@ def _write(source: Path, folder: Path, base: str | None) -> None:
     if is_hub_id(path) and not Path(path).is_dir() and facts.is_file() and read_json(facts).get("model_is_local"):
         raise UserError(f"model.path = {path!r}: a folder where the run began, and none here; export from there")
     spec = find_spec(config.model.path)
-    base = _base(config, base)
+    base = _base(config.model.path, base)
     folder.mkdir()
     for part in spec.networks:
         if not config.model.trains_adapter:
@@ -81,15 +80,15 @@ def _write(source: Path, folder: Path, base: str | None) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _base(config: Config, base: str | None) -> str | None:
+def _base(model_path: str, base: str | None) -> str | None:
     """Return the hub id of the base model; None without one, as for a local folder."""
-    path = split_path(config.model.path)[1]
+    path = split_path(model_path)[1]
     if base is None and is_hub_id(path) and not Path(path).is_dir():
         return path
     if base is None:
         log.info(f"note: model.path = {path!r} is no hub id: --base HUB_ID names the base in files and card")
     elif not is_hub_id(base):
-        raise UserError(f"--base {base!r}: expected a hub id such as {find_spec(config.model.path).published}")
+        raise UserError(f"--base {base!r}: expected a hub id such as {find_spec(model_path).published}")
     return base
 
 

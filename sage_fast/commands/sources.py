@@ -187,7 +187,7 @@ def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | N
         raise UserError(f"{source!r} is no run folder: config.yaml is missing")
     if not run.is_dir() or "model.weights" in overrides:
         config = load(run / "config.yaml" if run.is_dir() else run, overrides)
-        check_weights(config)
+        check_weights(config.model.weights)
         return config, None
     weights, iteration = newest_weights(run)
     return load(run / "config.yaml", {"model.weights": str(weights)} | dict(overrides)), iteration

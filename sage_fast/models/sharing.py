@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import TrainConfig
 from sage_fast.util.errors import UserError
 
 
-def check_ranks(config: Config, ranks: int) -> None:
-    """Check that an iteration has a sample for every rank.
+def check_ranks(train: TrainConfig, size: int, ranks: int) -> None:
+    """Check that an iteration has a sample for every rank, or for every group of `model.sequence_parallel` ranks.
+
+    Args:
+        train: section `train`.
+        size: `model.sequence_parallel`.
+        ranks: number of ranks of the run.
 
     Raises:
         UserError: it has too few, or as `check_sequence_parallel`.
     """
-    ranks, train = check_sequence_parallel(config.model.sequence_parallel, ranks), config.train
+    ranks = check_sequence_parallel(size, ranks)
     samples = train.prompts_per_iteration * train.group_size
     if samples < ranks:
         raise UserError(

@@ -31,7 +31,7 @@ def check_early(config: Config, ranks: int) -> None:
         from_environment(entry.args, f"{setting}: args")
     sources = config.data.prompts, config.data.eval_prompts
     negatives_of(prompt for source in sources for prompt in read_prompts(source, config.sampling))
-    check_ranks(config, ranks)
+    check_ranks(config.train, config.model.sequence_parallel, ranks)
 
 
 def check_output(config: Config, *, resume: bool) -> None:

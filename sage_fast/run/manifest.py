@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from sage_fast.config.schema import Config
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, remove, write_json
 
@@ -25,14 +24,14 @@ FOR_TRAINING = ("state.json", "trainable.safetensors", "ema.safetensors", "ancho
 """Checkpoint files that only a resume reads."""
 
 
-def check_weights(config: Config) -> None:
-    """Check the weights that the settings name, if a run wrote them.
+def check_weights(weights: str | None) -> None:
+    """Check the weights that `model.weights` names, if a run wrote them.
 
     Raises:
         UserError: they are damaged.
     """
-    folder = Path(config.model.weights or "")
-    if config.model.weights is not None and (folder / MANIFEST).is_file() and (fault := fault_of_weights(folder)):
+    folder = Path(weights or "")
+    if weights is not None and (folder / MANIFEST).is_file() and (fault := fault_of_weights(folder)):
         raise UserError(f"model.weights = {str(folder)!r}: damaged: {fault}; expected what the run wrote, or a copy")
 
 

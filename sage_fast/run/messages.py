@@ -76,12 +76,11 @@ def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) 
     )
 
 
-def average_warning(config: Config) -> str | None:
+def average_warning(train: TrainConfig, averaged_weights: bool) -> str | None:
     """Return that rollouts come from weights too near the start until the end; None if they do not."""
-    train = config.train
     updates = train.iterations * train.optimizer_steps
     left = train.ema_decay**updates
-    if not config.sampling.averaged_weights or left <= LARGEST_START:
+    if not averaged_weights or left <= LARGEST_START:
         return None
     nearest = math.floor(1e4 * LARGEST_START ** (1 / updates)) / 1e4
     return (
@@ -92,4 +91,5 @@ def average_warning(config: Config) -> str | None:
 
 def config_warnings(config: Config) -> list[str]:
     """Return what in the settings is likely to mislead or to train little."""
-    return [found for found in (guidance_warning(config), average_warning(config)) if found]
+    average = average_warning(config.train, config.sampling.averaged_weights)
+    return [found for found in (guidance_warning(config), average) if found]

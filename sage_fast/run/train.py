@@ -64,7 +64,7 @@ def train(config: Config, *, resume: bool = False, report: Callable[[Config], ob
     check_trackers(config.tracking.trackers)
     check_output(config, resume=resume)
     if not resume:
-        check_weights(config)
+        check_weights(config.model.weights)
     with Stop(config.train.grace_seconds) as stop, locked(Path(config.output)):
         run = Run(config, stop, resume=resume)
         try:
@@ -98,7 +98,7 @@ class Run:
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
         self.setup = setup = load_setup(config, attention=_attention_of(config, resume))
         trajectories = check_trajectories(config, setup.model)
-        check_log_prob(config, math.prod(setup.model.latent_shape(config.sampling)))
+        check_log_prob(config.objective, config.sampling, math.prod(setup.model.latent_shape(config.sampling)))
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
             claim_output(config)

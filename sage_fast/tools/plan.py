@@ -167,7 +167,8 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
 def _forwards(config: Config, samples: int, steps: Sequence[int]) -> dict[str, int]:
     """Return part -> forwards of an iteration that trains `steps` of each sample, where the anchor is never free."""
     objective, transitions = Objective.of(config), samples * len(steps)
-    anchored = samples * len(position_steps(config, steps, 0)) * (objective.strategy.anchor is not None)
+    positions = position_steps(config.kl.position_fraction, steps, config.seed, 0)
+    anchored = samples * len(positions) * (objective.strategy.anchor is not None)
     return forwards(
         objective,
         passes=1 if config.sampling.guidance_scale == 1 else 2,

@@ -124,7 +124,7 @@ def profile_iteration(
             row = _window(trainer, warmup)
         if "anchor" in flops:  # the plan has it run in every iteration
             flops["anchor"] = trainer.forwards["anchor"] * expected.flops["forward"]
-    flops["train"] *= _trained_share(config, row, expected.samples)
+    flops["train"] *= _trained_share(config.objective.drop_equal_groups, row, expected.samples)
     result = {
         "environment": environment(device, implementation(device))
         | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
@@ -165,9 +165,9 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     return row
 
 
-def _trained_share(config: Config, row: Mapping[str, Any], samples: int) -> float:
+def _trained_share(drop_equal_groups: bool, row: Mapping[str, Any], samples: int) -> float:
     """Return the share of samples that were trained: updates skip failed rewards and groups of equal rewards."""
-    equal = row["reward/zero_std_groups"] if config.objective.drop_equal_groups else 0.0
+    equal = row["reward/zero_std_groups"] if drop_equal_groups else 0.0
     return max(0.0, 1 - equal - row["reward/dropped"] / samples)
 
 

@@ -1,7 +1,4 @@
-"""Memory of HunyuanVideo 1.5's activations.
-
-tests/test_plan.py checks the formula against what PyTorch keeps.
-"""
+"""Memory of HunyuanVideo 1.5's activations."""
 
 from __future__ import annotations
 
