@@ -52,7 +52,7 @@ LATENTS = {
 TOKENS = {
     "tiny tokens": (2, 6, 3, 2, 8),
     "testbed batch 32": (32, 80, 7, 4, 16),
-    "8192 tokens": (1, 8000, 192, 16, 128),
+    "8192 tokens": OPERATORS["norm_rotate"].production,
 }
 """Name -> samples, video tokens, text tokens, heads and width of a head."""
 SIZES = LATENTS | TOKENS
