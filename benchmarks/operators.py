@@ -48,10 +48,11 @@ LATENTS = {
     "720p batch 16": (16, 32, 21, 45, 80),
     "large": (96, 32, 21, 45, 80),
 }
+"""Name -> shape of the latents of the transitions."""
 TOKENS = {
     "tiny tokens": (2, 6, 3, 2, 8),
     "testbed batch 32": (32, 80, 7, 4, 16),
-    "8192 tokens": (1, 8000, 192, 16, 128),
+    "8192 tokens": OPERATORS["norm_rotate"].production,
 }
 """Name -> samples, video tokens, text tokens, heads and width of a head."""
 SIZES = LATENTS | TOKENS
@@ -127,7 +128,6 @@ def eager_score(
 
 # -- the contenders ---------------------------------------------------------------------------------------------------
 
-
 REFERENCES = {
     "gated_norm": gated_norm_reference,
     "norm_modulate": norm_modulate_reference,
@@ -156,7 +156,7 @@ def sizes_of(operator: str) -> Mapping[str, Sequence[int]]:
     return LATENTS if operator.startswith("transition") else TOKENS
 
 
-def made(operator: str, size: Sequence[int], device: torch.device) -> Case:
+def case_of(operator: str, size: Sequence[int], device: torch.device) -> Case:
     """Make the arguments of an operator as a run has them; those that the backward is for require gradients."""
     norm = not operator.startswith("transition")
     shape = (*size[:2], size[3] * size[4]) if norm and operator != "norm_rotate" else size
@@ -172,7 +172,7 @@ def eager(operator: str, case: Case, wrapped: Callable[..., Any] = lambda functi
     """Return plain PyTorch code on the arguments of an operator: the field's, or the reference of a normalisation."""
     if operator in REFERENCES:
         return wrapped(REFERENCES[operator])
-    sigmas = sigma_schedule(STEPS, 5.0)[STEP : STEP + 2, None].expand(2, len(case[0])).to(case[0].device)
+    sigmas = sigma_schedule(STEPS, 5.0)[STEP : STEP + 2, None].expand(2, len(case[0])).to(case[0].device, torch.float32)
     if operator == "transition_step":
         step = wrapped(eager_step)
         return lambda x, v, *_: step(x, v, *sigmas, ETA)
@@ -186,9 +186,8 @@ def contenders(operator: str, case: Case, compiled: bool) -> dict[str, tuple[Cal
     if compiled:
         functions["compiled"] = eager(operator, case, functools.partial(torch.compile, dynamic=False))
     half = torch.empty(bytes_moved(operator, case) // 2, dtype=torch.uint8, device=case[0].device)
-    return {name: _with_backward(function, case) for name, function in functions.items()} | {
-        "copy": (torch.clone, [half])
-    }
+    made = {name: _with_backward(function, case) for name, function in functions.items()}
+    return made | {"copy": (torch.clone, [half])}
 
 
 def _with_backward(function: Callable[..., Any], case: Case) -> tuple[Callable[..., Any], Case]:
@@ -267,7 +266,7 @@ def measure(operator: str, size: Sequence[int], device: torch.device, repetition
         AssertionError: a result is wrong.
         FailOnRecompileLimitHit: torch.compile gave up, and its row would time eager code.
     """
-    case = made(operator, size, device)
+    case = case_of(operator, size, device)
     gate(operator, case)
     timers = {}
     with fresh_compilation():
@@ -291,7 +290,7 @@ def run(sizes: Sequence[str] | None = None, repetitions: int = 15, save: Save = 
                 "operator": operator,
                 "size": name,
                 "shape": list(SIZES[name]),
-                "bytes": bytes_moved(operator, made(operator, SIZES[name], torch.device("meta"))),
+                "bytes": bytes_moved(operator, case_of(operator, SIZES[name], torch.device("meta"))),
                 "seconds": measure(operator, SIZES[name], device, repetitions),
             }
         )

@@ -81,7 +81,7 @@ def test_bench_runs_the_triton_kernels_in_the_interpreter() -> None:
 
 
 def tiny(operator: str, device: torch.device = CPU) -> bench.Case:
-    return bench.made(operator, next(iter(bench.sizes_of(operator).values())), device)
+    return bench.case_of(operator, next(iter(bench.sizes_of(operator).values())), device)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -130,7 +130,9 @@ def test_nothing_is_copied_to_the_device_while_a_contender_runs(operator: str) -
     case = tiny(operator, torch.device("meta"))
     for name, (contender, own) in bench.contenders(operator, case, compiled=False).items():
         with OneDevice():
-            assert contender(*own) is not None, name
+            outs = tree_leaves(contender(*own))
+        assert outs, name
+        assert all(out.dtype != torch.float64 for out in outs), f"{name} computes in float64"
 
 
 @pytest.mark.usefixtures("inductor_in_soak")
@@ -149,7 +151,7 @@ def test_each_contender_reads_inputs_of_its_own(operator: str, monkeypatch: pyte
 def test_a_rotation_is_larger_than_the_cache(operator: str) -> None:
     for name, size in bench.sizes_of(operator).items():
         if name not in ("tiny", "tiny tokens", "testbed batch 32"):
-            rotation = bench.rotation(bench.made(operator, size, torch.device("meta")))
+            rotation = bench.rotation(bench.case_of(operator, size, torch.device("meta")))
             tensors = [value for case in rotation for value in case if isinstance(value, Tensor)]
             assert sum(tensor.nbytes for tensor in tensors) >= bench.ROTATION_BYTES >= 2 * 126 * 2**20
 
@@ -183,10 +185,10 @@ def test_a_compiled_operator_never_falls_back_to_eager() -> None:
         for shape in ((2, 4, 3, 6, 5), (3, 4, 3, 6, 5)):
             bench.measure("transition_step", shape, CPU, 1)
         with fresh_compilation():
-            case = bench.made("transition_step", (2, 4, 3, 6, 5), CPU)
+            case = bench.case_of("transition_step", (2, 4, 3, 6, 5), CPU)
             compiled, _ = bench.contenders("transition_step", case, compiled=True)["compiled"]
             with pytest.raises(FailOnRecompileLimitHit):
-                compiled(*bench.made("transition_step", (2, 4, 3, 7, 5), CPU))
+                compiled(*bench.case_of("transition_step", (2, 4, 3, 7, 5), CPU))
 
 
 @pytest.mark.soak

@@ -228,7 +228,7 @@ def inputs(
             latents are float32.
         device: where they are.
         layout: of every tensor.
-        coefs: table of the transitions, of 10 rows; by default that of flow, with a last row without noise.
+        coefs: table of the transitions, of 10 rows or more; by default that of flow, with a last row without noise.
         optional: with guidance, the old velocity and beta, and each sample at a step of its own. Otherwise as in a
             rollout or a KL to the anchor, at one step.
     """

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table
 from sage_fast.ops import implementation
-from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered
+from sage_fast.ops.philox import philox_normal
+from sage_fast.tools.operators import OPERATORS, Comparison, Kernels, check, inputs, registered
 from tests.ops.accuracy import assert_accurate
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -205,6 +206,24 @@ def test_absent_velocities_score_zero(anchor: bool, old: bool, kernels: tuple[Ke
         assert_accurate(compared.values())
         assert anchor or not compared["kl_anchor"].fused.any()
         assert old or not compared["kl_old"].fused.any()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["4-a-thread", "8-a-thread"])
+@pytest.mark.parametrize("numel", [1, 59, 2048, 2051, 40_003])
+def test_noise_is_that_of_the_reference(numel: int, dtype: torch.dtype, kernels: tuple[Kernels, torch.device]) -> None:
+    """With a = b = 0 and c = 1 the step returns its noise."""
+    functions, device = kernels
+    seed = torch.tensor([0, 1, -1, 2**63 - 1, 1234 + 2**32], device=device)
+    step = torch.tensor([0, 3, 1, 2, 3], device=device)
+    coefs = torch.tensor([0.0, 0, 1, 0, 0, 0], device=device).repeat(4, 1)
+    zero = torch.zeros(5, numel, dtype=dtype, device=device)
+    noise, _ = functions("transition_step")(zero, zero, None, None, coefs, step, seed)
+    expected = philox_normal(seed, step, (numel,))
+    if dtype == FP32:
+        exact = philox_normal(seed, step, (numel,), dtype=torch.float64)
+        assert_accurate([Comparison("noise", noise, expected, exact)], noise={"absolute": 1e-6, "relative": 0.0})
+    else:  # the same number, rounded once
+        assert ((noise.float() - expected).abs() <= expected.abs() * 2.0**-8 + 5e-6).all()
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
