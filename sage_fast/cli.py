@@ -238,7 +238,7 @@ def _init(options: Options, overrides: Overrides) -> int:
 )  # fmt: skip
 def _train(options: Options, overrides: Overrides) -> int:
     from sage_fast.config.load import load
-    from sage_fast.run.early import check_early, check_output
+    from sage_fast.run.preflight import check_output, preflight
     from sage_fast.run.resume import launcher, resumed_settings
 
     notes: list[str] = []
@@ -248,7 +248,7 @@ def _train(options: Options, overrides: Overrides) -> int:
         config = load(options.config, overrides)
     _check_gpus(options)
     ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
-    check_early(config, ranks)
+    preflight(config, ranks)
     if not options.dry_run and launcher() is None:  # torchrun may be restarting the run that is there
         check_output(config, resume=options.resume)
     if options.dry_run:

@@ -21,7 +21,7 @@ import yaml
 
 from sage_fast.cli import main
 from sage_fast.config.load import leaves, load
-from sage_fast.run.early import check_early
+from sage_fast.run.preflight import preflight
 from tests import faults
 from tests.tiny import FEW_STEPS, arguments
 
@@ -221,7 +221,7 @@ def test_the_page_has_the_learning_rate_of_the_demo() -> None:
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.stem)
 def test_a_shipped_configuration_names_prompts_that_are_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    check_early(load(file), 1)
+    preflight(load(file), 1)
 
 
 def test_the_challenger_for_480p_has_the_method_of_the_recipe_ahead() -> None:

@@ -27,11 +27,11 @@ import sage_fast.rewards.http as reward_http
 from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward, Scores
 from sage_fast.rewards.errors import RewardFailure, TransportFailure
-from sage_fast.rewards.failure_policy import FALLS, TIMEOUTS, Policy
+from sage_fast.rewards.failure_policy import FAILURES_TO_OPEN, TIMEOUTS, FailurePolicy
 from sage_fast.rewards.http import HttpReward, read_question
 from sage_fast.rewards.process import ChildProcess
 from sage_fast.rewards.server import RewardServer
-from sage_fast.rewards.source import SECONDS_TO_LOOK, Source
+from sage_fast.rewards.source import POLL_SECONDS, Source
 from sage_fast.util.errors import UserError
 from tests.reward_faults import Fingerprint, Returns, fingerprints
 
@@ -63,7 +63,7 @@ def are_their_own(scores: Scores, first: int = 0, dropped: tuple[int, ...] = (),
 
 
 class Fake:
-    """A carrier that does what the test says."""
+    """A backend that does what the test says."""
 
     in_background, patience = True, 0.0
 
@@ -77,8 +77,8 @@ class Fake:
         pass
 
 
-def through(*carriers: Fake) -> tuple[CompositeReward, Source]:
-    source = Source(config(), "reward.name", carriers, config(), {"print"})
+def through(*backends: Fake) -> tuple[CompositeReward, Source]:
+    source = Source(config(), "reward.name", backends, config(), {"print"})
     return CompositeReward([source], config()), source
 
 
@@ -140,22 +140,22 @@ def test_a_failing_sample_is_dropped_within_the_runs_process_too(how: str, secon
     assert scores.retried == (1 if how == "nan" else 3)
 
 
-def test_a_process_that_always_dies_rests_and_is_started_again() -> None:
+def test_a_process_that_always_dies_opens_the_circuit_and_is_started_again() -> None:
     process = ChildProcess(config(args={"how": "exit", "poison": "x"}), "reward.name", "cpu")
-    policy = Policy(process, None, 0, 60)
-    policy.falls = FALLS - 1
+    policy = FailurePolicy(process, None, 0, 60)
+    policy.failures = FAILURES_TO_OPEN - 1
     why = "exit status 3; no answer 5 times in a row: it is called again after 60 s"
     with pytest.raises(TransportFailure, match=why):
         policy.call(VIDEOS[:1], ["x"])
     with pytest.raises(TransportFailure, match="no answer 5 times in a row; it is called again after 60 s"):
         policy.call(VIDEOS[:1], ["a"])
-    policy.rests_until = time.monotonic()
+    policy.open_until = time.monotonic()
     assert policy.call(VIDEOS[:1], ["a"])["print"].tolist() == fingerprints(VIDEOS[:1]).float().tolist()
-    assert policy.falls == 0
+    assert policy.failures == 0
     process.close()
 
 
-def test_a_worker_that_rests_takes_no_videos_while_another_works() -> None:
+def test_a_worker_with_an_open_circuit_takes_no_videos_while_another_works() -> None:
     works = threading.Event()
 
     def dies(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
@@ -178,14 +178,14 @@ def test_a_worker_that_rests_takes_no_videos_while_another_works() -> None:
     works.clear()
     chunks = [scores for _ in range(2) for scores in in_chunks(reward)]
     assert all(scores.dropped == 2 for scores in chunks), "none works: they do not wait"
-    time.sleep(2 * SECONDS_TO_LOOK)  # both wait for jobs
+    time.sleep(2 * POLL_SECONDS)  # both wait for jobs
     works.set()
-    source._policies[1].rests_until = 0
-    time.sleep(2 * SECONDS_TO_LOOK)
+    source._policies[1].open_until = 0
+    time.sleep(2 * POLL_SECONDS)
     assert not any(scores.dropped for scores in in_chunks(reward)), "one works again"
 
 
-def test_a_rest_grows_until_there_is_an_answer() -> None:
+def test_the_cooldown_grows_until_there_is_an_answer() -> None:
     problem: list[Exception] = []
 
     def score(videos: torch.Tensor, prompts: list[str]) -> dict[str, torch.Tensor]:
@@ -193,26 +193,26 @@ def test_a_rest_grows_until_there_is_an_answer() -> None:
             raise error
         return {}
 
-    def rests() -> list[float]:
+    def cooldowns() -> list[float]:
         found = []
         for _ in range(12):
             with pytest.raises(type(problem[0])):
                 policy.call(VIDEOS[:1], ["a"])
-            found.append(max(0, round(policy.rests_until - time.monotonic())))
-            policy.rests_until = 0
+            found.append(max(0, round(policy.open_until - time.monotonic())))
+            policy.open_until = 0
         return found
 
-    policy = Policy(Fake(score), None, 0, 60)
+    policy = FailurePolicy(Fake(score), None, 0, 60)
     problem[:] = [TransportFailure("gone")]
-    assert rests() == [0, 0, 0, 0, 60, 120, 240, 480, 960, 1800, 1800, 1800]
+    assert cooldowns() == [0, 0, 0, 0, 60, 120, 240, 480, 960, 1800, 1800, 1800]
     problem.clear()
     policy.call(VIDEOS[:1], ["a"])
     problem[:] = [TransportFailure("gone")]
-    assert rests()[:6] == [0, 0, 0, 0, 60, 120]
+    assert cooldowns()[:6] == [0, 0, 0, 0, 60, 120]
     problem[:] = [RewardFailure("the reward's own")]
-    assert rests() == [0] * 12
+    assert cooldowns() == [0] * 12
     problem[:] = [TransportFailure("gone")]
-    assert rests()[:6] == [0, 0, 0, 0, 60, 120]
+    assert cooldowns()[:6] == [0, 0, 0, 0, 60, 120]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -397,8 +397,8 @@ def test_a_server_that_hangs_is_left_alone_before_the_other_ranks_give_up() -> N
         for chunk in in_chunks(reward):
             assert chunk.dropped == 2
         assert "no answer 5 times in a row; it is called again after 60 s" in chunk.notes[-1]
-        assert TIMEOUTS + requests() == FALLS
-    assert FALLS * RewardConfig().timeout_seconds <= 60 * Config().timeout_minutes / 2
+        assert TIMEOUTS + requests() == FAILURES_TO_OPEN
+    assert FAILURES_TO_OPEN * RewardConfig().timeout_seconds <= 60 * Config().timeout_minutes / 2
 
 
 def test_a_server_scores_on_its_own_device() -> None:
@@ -596,10 +596,10 @@ def test_a_client_that_goes_away_costs_a_line(server: RewardServer, caplog: pyte
 
 
 def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
-    carrier = ChildProcess(config(), "reward.name", "cpu")
-    source = Source(config(), "reward.name", [carrier], config(), None)
-    assert source.submit(Policy.call, VIDEOS[:1], PROMPTS[:1]).result()["print"].shape == (1,)
-    child = carrier._process
+    backend = ChildProcess(config(), "reward.name", "cpu")
+    source = Source(config(), "reward.name", [backend], config(), None)
+    assert source.submit(FailurePolicy.call, VIDEOS[:1], PROMPTS[:1]).result()["print"].shape == (1,)
+    child = backend._process
     assert child is not None
     del source
     assert child.poll() == 0, "it had the time to clean up"

@@ -21,7 +21,7 @@ from sage_fast.util.plugins import registered
 REPOSITORY = Path(__file__).parent.parent
 MODELS = ("models.hunyuan15.", "models.testbed.model", "models.testbed.text", "testbed")
 ENGINES = ("parallel.plain", "parallel.zero", "parallel.settings")
-CARRIERS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
+BACKENDS = ("rewards.inline", "rewards.process", "rewards.http", "rewards.server")
 REPORT = ("report.page", "report.charts", "report.html", "report.finish", "report.playback")
 OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
 
@@ -29,7 +29,7 @@ OTHERS = ("benchmarks.", "tools", "cli", "run.trackers", "commands")
 def test_importing_the_trainer_or_a_run_imports_no_implementation_and_no_report() -> None:
     code = "import sys, sage_fast.trainer; print(*sys.modules); import sage_fast.run.train; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    both = (*MODELS, *ENGINES, *CARRIERS, *REPORT, *OTHERS)
+    both = (*MODELS, *ENGINES, *BACKENDS, *REPORT, *OTHERS)
     for line, absent in zip(done.stdout.splitlines(), ((*both, "models.load", "run", "report"), both), strict=True):
         loaded = line.split()
         assert "sage_fast.models.protocol" in loaded

@@ -18,7 +18,7 @@ import torch
 from sage_fast.run import writer as writer_module
 from sage_fast.run.manifest import checkpoints
 from sage_fast.run.messages import grace_warning
-from sage_fast.run.stop import TWICE, Stop
+from sage_fast.run.stop import DEBOUNCE, Stop
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import SIGNALS, NonFiniteError, Stopped
@@ -134,7 +134,7 @@ open(sys.argv[1], "w").close()
 def test_the_same_signal_from_a_launcher_too_is_no_second_one(stop: Stop) -> None:
     receive(stop, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(TWICE / 2)  # this process would be gone
+    time.sleep(DEBOUNCE / 2)  # this process would be gone
     assert stop.number == signal.SIGTERM
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.rewards.errors import RewardFailure
-from sage_fast.rewards.failure_policy import Outcome, Policy
+from sage_fast.rewards.failure_policy import FailurePolicy, Outcome
 from sage_fast.rewards.interface import Pending, Reward, Scores
-from sage_fast.rewards.load import carrier, connect
+from sage_fast.rewards.load import backend_class, connect
 from sage_fast.rewards.source import Source
 from sage_fast.util.errors import RewardError, UserError, first_line
 
@@ -32,7 +32,7 @@ class CompositeReward:
 
     def __init__(self, reward: Reward | Sequence[Source], config: RewardConfig) -> None:
         if not isinstance(reward, Sequence):
-            inline = carrier("inline")(config.name, reward)
+            inline = backend_class("inline")(config.name, reward)
             reward = [Source(config, "reward.name", [inline], config, config.needed)]
         self.sources = list(reward)
         self.config = config
@@ -73,7 +73,7 @@ class CompositeReward:
         Raises:
             UserError: a reward fails, does not return `[B]` for each part, or lacks a part that has a weight or a
                 normalisation; or two rewards return a part of the same name.
-            RewardError: a reward hangs.
+            RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         videos = dummy_videos(sampling).to(device)
         texts = [prompts[i % len(prompts)] for i in range(len(videos))]
@@ -82,7 +82,7 @@ class CompositeReward:
             where = f"{source.key} = {source.entry.name!r}"
             try:
                 with torch.random.fork_rng(devices=[]):
-                    parts = source.submit(Policy.call, videos, texts).result()
+                    parts = source.submit(FailurePolicy.call, videos, texts).result()
             except RewardFailure as error:
                 if str(error).startswith(where):  # it could not be created
                     raise UserError(str(error)) from error
@@ -110,7 +110,7 @@ class CompositeReward:
         """Score `videos [B, F, 3, H, W]`: in the background if the reward is outside this process, else right away."""
         texts = list(prompts)
         order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].in_background)
-        futures = {i: self.sources[i].submit(Policy.score, videos, texts) for i in order}
+        futures = {i: self.sources[i].submit(FailurePolicy.score, videos, texts) for i in order}
         return Pending([futures[i] for i in sorted(futures)], functools.partial(self._join, texts))
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> Scores:
@@ -125,11 +125,12 @@ class CompositeReward:
 
         Raises:
             RewardFailure: a reward failed.
-            RewardError: a reward hangs in this process.
+            RewardError: an in-process reward timed out and its thread cannot be killed.
         """
         texts, here = list(prompts), videos.to(device)
         futures = [
-            source.submit(Policy.call, videos if source.in_background else here, texts) for source in self.sources
+            source.submit(FailurePolicy.call, videos if source.in_background else here, texts)
+            for source in self.sources
         ]
         return {
             source.entry.named(part): values

@@ -1,9 +1,10 @@
-"""The policy for failing rewards, the same for every carrier.
+"""The policy for failing rewards, the same for every backend.
 
-A call may take `timeout` seconds. If the transport fails, it is sent again with growing waits while the carrier's
+A call may take `timeout` seconds. If the transport fails, it is sent again with growing waits while the backend's
 patience lasts. Videos without scores are then scored again, `retries` times. If the last call raised, they are finally
-scored one by one, so that one bad video does not cost its batch. After `FALLS` consecutive calls without an answer, the
-carrier rests. A video that still has no score is dropped; no number is made up.
+scored one by one, so that one bad video does not cost its batch. A circuit breaker opens after `FAILURES_TO_OPEN`
+consecutive calls without an answer: further calls fail at once until a cooldown is over. A video that still has no
+score is dropped; no number is made up.
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ TIMEOUTS = 2
 """Deadline of a batch in units of `reward.timeout_seconds`. No further call is made after it: other ranks wait."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before a call is sent again: the first wait, and the cap on doubling."""
-FALLS = 5
-"""Circuit breaker: consecutive calls without an answer after which a carrier rests. The cause, such as a full GPU, may
-pass."""
-FIRST_REST, LONGEST_REST = 60.0, 1800.0
-"""Seconds of a rest: the first, and the cap on doubling; an answer resets it."""
+FAILURES_TO_OPEN = 5
+"""Consecutive failures that open the circuit breaker. The cause, such as a full GPU, may pass."""
+FIRST_COOLDOWN, LONGEST_COOLDOWN = 60.0, 1800.0
+"""Seconds that the circuit breaker stays open: the first time, and the cap on doubling; an answer resets it."""
 
 
-class Carrier(Protocol):
-    """Carries videos to one reward and its scores back, one call at a time; never retries.
+class Backend(Protocol):
+    """Where a reward runs: this process, a child process or a server. One call at a time; never retries.
 
     Attributes:
         in_background: whether the reward runs outside this process, during the rollout, and takes CPU videos.
@@ -55,7 +55,7 @@ class Carrier(Protocol):
         Raises:
             RewardFailure: the reward failed.
             TransportFailure: no answer.
-            RewardError: the reward hangs where nothing can end it.
+            RewardError: the in-process reward timed out and its thread cannot be killed.
         """
         ...
 
@@ -79,8 +79,8 @@ class Outcome:
     note: str | None = None
 
 
-class Policy:
-    """Scores batches through one carrier.
+class FailurePolicy:
+    """Scores batches through one backend.
 
     Args:
         needed: parts that must be finite; None: all.
@@ -88,19 +88,19 @@ class Policy:
         timeout: time limit of a call in seconds; 0: none.
     """
 
-    def __init__(self, carrier: Carrier, needed: set[str] | None, retries: int, timeout: float) -> None:
-        self.carrier, self.needed, self.retries, self.timeout = carrier, needed, retries, timeout
-        self.falls, self.rests_until = 0, 0.0
+    def __init__(self, backend: Backend, needed: set[str] | None, retries: int, timeout: float) -> None:
+        self.backend, self.needed, self.retries, self.timeout = backend, needed, retries, timeout
+        self.failures, self.open_until = 0, 0.0
 
     @property
-    def rests(self) -> bool:
-        return time.monotonic() < self.rests_until
+    def circuit_open(self) -> bool:
+        return time.monotonic() < self.open_until
 
     def score(self, videos: Tensor, prompts: list[str]) -> Outcome:
         """Score a batch, in several calls if need be.
 
         Raises:
-            RewardError: the reward hangs where nothing can end it.
+            RewardError: the in-process reward timed out and its thread cannot be killed.
         """
         outcome = Outcome()
         errors, count = outcome.errors, len(prompts)
@@ -121,30 +121,30 @@ class Policy:
         return outcome
 
     def call(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Make one call; send it again while the transport fails and the carrier's patience lasts.
+        """Make one call; send it again while the transport fails and the backend's patience lasts.
 
         Raises:
-            RewardFailure, TransportFailure, RewardError: as `Carrier.score`.
+            RewardFailure, TransportFailure, RewardError: as `Backend.score`.
         """
-        if self.rests:
-            left = self.rests_until - time.monotonic()
-            raise TransportFailure(f"no answer {self.falls} times in a row; it is called again after {left:.0f} s")
+        if self.circuit_open:
+            left = self.open_until - time.monotonic()
+            raise TransportFailure(f"no answer {self.failures} times in a row; it is called again after {left:.0f} s")
         name, start, wait = uuid.uuid4().hex, time.monotonic(), FIRST_WAIT
         while True:
             try:
-                parts = self.carrier.score(videos, prompts, self.timeout, name)
+                parts = self.backend.score(videos, prompts, self.timeout, name)
             except TransportFailure as error:
                 spent = time.monotonic() - start
-                if spent >= self.carrier.patience:
-                    tried = f"no scores within {spent:.0f} s; last " if self.carrier.patience else ""
+                if spent >= self.backend.patience:
+                    tried = f"no scores within {spent:.0f} s; last " if self.backend.patience else ""
                     raise self._count(f"{tried}{error}") from error
-                time.sleep(min(self.carrier.patience - spent, wait * random.uniform(0.5, 1.0)))  # ranks fail together
+                time.sleep(min(self.backend.patience - spent, wait * random.uniform(0.5, 1.0)))  # ranks fail together
                 wait = min(2 * wait, LONGEST_WAIT)
             except RewardFailure:
-                self.falls = 0
+                self.failures = 0
                 raise
             else:
-                self.falls = 0
+                self.failures = 0
                 return parts
 
     def _attempt(self, outcome: Outcome, videos: Tensor, prompts: list[str], chosen: list[int]) -> bool:
@@ -169,12 +169,12 @@ class Policy:
         return False
 
     def _count(self, text: str) -> TransportFailure:
-        """Count a call without an answer; start a rest after too many in a row. Return the failure to raise."""
-        self.falls += 1
-        if self.falls >= FALLS:
-            rest = min(FIRST_REST * 2 ** min(self.falls - FALLS, 9), LONGEST_REST)
-            self.rests_until = time.monotonic() + rest
+        """Count a failure; open the circuit breaker after too many in a row. Return the failure to raise."""
+        self.failures += 1
+        if self.failures >= FAILURES_TO_OPEN:
+            cooldown = min(FIRST_COOLDOWN * 2 ** min(self.failures - FAILURES_TO_OPEN, 9), LONGEST_COOLDOWN)
+            self.open_until = time.monotonic() + cooldown
             what, line, frames = text.partition("\n")
-            again = f"no answer {self.falls} times in a row: it is called again after {rest:.0f} s"
+            again = f"no answer {self.failures} times in a row: it is called again after {cooldown:.0f} s"
             text = f"{what}; {again}{line}{frames}"
         return TransportFailure(text)

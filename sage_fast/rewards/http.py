@@ -44,7 +44,7 @@ VideoType = Literal["float16", "float32", "uint8"]
 
 
 class HttpReward:
-    """Carrier of a reward on a server. No connection stays open between calls.
+    """A reward on a server. No connection stays open between calls.
 
     Args:
         url: address, such as http://127.0.0.1:8000.

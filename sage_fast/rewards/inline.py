@@ -1,4 +1,4 @@
-"""Carrier of a reward in this process."""
+"""Reward backend in this process."""
 
 from __future__ import annotations
 

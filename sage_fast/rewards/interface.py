@@ -76,7 +76,7 @@ class Pending:
         """Wait for the scores.
 
         Raises:
-            RewardError: a reward failed and `on_failure = stop`, or it hangs in this process.
+            RewardError: a reward failed and `on_failure = stop`, or an in-process reward timed out.
         """
         return self.join([future.result() for future in self.futures])
 

@@ -15,25 +15,25 @@ from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment
 from sage_fast.rewards.errors import RewardFailure, failure
-from sage_fast.rewards.failure_policy import Carrier
+from sage_fast.rewards.failure_policy import Backend
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin
 
-CARRIERS = {
+BACKENDS = {
     "inline": "sage_fast.rewards.inline:InProcess",
     "process": "sage_fast.rewards.process:ChildProcess",
     "http": "sage_fast.rewards.http:HttpReward",
 }
-"""Carriers by kind; strings, so that importing a reward's interface imports none of them."""
+"""Backend classes by kind; strings, so that importing a reward's interface imports none of them."""
 
 
-def carrier(kind: str) -> Any:
-    """Import the class of a carrier."""
-    return pkgutil.resolve_name(CARRIERS[kind])
+def backend_class(kind: str) -> Any:
+    """Import the class of a backend."""
+    return pkgutil.resolve_name(BACKENDS[kind])
 
 
-def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
-    """Create a reward's carriers: in this process, in separate processes, or as clients of its server.
+def connect(entry: RewardEntry, key: str, device: str) -> list[Backend]:
+    """Create a reward's backends: in this process, in separate processes, or as clients of its server.
 
     Args:
         device: device of this rank.
@@ -46,9 +46,9 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if entry.workers:
         places = range(rank * entry.workers, (rank + 1) * entry.workers)
-        return [carrier("process")(entry, key, device_of(entry, device, place)) for place in places]
+        return [backend_class("process")(entry, key, device_of(entry, device, place)) for place in places]
     own = device_of(entry, device, rank)
-    return [carrier("inline")(entry.name, load_reward(entry, key, own), own if entry.devices else None)]
+    return [backend_class("inline")(entry.name, load_reward(entry, key, own), own if entry.devices else None)]
 
 
 def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu") -> Any:
@@ -78,7 +78,7 @@ def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
     setting = f"{key} = {entry.name!r}"
     args = from_environment(entry.args, f"{setting}: args")
     if entry.is_address:
-        reward, args = carrier("http"), {"url": entry.name} | args
+        reward, args = backend_class("http"), {"url": entry.name} | args
     else:
         place = place_of_reward(entry.name, setting)
         try:

@@ -1,4 +1,4 @@
-"""Carrier of a reward in a child process, and the child itself: killed when it hangs, restarted when it dies.
+"""Reward backend in a child process, and the child itself: killed when it hangs, restarted when it dies.
 
 Videos are passed in an anonymous memory file, without a further copy; messages are JSON. Nothing is pickled. The child
 ends with its parent, however the parent ends.
@@ -28,9 +28,9 @@ from sage_fast.rewards.errors import RewardFailure, TransportFailure, failure
 from sage_fast.rewards.load import called, load_reward
 from sage_fast.util.errors import SIGNALS, UserError
 
-SECONDS_TO_END = 5.0
+IDLE_EXIT_GRACE = 5.0
 """Time for an idle child to exit by itself."""
-SECONDS_TO_FALL = 0.5
+EXIT_GRACE = 0.5
 """Time for a child to exit after its channel has closed."""
 PR_SET_PDEATHSIG = 1
 
@@ -75,7 +75,7 @@ class ChildProcess:
                 reply = self._reply(seconds, f"no answer within {seconds:g} s for {len(videos)} videos")
             self._idle = True
         except (EOFError, OSError, ValueError) as error:
-            raise TransportFailure(f"its process ended: {self._end(SECONDS_TO_FALL)}") from error
+            raise TransportFailure(f"its process ended: {self._end(EXIT_GRACE)}") from error
         finally:
             if not self._idle:
                 self._end()
@@ -88,7 +88,7 @@ class ChildProcess:
         self._closed = True
         if self._idle:
             self._channel.close()
-        self._end(SECONDS_TO_END if self._idle else 0.0)
+        self._end(IDLE_EXIT_GRACE if self._idle else 0.0)
 
     def _spawn(self) -> None:
         self._channel, theirs = multiprocessing.Pipe()

@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         start = time.monotonic()
         try:
             parts = self.server.reward.raw(videos, prompts, self.server.device)
-        except RewardError as error:  # the reward hangs and cannot be stopped from here
+        except RewardError as error:  # it timed out in this process and its thread cannot be killed
             return 503, self._refused(str(error))
         except Exception as error:
             log.info(f"failed on {len(prompts)} videos: {printable(first_line(failure(error)))}")

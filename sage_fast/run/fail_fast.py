@@ -19,8 +19,8 @@ KEY = "sage_fast/failed"
 """Key in the store of the process group; its value says which rank failed first, and why."""
 POLL = 0.25
 """Seconds between two looks at the store."""
-LINGER = 1.0
-"""Seconds that a rank stays after its error: rank 0 may host the store, and the others have to look into it."""
+EXIT_GRACE = 1.0
+"""Exit grace: seconds that a rank stays after its error. Rank 0 may host the store, where the others look."""
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def _fail(store: dist.Store, error: Exception) -> None:
     why = f"rank {rank()} failed: {in_one_line(error)}"
     with contextlib.suppress(dist.DistError):
         store.compare_set(KEY, "", why)
-        time.sleep(LINGER)
+        time.sleep(EXIT_GRACE)
     _end(why)
 
 
@@ -73,7 +73,7 @@ def _watch(store: dist.Store, over: threading.Event) -> None:
         while not over.wait(POLL):
             if store.check([KEY]):
                 why = store.get(KEY).decode()
-                over.wait(2 * LINGER)  # a launcher takes the rank that ends first for the cause
+                over.wait(2 * EXIT_GRACE)  # a launcher takes the rank that ends first for the cause
                 _end(why)
 
 

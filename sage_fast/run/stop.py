@@ -21,7 +21,7 @@ from sage_fast.util.ranks import all_reduce, world_size
 
 log = logging.getLogger(__name__)
 
-TWICE = 0.5
+DEBOUNCE = 0.5
 """Debounce time of repeated signals in seconds: a terminal and torchrun both deliver one."""
 
 
@@ -157,7 +157,7 @@ class Stop:
             if self.training:
                 limit = f"{self.grace_seconds:g} s"
                 log.info(f"{self._name}: stopping after this iteration or {limit}; a second one stops at once")
-        elif time.monotonic() - self._asked > TWICE:
+        elif time.monotonic() - self._asked > DEBOUNCE:
             self._end(f"at the second {signal.Signals(number).name}")
 
     @property

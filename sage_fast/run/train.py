@@ -28,11 +28,11 @@ from sage_fast.models.policy import State
 from sage_fast.ops import implementation
 from sage_fast.parallel import check_engine
 from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
-from sage_fast.run.early import check_output
 from sage_fast.run.folder import claim_output, locked, remove_partials, replace_settings, run_facts, save_video
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
 from sage_fast.run.messages import config_warnings, format_row, grace_warning
 from sage_fast.run.method import method_of
+from sage_fast.run.preflight import check_output
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer

@@ -30,7 +30,7 @@ from sage_fast.models.registry import default_family
 from sage_fast.models.sharing import check_heads
 from sage_fast.models.spec import Spec
 from sage_fast.parallel.memory import held_bytes
-from sage_fast.rewards.look import look_at_reward
+from sage_fast.rewards.dry_run import dry_run_reward
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of
@@ -287,7 +287,7 @@ def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prom
     lines.append(f"  {config.data.eval_prompts}: {len(heldout)} held-out prompts, of which {evaluated} are evaluated")
     for key, entry in config.named_rewards.items():
         lines.append(f"  {key.removesuffix('.name')} {entry.name}: {_format_weights(entry.weights) or 'only observes'}")
-        notes += look_at_reward(entry, key)
+        notes += dry_run_reward(entry, key)
     notes += [f"warning: {warning}" for warning in config_warnings(config)]
     lines += [textwrap.fill(note, 80, initial_indent="  ", subsequent_indent="    ") for note in notes]
     return "\n".join(lines)

@@ -18,8 +18,8 @@ from sage_fast.util.plugins import module_of
 LOCK = "run.lock"
 
 
-def check_early(config: Config, ranks: int) -> None:
-    """Check the names of rewards, their `${NAME}`, the prompt files, and that every rank gets a sample.
+def preflight(config: Config, ranks: int) -> None:
+    """Check names of rewards, their `${NAME}`, the prompt files, and that every rank gets a sample.
 
     Raises:
         UserError: they are not as expected.

@@ -1,4 +1,4 @@
-"""Check a reward before a run without making it: its name, its arguments, and the files that they name."""
+"""Dry run of a reward: check its name, its arguments and the files that they name, without creating it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sage_fast.rewards.load import argument_of, find_reward
 from sage_fast.util.errors import UserError
 
 
-def look_at_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
-    """Check a reward's name, arguments and files without making it, for a dry run.
+def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
+    """Check a reward's name, arguments and files without creating it.
 
     A class says in `files` which arguments name a folder or a hub id, and which files that holds.
 
@@ -31,12 +31,12 @@ def look_at_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
     notes, (reward, args) = [], find_reward(entry, key)
     for name, patterns in getattr(reward, "files", {}).items() if isinstance(reward, type) else ():
         source = args.get(name, inspect.signature(reward).parameters[name].default)
-        if source is not None and (note := _look_for(str(source), patterns, argument_of(key, name))):
+        if source is not None and (note := _check_files(str(source), patterns, argument_of(key, name))):
             notes.append(note)
     return notes
 
 
-def _look_for(source: str, patterns: Sequence[str], setting: str) -> str | None:
+def _check_files(source: str, patterns: Sequence[str], setting: str) -> str | None:
     """Return a note if `source` is a hub id that is not in the cache.
 
     Raises:
