@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from sage_fast.rewards.dry_run import dry_run_reward
 
 from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import CompositeReward, Judge, load_reward
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.inline import InProcess
-from sage_fast.rewards.look import look_at_reward
 from sage_fast.util.errors import RewardError, UserError
 
 
@@ -88,7 +88,7 @@ def test_names_that_lead_nowhere(here: Path) -> None:
 
 def test_a_dry_run_reads_the_arguments_of_an_address() -> None:
     with pytest.raises(UserError, match=r"reward.name = 'http://there': args: HttpReward takes no 'dtyp'; .*'dtype'"):
-        look_at_reward(RewardConfig(name="http://there", args={"dtyp": "uint8"}))
+        dry_run_reward(RewardConfig(name="http://there", args={"dtyp": "uint8"}))
 
 
 def test_an_instance_that_cannot_be_called(here: Path) -> None:
