@@ -23,6 +23,8 @@ alone.
 The heads of files of their own add 40 (a model's spec, a step, guidance, scoring).
 Sequence parallelism, 130 lines with DeepSpeed's insides, is counted since it is no longer imported by its name."""
 LONGEST_CHAIN = 11
+PACKAGE_LINES = 14050
+LONGEST_FUNCTION = 60
 
 
 def imports_of(file: Path) -> Iterator[str]:
@@ -97,6 +99,24 @@ def lines_of_code(file: Path) -> int:
 
 def token_name(token: tokenize.TokenInfo) -> str:
     return tokenize.tok_name[token.type]
+
+
+def test_the_package_is_small() -> None:
+    assert sum(map(lines_of_code, PACKAGE.rglob("*.py"))) <= PACKAGE_LINES
+
+
+def test_functions_are_short() -> None:
+    """Lines of a function without its docstring."""
+    long = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[0]
+                text = first if ast.get_docstring(node) is not None else None
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                lines -= (text.end_lineno or 0) - text.lineno + 1 if text is not None else 0
+                long += [(node.name, lines)] * (lines > LONGEST_FUNCTION)
+    assert not long
 
 
 @pytest.mark.parametrize(("entry", "most"), READING_PATHS.items())
