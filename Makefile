@@ -1,7 +1,7 @@
 # make install    create .venv with pinned versions and the C++ operators
 # make demo       install, train the tiny HunyuanVideo 1.5 testbed on this machine, write runs/demo/report.html
-# make test       install, then lint, type check and run the whole test suite
-# make check      only lint and type check, in seconds
+# make test       install, then check and run the whole test suite
+# make check      only lint, type check and the tests of the source's layout and names, in seconds
 # make docs       install, build the documentation into site/ (open site/index.html)
 # make soak       inject every fault that a run must survive, 100 of them at random moments (writes the table of
 #                 docs/stopping.md), and run the long tests
@@ -47,23 +47,29 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/style
 
-# Lint and types beside the suite, and four workers on two cores: a test that waits leaves its core to another one.
+# The check beside the suite, and four workers on two cores: a test that waits leaves its core to another one.
 test: install
 	+$(MAKE) --no-print-directory --jobs 2 check suite
 
 suite: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --ignore=tests/style
 
 # Silences the theme's notice of its own end of life, in May 2027.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Prints which lines of the package its tests do not reach in their own process.
+soak: export SAGE_FAST_SOAK := 1
+soak: COVER := --cov=sage_fast --cov-append --cov-report=
 soak: install
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m fault
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest -m soak
-	SAGE_FAST_SOAK=1 $(BIN)/python -m pytest tests/test_gpu_script.py tests/test_ranks.py tests/test_engine_deepspeed.py \
-	  tests/test_bench.py tests/test_sequence.py tests/test_new_user.py tests/ops/test_compile.py tests/ops/test_operators.py
+	rm -f .coverage
+	$(BIN)/python -m pytest $(COVER) -m fault
+	$(BIN)/python -m pytest $(COVER) -m soak
+	$(BIN)/python -m pytest $(COVER)term-missing:skip-covered tests/test_gpu_script.py tests/test_ranks.py \
+	  tests/test_engine_deepspeed.py tests/test_bench.py tests/test_sequence.py tests/test_new_user.py \
+	  tests/ops/test_compile.py tests/ops/test_operators.py
 
 bench: install
 	$(BIN)/sage-fast bench

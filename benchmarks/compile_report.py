@@ -38,7 +38,7 @@ class Specialisation:
         part: 0 for the queries, 1 for the keys, in the backward of RMSNorm and rotation.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
         residual, gated: whether the LayerNorm's backward adds the residual's gradient, and computes a gate's.
-        room: columns on the right of each row of a normalisation's result and its gradient.
+        pad: columns on the right of each row of a normalisation's result and its gradient.
     """
 
     kernel: str
@@ -57,7 +57,7 @@ class Specialisation:
     sums: bool = False
     residual: bool = False
     gated: bool = False
-    room: int = 0
+    pad: int = 0
 
     def __str__(self) -> str:
         if self.outputs:
@@ -68,7 +68,7 @@ class Specialisation:
                 + (f", {self.weights} weights" if self.weights else "")
                 + ", keys" * self.part
                 + "".join(f", {name}" for name in ("sums", "residual", "gated") if getattr(self, name))
-                + f", room {self.room}" * (self.room > 0)
+                + f", padding {self.pad}" * (self.pad > 0)
             )
         parts = [f"{self.x} x", f"{self.v} v"]
         parts += [name for name in ("guidance", "anchor", "old", "beta") if getattr(self, name)]
@@ -208,7 +208,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
 
     # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
     divisible = ("_ptr", *(("_stride", "width") if norm else ()), *(("numel",) if s.aligned else ()))
-    uneven = ("inverse_numel", "two_over_numel", *(("out_width", "grad_width") if s.room % 16 else ()))
+    uneven = ("inverse_numel", "two_over_numel", *(("out_width", "grad_width") if s.pad % 16 else ()))
     signature = {name: kind(name) for name in kernel.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]]

@@ -21,7 +21,7 @@ from sage_fast.models.testbed.model import TestbedTransformer
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import Save, head_line, save_nothing
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import hush, progress
+from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def run(config: Config, rounds: int, paths: Sequence[str] | None = None, save: S
     result: dict[str, Any] = {}
     rounds_and_names = [(index, name) for index in range(rounds + 1) for name in trainers]
     for index, name in progress(rounds_and_names, "iterations", len(rounds_and_names), "iteration"):
-        with hush():
+        with quiet():
             rows[name].append(trainers[name].iteration(index))
         if name != list(trainers)[-1]:
             continue
@@ -68,7 +68,7 @@ def _trainer(config: Config, name: str) -> Trainer:
         setup.model.policy = StockPolicy(transformer, dtype=policy.dtype, guidance_scale=policy.guidance_scale)
         batches = isinstance(transformer, TestbedTransformer)
         setup.model.decoder = StockDecoder(setup.model.decoder.vae, batches)
-    with hush():
+    with quiet():
         setup.encode()
     trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
     if name == "stock":

@@ -17,7 +17,8 @@ from torch import Tensor
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models.attention import ATTENTION, fastest, measure_attention
+from sage_fast.models.attention import ATTENTION
+from sage_fast.models.attention_trial import fastest, measure_attention
 from sage_fast.models.checkpointing import set_checkpointing
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
 from sage_fast.models.hunyuan15.decode import VideoDecoder

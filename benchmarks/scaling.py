@@ -22,7 +22,7 @@ import torch
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config, ModelConfig
-from sage_fast.models.hunyuan15.conditioning import Conditioning
+from sage_fast.models.hunyuan15.conditioning import Inputs
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import (
     HunyuanVideo15,
@@ -150,7 +150,7 @@ def count_gathers(policy: HunyuanVideo15Policy, *, recomputed: bool = True) -> d
         of_adaln = len(calls)
         context = torch.zeros(1, 1, modulation.shape[-1], dtype=policy.dtype)
         x = torch.zeros(1, policy.latent_channels, 1, 1, 1, dtype=policy.dtype)
-        policy.forward(x, Conditioning(modulation=modulation, final=final, context=context, mask=None))
+        policy.forward(x, Inputs(modulation=modulation, final=final, context=context, mask=None))
     for hook in hooks:
         hook.remove()
     adaln, blocks = calls[:of_adaln], calls[of_adaln:]

@@ -6,8 +6,8 @@
 namespace sage_fast {
 
 std::tuple<Tensor, Tensor> gated_norm(const Tensor& x, const Tensor& y, const Tensor& gate, const Tensor& scale,
-                                      const Tensor& shift, double eps, int64_t room) {
-  ModulateInputs in(x, scale, eps, x.size(2) + room);
+                                      const Tensor& shift, double eps, int64_t pad) {
+  ModulateInputs in(x, scale, eps, x.size(2) + pad);
   in.shifts = Vectors(shift);
   in.gates = Vectors(gate);
   in.ys = Samples(y);
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_norm_backward(const Ten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sage_fast_cpu, m) {
   m.def(
-      "gated_norm(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps, int room=0)"
+      "gated_norm(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps, int pad=0)"
       " -> (Tensor, Tensor)");
   m.def(
       "gated_norm_backward(Tensor grad_sum, Tensor grad, Tensor sum, Tensor gate, Tensor scale, Tensor? y, float eps)"

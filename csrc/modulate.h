@@ -38,7 +38,7 @@ struct ModulateInputs {
 
 inline char* data_of(const Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
 
-// Computes `out` [B, S + spare, wide], with zero spare rows, and with a gate `sum`.
+// Computes `out` [B, S + pad_rows, wide], with zero padding rows, and with a gate `sum`.
 inline void modulate_forward(const ModulateInputs& in, const Tensor& out, const Tensor* sum) {
   const int64_t bytes = out.size(1) * in.wide * in.size, used = in.rows * in.wide * in.size;
   char* data = data_of(out);

@@ -5,11 +5,11 @@
 
 namespace sage_fast {
 
-Tensor norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift, double eps, int64_t room,
-                     int64_t spare) {
-  ModulateInputs in(x, scale, eps, x.size(2) + room);
+Tensor norm_modulate(const Tensor& x, const Tensor& scale, const Tensor& shift, double eps, int64_t pad,
+                     int64_t pad_rows) {
+  ModulateInputs in(x, scale, eps, x.size(2) + pad);
   in.shifts = Vectors(shift);
-  Tensor out = new_sized(x, {x.size(0), in.rows + spare, in.wide});
+  Tensor out = new_sized(x, {x.size(0), in.rows + pad_rows, in.wide});
   modulate_forward(in, out, nullptr);
   return out;
 }
@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_modulate_backward(const Tensor& grad, co
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sage_fast_cpu, m) {
-  m.def("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int room=0, int spare=0) -> Tensor");
+  m.def("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int pad=0, int pad_rows=0) -> Tensor");
   m.def(
       "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation,"
       " Tensor? residual=None) -> (Tensor, Tensor, Tensor)");

@@ -1,7 +1,7 @@
 """Gated residual with LayerNorm and AdaLN on the GPU, one row of d values in registers at a time.
 
-x, y `[B, S, d]`; gate, scale, shift `[B, d]` with any stride between rows, 0 included. The second result has room on
-the right of each row. The forward reads x and y once, and writes the sum and the result once. The backward
+x, y `[B, S, d]`; gate, scale, shift `[B, d]` with any stride between rows, 0 included. The second result has padding
+columns on the right of each row. The forward reads x and y once, and writes the sum and the result once. The backward
 (kernels/norm_modulate.py) reads both gradients and the sum, and y if the modulation is trained; it writes dx and dy.
 `sage_fast.ops.gated_norm` is the specification.
 """
@@ -57,12 +57,12 @@ def _gated_norm_fwd_kernel(
 
 
 def gated_norm(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward; arguments as `sage_fast::gated_norm`. Copies inputs that are not contiguous."""
     x, y, gate, scale, shift = x.contiguous(), y.contiguous(), _rows(gate), _rows(scale), _rows(shift)
     batch, rows, width = x.shape
-    total, out = torch.empty_like(x), x.new_empty(batch, rows, width + room)
+    total, out = torch.empty_like(x), x.new_empty(batch, rows, width + pad)
     if x.numel() == 0:
         return total, out
     programs, per_program = rows_of_programs(rows, batch)
@@ -77,7 +77,7 @@ def gated_norm(
             out,
             rows,
             width,
-            width + room,
+            width + pad,
             gate.stride(0),
             scale.stride(0),
             shift.stride(0),

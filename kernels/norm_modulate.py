@@ -1,9 +1,10 @@
 """LayerNorm and AdaLN's scale and shift on the GPU, one row of d values in registers at a time.
 
 x `[B, S, d]`; scale, shift `[B, d]` with any stride between rows, 0 included; results and gradients `[B, S, d]`. The
-result and its gradient have room on the right of each row and spare rows below each sample. The forward reads x once
-and writes the result once. The backward reads the gradient, x and the residual's gradient, and writes dx. The sums for
-scale and shift, if wanted, stay in registers over a program's rows; a second stage adds them, without atomics.
+result and its gradient have padding columns on the right of each row and padding rows below each sample. The forward
+reads x once and writes the result once. The backward reads the gradient, x and the residual's gradient, and writes dx.
+The sums for scale and shift, if wanted, stay in registers over a program's rows; a second stage adds them, without
+atomics.
 `gated_norm` uses the same backward kernel. `sage_fast.ops.norm_modulate` is the specification.
 """
 
@@ -132,12 +133,12 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0, spare: int = 0) -> Tensor:
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0, pad_rows: int = 0) -> Tensor:
     """Launch the forward; arguments as `sage_fast::norm_modulate`. Copies an x that is not contiguous."""
     x, scale, shift = x.contiguous(), _rows(scale), _rows(shift)
     batch, rows, width = x.shape
-    out = x.new_empty(batch, rows + spare, width + room)
-    if spare:
+    out = x.new_empty(batch, rows + pad_rows, width + pad)
+    if pad_rows:
         out[:, rows:].zero_()
     if x.numel() == 0:
         return out
@@ -150,8 +151,8 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int
             out,
             rows,
             width,
-            rows + spare,
-            width + room,
+            rows + pad_rows,
+            width + pad,
             scale.stride(0),
             shift.stride(0),
             eps,

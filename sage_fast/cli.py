@@ -42,7 +42,7 @@ PIPE_CLOSED = 141
 
 Options = argparse.Namespace
 Overrides = dict[str, str]
-Run = Callable[[Options, Overrides], int]
+Action = Callable[[Options, Overrides], int]
 
 
 class Command(NamedTuple):
@@ -57,7 +57,7 @@ class Command(NamedTuple):
 
     help: str
     arguments: Sequence[tuple[tuple[str, ...], dict[str, Any]]]
-    run: Run
+    run: Action
     settings: bool
 
 
@@ -65,10 +65,10 @@ COMMANDS: dict[str, Command] = {}
 """Commands by name, in the order the help lists them."""
 
 
-def command(name: str, help: str, *arguments: Any, settings: bool = False) -> Callable[[Run], Run]:
+def command(name: str, help: str, *arguments: Any, settings: bool = False) -> Callable[[Action], Action]:
     """Register the decorated function in `COMMANDS`."""
 
-    def register(run: Run) -> Run:
+    def register(run: Action) -> Action:
         COMMANDS[name] = Command(help, arguments, run, settings)
         return run
 
@@ -160,9 +160,9 @@ def _run(arguments: list[str]) -> int:
     help_asked = not {"-h", "--help"}.isdisjoint(arguments)
     options, rest = _parser(["train"] if help_asked else ()).parse_known_args(arguments)
     overrides = _overrides(options.command, rest)
-    from sage_fast.util.console import show
+    from sage_fast.util.console import log_to_screen
 
-    show(quiet=getattr(options, "quiet", False))
+    log_to_screen(quiet=getattr(options, "quiet", False))
     with ranges(*tools_of_environment()):
         return COMMANDS[options.command].run(options, overrides)
 
@@ -415,37 +415,17 @@ def _report(options: Options, overrides: Overrides) -> int:
     return 0
 
 
-BASE = argument("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
-
-
 @command(
     "export", "write the weights of a run for diffusers, peft, ComfyUI and the original code, with a model card",
     argument("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one"),
     argument("folder", metavar="FOLDER", help="new or empty folder"),
-    BASE,
+    argument("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder"),
 )  # fmt: skip
 def _export(options: Options, overrides: Overrides) -> int:
     with _loading(options):
         from sage_fast.commands.export import export
 
     print(*export(Path(options.run), Path(options.folder), options.base), sep="\n")
-    return 0
-
-
-@command(
-    "push", "upload the weights of a run to the Hugging Face hub, in the formats of `export`, with a model card",
-    argument("run", metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one"),
-    argument("repo", metavar="REPO", help="such as someone/name; created if missing"),
-    BASE,
-    argument("--private", action="store_true", help="create a private repository"),
-    argument("--dry-run", action="store_true", help="list the files and their sizes, and upload nothing"),
-)  # fmt: skip
-def _push(options: Options, overrides: Overrides) -> int:
-    with _loading(options):
-        from sage_fast.commands.export import push
-
-    run, repo, dry_run = Path(options.run), options.repo, options.dry_run
-    print(*push(run, repo, options.base, private=options.private, dry_run=dry_run), sep="\n")
     return 0
 
 
@@ -467,21 +447,6 @@ def _bench(options: Options, overrides: Overrides) -> int:
         from sage_fast.benchmarks.command import bench
 
     return bench(options)
-
-
-@command(
-    "grid", "train a grid of settings, here or as a Slurm array job; started again, it resumes",
-    argument("config", metavar="GRID", help="YAML file with base, output, seeds and axes (docs/grid.md)"),
-    argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each run (default: 1)"),
-    argument("--slurm", metavar="FILE", help="write an array job with one element per run, instead of running"),
-    argument("--cell", metavar="NAME", help="run only this cell, in this process, as an array element does"),
-    argument("--quiet", action="store_true", help="print nothing but errors"),
-    settings=True,
-)  # fmt: skip
-def _grid(options: Options, overrides: Overrides) -> int:
-    from sage_fast.commands.grid import grid
-
-    return grid(options, overrides)
 
 
 @command(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.iteration_samples import share_of
-from sage_fast.algorithm.objective import surrogate_of
+from sage_fast.algorithm.objective import Objective
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import AttentionBackend, Config, ModelConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
@@ -129,9 +129,9 @@ def load_setup(
         reward, judge = load_rewards(config, texts, eval_texts)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
-    row = surrogate_of(config.objective)
+    row = Objective.of(config).surrogate
     # A limit on the rollout's own steps would act on a rounding difference between rollout and training.
-    limits = row.scores_rollout and (row.uses_ratio or row.uses_kl)
+    limits = row.uses_ratio or row.uses_kl
     model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
     gathered = "weights" in ENGINES[config.train.engine].shards
     model.set_checkpointing(choose_checkpointing(config, model), gathered=gathered)

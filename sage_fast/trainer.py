@@ -12,22 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.flops import forwards
-from sage_fast.algorithm.iteration_samples import Sample, deal, draw_samples
+from sage_fast.algorithm.iteration_samples import Sample, assign_to_ranks, draw_samples
+from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import record_losses, record_rewards
-from sage_fast.algorithm.objective import (
-    KLController,
-    Loss,
-    balanced_rewards,
-    gradient_norms,
-    group_advantages,
-    sage_loss,
-    scores_noised_samples,
-    spares_anchor,
-    stores_rollout_velocities,
-    strategy_of,
-    surrogate_of,
-)
+from sage_fast.algorithm.objective import Loss, Objective, Replayed, StepConstants, gradient_norms, sage_loss
 from sage_fast.algorithm.schedule import (
     Transition,
     configured_table,
@@ -48,7 +38,7 @@ from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
@@ -56,7 +46,7 @@ from sage_fast.rollout.trajectories import NoisedSamples, Trajectories, on_devic
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import NonFiniteError, UserError
 from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest
-from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, together, world_size
+from sage_fast.util.ranks import all_gather_object, data_rank, data_size, data_sum, fail_together, world_size
 
 
 class Trainer:
@@ -68,15 +58,16 @@ class Trainer:
         reward: composite reward.
         prompts: training prompts.
         embeddings: key -> condition, for every training prompt, including the negative and the empty one.
+        pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
+        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
 
     Attributes:
+        objective: the loss, resolved from the settings.
         anchor: weights of the anchor; None if the KL strategy has none.
         anchor_is_current: whether the anchor's weights are the present ones.
         full_table: all transitions of the configured sampler, T steps.
-        equalizer: S_t of the scored transitions, float32 `[T]` on the device.
-        log_ratio_bias: minus the expected log-ratio in units of the KL, float32 `[T]` on the device.
-        pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
-        before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
+        coefs: coefficients of the scored transitions, float32 `[T, 6]` on the device.
+        constants: of the scored transitions, float32 `[T]` on the device.
         forwards: part -> forwards in the latest iteration, as `algorithm.flops.forwards` returns them.
         mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
     """
@@ -88,6 +79,9 @@ class Trainer:
         reward: Scorer,
         prompts: Sequence[str],
         embeddings: Mapping[Any, Condition],
+        *,
+        pause: Callable[[], object] = lambda: None,
+        before_update: Callable[[], object] = lambda: None,
     ) -> None:
         self.config = config
         self.model = model
@@ -98,19 +92,23 @@ class Trainer:
         self.device = self.policy.device
         # A rollout policy follows the weights at one pace; an average for export alone has to forget the start.
         self.engine = make_engine(self.policy, config.train, ema_warms_up=not config.sampling.averaged_weights)
-        self.replay = Replay(self.policy, config, embeddings)
+        self.objective = objective = Objective.of(config)
+        self.replay = Replay(self.policy, objective, config.sampling.batch_size, embeddings)
         self.kl = KLController(config.kl)
-        self.anchor = self.policy.snapshot() if strategy_of(config.kl).anchor is not None else None
+        self.anchor = self.policy.snapshot() if objective.strategy.anchor is not None else None
         self.anchor_is_current = True
         self.anchor_step = 0
         self.latent_shape = model.latent_shape(config.sampling)
         self.full_table = configured_table(config)
         reduction = config.objective.log_prob
-        scored = scored_table(self.full_table, config)
-        self.equalizer = scored.equalizer(reduction).to(self.device, torch.float32)
-        self.log_ratio_bias = scored.log_ratio_bias(reduction).to(self.device, torch.float32)
-        self.pause: Callable[[], object] = lambda: None
-        self.before_update: Callable[[], object] = lambda: None
+        scored = scored_table(self.full_table, objective.surrogate)
+        self.coefs = self._coefficients(scored)
+        self.constants = StepConstants(
+            equalizer=scored.equalizer(reduction).to(self.device, torch.float32),
+            bias=scored.log_ratio_bias(reduction).to(self.device, torch.float32),
+            row=Row(*self.coefs.unbind(1)),
+        )
+        self.pause, self.before_update = pause, before_update
         self.forwards: dict[str, int] = {}
         self.mid_iteration = False
         self._first_step = 0  # optimizer step at which this process started; not 0 after a resume
@@ -134,12 +132,12 @@ class Trainer:
         averaged = config.sampling.averaged_weights
         with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
             batch, scores = self._rollout(samples, tables, steps, watch)
-            if scores_noised_samples(config):
+            if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)
-            gated = config.train.parity_gate and surrogate_of(config.objective).scores_rollout
+            gated = config.train.parity_gate and self.objective.surrogate.scores_rollout
             if gated and self.engine.steps == self._first_step:
-                for name, value in check_parity(self.replay, batch, self.log_ratio_bias, self.equalizer).items():
+                for name, value in check_parity(self.replay, batch, self.constants, config.train, config.seed).items():
                     metrics.set(name, value)
 
         advantages, kept = self._advantages(scores, metrics)
@@ -150,12 +148,13 @@ class Trainer:
 
         updates = update_schedule(config, index, samples, steps, kept.flatten().tolist())
         self.forwards = forwards(
-            config,
+            self.objective,
+            passes=2 if self.policy.uses_guidance else 1,
             samples=len(samples),
             steps=config.sampling.steps,
             stored=len(transitions_of(samples, steps)),
             trained=sum(map(len, updates)),
-            anchored=0 if self.anchor is None or self.anchor_is_free else len(anchored),
+            anchored=0 if self.anchor is None or self.reuses_velocities else len(anchored),
         )
         shares = [batch.own(update) for update in updates]
         with watch("train"), Progress("train", sum(map(len, shares)), "transition") as bar:
@@ -186,11 +185,11 @@ class Trainer:
 
         On a GPU, decoding one batch overlaps the rollout of the next.
         """
-        scorer = VideoScorer(self.model.decoder, self.reward, watch, in_step=self.policy.in_step)
-        with together(self.policy.in_step):
+        scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=self.policy.collective_forwards)
+        with fail_together(self.policy.collective_forwards):
             with watch("rollout"):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
-                numbers = self._deal(samples, tables)
+                numbers = self._assigned(samples, tables)
                 own = [samples[number] for number in numbers]
                 batch = self._batch(numbers, own, tables[0].sigmas, steps)
             seeds, latent_seeds = torch.tensor([[one.seed for one in own], [one.latent_seed for one in own]])
@@ -214,9 +213,9 @@ class Trainer:
                 return latents
 
             alike = [(self.replay.lengths[sample.key], tables[sample.group]) for sample in own]
-            runs = equal_runs(alike, self.config.sampling.batch_size)
+            runs = bucket_by_length(alike, self.config.sampling.batch_size)
             with Progress("rollout", len(runs) * len(tables[0]), pause=self.pause) as bar:
-                for rows in self.policy.states.lockstep(runs, lambda: generate(runs[-1])):
+                for rows in self.policy.states.pad_to_largest(runs, lambda: generate(runs[-1])):
                     scorer.submit(generate(rows), [sample.prompt for sample in own[rows]])
             scorer.finish()
         with watch.waiting():
@@ -226,36 +225,36 @@ class Trainer:
         self, numbers: Sequence[int], own: Sequence[Sample], sigmas: Tensor, steps: Sequence[Sequence[int]]
     ) -> Batch:
         """Prepare this rank's samples: their conditions, and room for the trajectories."""
-        config, keys = self.config, [sample.key for sample in own]
-        scores_rollout = surrogate_of(config.objective).scores_rollout
-        serves_anchor = self.anchor is not None and self.anchor_is_free and scores_rollout
-        keeps_velocities = serves_anchor or stores_rollout_velocities(config)
+        objective, keys = self.objective, [sample.key for sample in own]
+        scores_rollout = objective.surrogate.scores_rollout
+        serves_anchor = self.anchor is not None and self.reuses_velocities and scores_rollout
+        keeps_velocities = serves_anchor or objective.stores_velocities
         trajectories = (Trajectories if scores_rollout else NoisedSamples)(
             self.latent_shape,
             transitions_of(own, steps),
             len(sigmas) - 1,
             self.device,
             velocities=self.replay.velocity_dtype if keeps_velocities else None,
-            offload=config.sampling.offload_trajectories,
+            offload=self.config.sampling.offload_trajectories,
         )
         needed = {*keys, *(self.embeddings[key].negative for key in keys)}
         embeddings = {key: self.embeddings[key].to(self.device, self.policy.dtype) for key in needed}
         return Batch(
             numbers=numbers,
             keys=keys,
-            coefs=self._coefficients(scored_table(self.full_table, config)),
+            coefs=self.coefs,
             conditioning=self.policy.conditioning_table(sigmas[:-1], embeddings),
             trajectories=trajectories,
             advantages=torch.zeros(len(keys), device=self.device),
             anchor_velocities={},
         )
 
-    def _deal(self, samples: Sequence[Sample], tables: Sequence[TransitionTable]) -> list[int]:
-        """Return the numbers of this rank's samples, by the tokens of a forward (both passes with guidance)."""
+    def _assigned(self, samples: Sequence[Sample], tables: Sequence[TransitionTable]) -> list[int]:
+        """Return the indices of the samples assigned to this rank, balanced by token count (both CFG passes)."""
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
         tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
         windows = [min(tables[sample.group].stochastic_steps, default=0) for sample in samples]
-        return deal(tokens, data_size(), self.config.sampling.batch_size, windows)[data_rank()]
+        return assign_to_ranks(tokens, data_size(), self.config.sampling.batch_size, windows)[data_rank()]
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
         return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)
@@ -289,11 +288,11 @@ class Trainer:
         transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
         runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
 
-        def idle() -> None:  # at a trained transition: others may not be finite
+        def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
             stand_in = transitions[:1] or batch.trajectories.trained[:1]
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
-        for micro in self.policy.states.lockstep([transitions[rows] for rows in runs], idle):
+        for micro in self.policy.states.pad_to_largest([transitions[rows] for rows in runs], idle):
             loss, policy, kl = self._loss(batch, micro)
             self.engine.backward(loss.total.sum(), total)
             metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
@@ -325,43 +324,37 @@ class Trainer:
         """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
         log_prob, kl_anchor, kl_old, *mean_errors = self.replay.score(batch, micro)
-        scores = (log_prob, batch.position_weight(micro) * kl_anchor, kl_old)
-        old = batch.trajectories.log_prob_old(micro, log_prob)
-        config, row = self.config, Row(*batch.coefs[steps].unbind(1))
-        loss = sage_loss(
-            *scores,
-            log_prob_old=old,
+        replayed = Replayed(
+            log_prob=log_prob,
+            log_prob_old=batch.trajectories.log_prob_old(micro, log_prob),
+            kl_anchor=batch.position_weight(micro) * kl_anchor,
+            kl_old=kl_old,
             advantage=batch.advantages[samples],
-            equalizer=self.equalizer[steps],
-            bias=self.log_ratio_bias[steps],
-            kl_weight=self.kl.value,
-            objective=config.objective,
-            kl=config.kl,
-            row=row,
             mean_errors=mean_errors,
         )
-        numel = math.prod(self.latent_shape)
-        policy, kl = gradient_norms(loss, log_prob, old, kl_old, row, numel, kl=config.kl)
-        return loss, policy, kl
+        own = self.constants.at(steps)
+        loss = sage_loss(self.objective, replayed, own, self.kl.value)
+        return loss, *gradient_norms(self.objective, loss, replayed, own.row, math.prod(self.latent_shape))
 
     # -- anchor -------------------------------------------------------------------------------------------------------
 
     @property
-    def anchor_is_free(self) -> bool:
-        """Whether the anchor takes no forward in the next iteration."""
-        return self.anchor_is_current and spares_anchor(self.config)
+    def reuses_velocities(self) -> bool:
+        """Whether the rollout's velocities can stand in for the anchor's in the next iteration."""
+        return self.anchor_is_current and self.objective.reuses_velocities
 
     def _anchor_velocities(self, batch: Batch, transitions: Sequence[Transition]) -> dict[Transition, Tensor]:
-        """Return transition -> the anchor's velocity: one forward each; none while `anchor_is_free`."""
+        """Return transition -> the anchor's velocity: one forward each; none while `reuses_velocities`."""
         if self.anchor is None:
             return {}
-        if self.anchor_is_free:
+        if self.reuses_velocities:
             return batch.trajectories.velocities
         return self.replay.anchor_velocities(batch, transitions, self.anchor)
 
     def _refresh_anchor(self) -> None:
         """Move the anchor to the present policy every `anchor_interval` optimizer steps, between iterations."""
-        if strategy_of(self.config.kl).moves and self.engine.steps - self.anchor_step >= self.config.kl.anchor_interval:
+        elapsed = self.engine.steps - self.anchor_step
+        if self.objective.strategy.moves and elapsed >= self.config.kl.anchor_interval:
             self.anchor = self.policy.snapshot()
             self.anchor_is_current = True
             self.anchor_step = self.engine.steps

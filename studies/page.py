@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sage_fast.report.charts import inline_picture, picture
 from sage_fast.report.html import render
-from sage_fast.util.console import hush
+from sage_fast.util.console import quiet
 from sage_fast.util.files import write_atomic
 from studies.finding import KINDS, Claim, Finding, Material, corrected
 
@@ -47,7 +47,7 @@ def write_study(
     """
     found = {}
     for place, claim in enumerate(claims, start=1):
-        with hush():
+        with quiet():
             found[claim] = claim.find(material)
         log.info(f"{claim.name}: {place} of {len(claims)} claims looked at")
     findings = corrected(found)

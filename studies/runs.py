@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.cli import guarded
-from sage_fast.commands.grid import run_many
 from sage_fast.config.load import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import means_by_prompt
 from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation
-from sage_fast.util.console import hush, show, shows
+from sage_fast.util.console import log_to_screen, quiet, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
 from sage_fast.util.metrics import JUDGE_PART
 from studies.differences import Difference, difference_of_runs, mean_and_half
+from studies.processes import run_many
 
 log = logging.getLogger("sage_fast.studies")
 
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(arguments)
-    show(quiet=options.quiet)
+    log_to_screen(quiet=options.quiet)
     return guarded("studies", lambda: _make(options))
 
 
@@ -228,7 +228,7 @@ def _make(options: argparse.Namespace) -> int:
     return 0
 
 
-@hush()
+@quiet()
 def train_one(config: Config, file: Path) -> float:
     """Train and evaluate as `sage-fast train` does, but without a run folder; return the last held-out score."""
     import torch
@@ -265,7 +265,8 @@ def _is_of(file: Path, config: Config) -> bool:
         tree = read_json(file)
         if not tree.keys() >= {"settings", "environment", "evaluations", "rows"}:
             raise UserError(f"{file}: holds no run")
-        if _trained(build(leaves(parse_yaml(str(tree["settings"]))))) != _trained(config):
+        settings = str(tree["settings"]).replace("sampler: exact\n", "sampler: precise\n")  # its name in older runs
+        if _trained(build(leaves(parse_yaml(settings)))) != _trained(config):
             raise UserError(f"{file}: a run with other settings")
     except ValueError as error:
         log.info(f"{error}; it is made again")

@@ -34,7 +34,7 @@ DEMO, PAPER = CONFIGS / "demo.yaml", CONFIGS / "recipes" / "paper.yaml"
 TWO_UPDATES = {"train__optimizer_steps": 2}
 TINY: dict[str, dict[str, Any]] = {
     "plain": {},
-    **{f"sampler-{name}": {"sampling__sampler": name} for name in ("flow", "dance", "cps", "exact")},
+    **{f"sampler-{name}": {"sampling__sampler": name} for name in ("flow", "dance", "cps", "precise")},
     **{
         f"kl-{strategy}-{term}": {"kl__strategy": strategy, "kl__velocity_term": term, **TWO_UPDATES}
         for strategy, term in itertools.product(
@@ -76,7 +76,7 @@ TINY: dict[str, dict[str, Any]] = {
     "kl_mask": {"objective__surrogate": "kl_mask", **TWO_UPDATES},
     **{
         name: {"objective__surrogate": name, "sampling__sampler": "ode", "kl__strategy": "none", **TWO_UPDATES}
-        for name in ("nft_adaptive", "awm", "awm_clip")
+        for name in ("nft_adaptive", "awm")
     },
     "balanced": {"objective__balanced_rewards": True},
     "averaged": {"sampling__averaged_weights": True, "train__ema_decay": 0.9, **TWO_UPDATES},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.algorithm.objective import stores_rollout_velocities
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.load import build
 from sage_fast.config.schema import TrainConfig
@@ -97,7 +97,7 @@ def test_rollouts_by_an_average_that_keeps_the_start_are_reported(iterations: in
 
 def test_one_update_needs_the_velocities_of_the_rollout_too() -> None:
     config = settings(**AVERAGED, kl__strategy="stepwise")
-    assert stores_rollout_velocities(config)
+    assert Objective.of(config).stores_velocities
     check_trainable(config)  # without the average this KL is always 0, and refused
 
 

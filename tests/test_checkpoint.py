@@ -25,7 +25,7 @@ from sage_fast.run.manifest import FOR_TRAINING, checkpoints, fault_of_weights, 
 from sage_fast.run.train import train
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import append_line, aside, write_atomic
+from sage_fast.util.files import append_line, atomic_path, write_atomic
 from tests.tiny import perturb, settings, tiny_trainer
 
 
@@ -269,12 +269,12 @@ def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: py
 def test_a_folder_appears_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     for content in ("first", "second"):
-        with aside(weights) as folder:
+        with atomic_path(weights) as folder:
             (folder / "transformer").mkdir(parents=True)
             (folder / "transformer" / "config.json").write_text(content)
             assert weights.exists() == (content == "second")
         assert (weights / "transformer" / "config.json").read_text() == content
-    with pytest.raises(OSError, match=f"{weights}'"), aside(weights) as folder:
+    with pytest.raises(OSError, match=f"{weights}'"), atomic_path(weights) as folder:
         os.close(os.open(folder, os.O_WRONLY))
     assert (weights / "transformer" / "config.json").read_text() == "second"
     assert os.listdir(tmp_path) == [weights.name]
@@ -317,6 +317,19 @@ def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(number, "none here")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with caplog.at_level(logging.INFO), locked(tmp_path / "run"):
+        assert "no locks on this file system (none here): make sure that only one run" in caplog.text
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -83,7 +83,7 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
     for name, setting in settings_of(Config).items():
         assert f"\n  --{name} " in done.stdout
         assert setting.range in words
-    samplers = "sage,flow,dance,cps,dance-precise,precise,exact,ode,ode2"
+    samplers = "sage,flow,dance,cps,dance-precise,precise,ode,ode2"
     assert f"--sampling.sampler {{{samplers}}}\n        Rule of a denoising step" in done.stdout
     assert "(at least 0 and at most 10; default: 0.5)" in done.stdout
     for command in ("sample", "eval", "profile"):
@@ -429,7 +429,7 @@ def test_messages(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert not run.exists()
 
 
-def test_a_word_that_the_testbed_does_not_know_is_found_before_a_run_folder_is_made(
+def test_word_unknown_to_the_testbed_is_found_before_the_run_folder_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a purple circle moves left quickly\n")

@@ -16,7 +16,7 @@ from sage_fast.util import console
 SLOW = (
     "import logging, time\nfrom sage_fast.util import console\n"
     "console.SECONDS_BETWEEN_LINES, console.LONG = 0.05, 0.2\n"
-    "console.show()\nfor _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
+    "console.log_to_screen()\nfor _ in console.progress(range(12), 'sample', 12, 'step'): time.sleep(0.04)\n"
     "logging.getLogger('sage_fast.run').info('done')\n"
 )
 
@@ -57,22 +57,22 @@ def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     """The first rank prints, unless quiet or hushed; errors are always shown. Logging by a library repeats no line."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
-    console.show()
-    console.show()
+    console.log_to_screen()
+    console.log_to_screen()
     speak()
     assert capfd.readouterr() == (ALL, "")
-    with console.hush():
+    with console.quiet():
         speak()
         LOG.error("wrong")
     assert capfd.readouterr() == ("wrong\n", "")
     speak()
     assert capfd.readouterr() == (ALL, "")
-    console.show(quiet=True)
-    with console.hush():
+    console.log_to_screen(quiet=True)
+    with console.quiet():
         speak()
     speak()
     monkeypatch.setenv("RANK", "1")
-    console.show()
+    console.log_to_screen()
     speak()
     assert capfd.readouterr() == ("", "")
 
@@ -110,7 +110,7 @@ def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     monkeypatch.setattr(console, "tqdm", Bar)
     list(console.progress(range(2), "sample", 2))
     assert updates == []
-    console.show()
+    console.log_to_screen()
     list(console.progress(range(2), "sample", 2))
     list(console.progress([], "sample", 0))
     assert updates == [0, 1, 1, -1]
@@ -124,9 +124,9 @@ from sage_fast.util import console
 console.log_to(Path(sys.argv[1]))
 log = logging.getLogger("sage_fast.run")
 log.info("hidden before")
-console.show()
+console.log_to_screen()
 log.info("said")
-with console.hush():
+with console.quiet():
     log.info("said quietly")
 list(console.progress(range(3), "sample", 3, "step"))
 print("printed", flush=True)

@@ -20,7 +20,7 @@ from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.load import find_spec
 from sage_fast.models.registry import default_family
-from sage_fast.rollout.graphs import Run
+from sage_fast.rollout.graphs import Recordable
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.doctor import VERDICTS, Check
 from sage_fast.tools.operators import registered
@@ -181,11 +181,11 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (check.verdict, check.found) == ("missing", "none; the C++ operators need it")
 
 
-def stale(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+def stale(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
     return lambda: None, run(), 100
 
 
-def refuses(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+def refuses(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 

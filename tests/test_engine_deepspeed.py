@@ -239,8 +239,6 @@ def test_the_authors_run_fits_their_64_gpus_of_80_gb() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"train__engine": "zero1", "train__optimizer": "adamw8bit"},
-         "'adamw8bit'.*zero1 updates rows.*only adamw and muon can; the nearest choice is adamw"),
         ({"train__offload": "optimizer"}, "needs train.engine = zero1, zero2 or zero3; the nearest choice is none"),
         ({"train__engine": "zero2", "train__offload": "all"}, "needs train.engine = zero3.*choice is optimizer"),
         ({"train__deepspeed_config": "ds.json"}, r"'ds.json': needs train.engine"),

@@ -43,9 +43,6 @@ class OneFlatGroup:
             {"objective__surrogate": "awm", "kl__strategy": "none", "train__optimizer_steps": 2}, id="matching"
         ),
         pytest.param(
-            {"objective__surrogate": "awm_clip", "kl__strategy": "none", "train__optimizer_steps": 2}, id="clipped"
-        ),
-        pytest.param(
             {"sampling__averaged_weights": True, "train__ema_decay": 0.9, "kl__strategy": "moving"}, id="averaged"
         ),
     ],

@@ -114,10 +114,10 @@ def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) 
     table = transition_table(sigma_schedule(4, 3.0), "sage", 0.5)
     coefs, seeds, step = table.coefficients(x[0].numel()), torch.arange(2), torch.tensor([1])
     with torch.no_grad():
-        schedule = ours.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS)
-        denoise(ours, coefs, schedule, seeds, x, step)  # makes the rotary table
+        conditions = ours.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS)
+        denoise(ours, coefs, conditions, seeds, x, step)  # makes the rotary table
         with Operators() as mine:
-            denoise(ours, coefs, schedule, seeds, x, step)
+            denoise(ours, coefs, conditions, seeds, x, step)
         with Operators() as theirs:
             stock_velocity(stock, x, sigma, text)
     assert mine.counts["transition_step"] == 1
@@ -181,14 +181,14 @@ def test_tabulated_conditioning_is_that_of_the_step(prompts: list[str], guidance
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
     sigmas = torch.tensor([0.95, 0.6, 0.2])
     texts = embeddings(prompts)
-    schedule = policy.conditioning_table(sigmas, texts).of(prompts)
+    conditions = policy.conditioning_table(sigmas, texts).of(prompts)
     x = torch.randn(3, 32, 5, 4, 4)
     text, negative = (
         collate([texts[p] for p in wanted], x.device, x.dtype) for wanted in (prompts, [""] * len(prompts))
     )
     for steps in ([1], [2, 0, 1]):
         fresh = policy.condition(sigmas[steps].expand(3), text, negative if guidance != 1 else None)
-        tabulated = schedule.at(torch.tensor(steps))
+        tabulated = conditions.at(torch.tensor(steps))
         assert (tabulated.negative is None) == (guidance == 1)
         with torch.no_grad():
             expected, actual = policy.velocities(x, fresh), policy.velocities(x, tabulated)

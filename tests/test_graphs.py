@@ -18,7 +18,7 @@ from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, tra
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.rollout import graphs as module
-from sage_fast.rollout.graphs import CudaRecorder, Run, StepGraphs, step_graphs
+from sage_fast.rollout.graphs import CudaRecorder, Recordable, StepGraphs, step_graphs
 from sage_fast.tools import replays
 from tests.pretend_cuda import PretendCuda
 from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
@@ -27,7 +27,7 @@ PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "
 STEPS = 5
 
 
-def rerun(run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+def rerun(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
     """What a CUDA graph does, by running the step again over its buffers."""
     outputs = run()
 
@@ -86,7 +86,7 @@ def test_a_second_order_sampler_begins_each_replayed_rollout_anew(guidance: floa
 
 def test_weights_in_place_and_replaced() -> None:
     policy = tiny_model(settings()).policy
-    recordings: list[Run] = []
+    recordings: list[Recordable] = []
     graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=1000)
     before = twice(policy, PROMPTS[:1], graphs)[0]
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     policy = tiny_model(settings()).policy
     caplog.set_level(logging.INFO)
 
-    def fail(run: Run) -> Any:
+    def fail(run: Recordable) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand a page of advice")
 
     graphs = StepGraphs(policy, fail, max_memory=1000)

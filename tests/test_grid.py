@@ -1,5 +1,7 @@
-"""`sage-fast grid`: the cells of a file, runs that are stopped and go on, one that breaks, and the Slurm array."""
+"""`python -m studies.grid`: the cells of a file, runs that are stopped and go on, a broken one, the Slurm array."""
 
+import contextlib
+import io
 import itertools
 import os
 import re
@@ -17,20 +19,21 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-import sage_fast.commands.grid as grid
-from sage_fast.cli import main
-from sage_fast.commands.grid import is_finished, read_grid
+import sage_fast.report.finish  # noqa: F401  for conftest.py, which leaves out the charts
+from sage_fast.cli import main as sage_fast_main
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import load
 from sage_fast.config.schema import Config
 from sage_fast.run.resume import value_of
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics
-from tests.fork_server import ForkServer
+from studies import grid
+from studies.grid import is_finished, main, read_grid
 from tests.test_cluster import RECORDER, SCANCEL, SCONTROL, SRUN
+from tests.test_docs import blocks, commands
 
 REPOSITORY = Path(__file__).parent.parent
-PAPER = REPOSITORY / "configs" / "grids" / "paper.yaml"
+PAPER = REPOSITORY / "studies" / "paper" / "table2.yaml"
 TINY: dict[str, Any] = {
     "base": str(REPOSITORY / "configs" / "recipes" / "paper.yaml"),
     "sampling": {"num_frames": 5, "steps": 2},
@@ -43,7 +46,7 @@ TWO_BY_TWO = {
     "base": "tiny.yaml",
     "output": "runs/g",
     "axes": {
-        "method": {"flow": {"sampling": {"sampler": "flow"}}, "exact": {"sampling": {"sampler": "exact"}}},
+        "method": {"flow": {"sampling": {"sampler": "flow"}}, "exact": {"sampling": {"sampler": "precise"}}},
         "reward": {"good": None, "broken": {"reward": {"weights": {"no_such_part": 1.0}}}},
     },
 }
@@ -62,19 +65,18 @@ def test_the_grid_of_the_paper() -> None:
     """Methods x KL x rewards, each cell with what its names say, and everything else as in the base."""
     cells = read_grid(PAPER, {"train.iterations": "7"})
     axes = (("dance", "flow", "cps", "sage", "precise"), ("none", "fixed", "dual"), ("A", "B"))
-    assert [cell.name for cell in cells] == [f"{'-'.join(names)}-seed0" for names in itertools.product(*axes)]
+    assert list(cells) == [f"{'-'.join(names)}-seed0" for names in itertools.product(*axes)]
     weights = {"A": {"vq": 1.0, "mq": 1.0, "ta": 1.0}, "B": {"vq": 0.5, "mq": 0.5, "ta": 1.0}}
-    for cell in cells:
-        method, kl, reward, _ = cell.name.split("-")
-        config = cell.config
+    for name, config in cells.items():
+        method, kl, reward, _ = name.split("-")
         assert (config.sampling.sampler, config.kl.strategy, config.reward.weights) == (method, kl, weights[reward])
         assert config.objective.equalizer == (method in ("sage", "precise"))
         assert config.objective.surrogate == ("log_prob" if config.objective.equalizer else "clip")
         assert (config.objective.log_prob == "unscaled") == (method == "cps")
         assert (config.train.iterations, config.eval.steps) == (7, 40)
-        assert config.output == f"runs/paper-grid/{cell.name}"
-    (sage,) = [cell.config for cell in cells if cell.name == "sage-dual-B-seed0"]
-    paper = load(PAPER.parent.parent / "paper-480p.yaml")
+        assert config.output == f"runs/paper-grid/{name}"
+    sage = cells["sage-dual-B-seed0"]
+    paper = load(REPOSITORY / "configs" / "paper-480p.yaml")
     unlike = [key for key in settings_of(Config) if value_of(sage, key) != value_of(paper, key)]
     assert unlike == ["output", "train.iterations"]
 
@@ -83,9 +85,9 @@ def test_seeds_and_the_folder(tmp_path: Path) -> None:
     write(tmp_path, TINY, "tiny.yaml")
     file = write(tmp_path, TWO_BY_TWO | {"seeds": [3, 5]})
     cells = read_grid(file, {"output": "elsewhere"})
-    assert [cell.name for cell in cells[:2]] == ["flow-good-seed3", "flow-good-seed5"]
-    assert [cell.config.seed for cell in cells[:2]] == [3, 5]
-    assert cells[0].config.output == "elsewhere/flow-good-seed3"
+    assert list(cells)[:2] == ["flow-good-seed3", "flow-good-seed5"]
+    assert [config.seed for config in cells.values()][:2] == [3, 5]
+    assert cells["flow-good-seed3"].output == "elsewhere/flow-good-seed3"
 
 
 @pytest.mark.parametrize(
@@ -119,42 +121,29 @@ def test_a_broken_grid_is_named(changes: Any, overrides: dict[str, str], expecte
 def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, TINY, "tiny.yaml")
     file = str(write(tmp_path, TWO_BY_TWO))
-    assert main(["grid", file, "--cell", "flow-god"]) == 2
+    assert main([file, "--cell", "flow-god"]) == 2
     assert "did you mean 'flow-good'?" in capsys.readouterr().err
-    assert main(["grid", file, "--gpus", "0"]) == 2
+    assert main([file, "--gpus", "0"]) == 2
     assert "--gpus 0: expected at least 1" in capsys.readouterr().err
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-class Forks:
-    """In place of `run_many`: the same commands, forked from a process that has imported everything."""
+def run_here(cells: list[str]) -> Callable[[Iterable[tuple[str, Sequence[str]]], Callable[[str, int], object]], None]:
+    """Return a `run_many` that runs the commands in this process and adds their names to `cells`."""
 
-    def __init__(self, server: ForkServer, log: Path) -> None:
-        self.server, self.log = server, log
-        self.commands: list[list[str]] = []
-
-    def __call__(self, jobs: Iterable[tuple[str, Sequence[str]]], ended: Callable[[str, int], object]) -> None:
+    def run(jobs: Iterable[tuple[str, Sequence[str]]], ended: Callable[[str, int], object]) -> None:
         for name, command in jobs:
-            assert command[:3] == [sys.executable, "-m", "sage_fast"]
-            self.commands.append(list(command[3:]))
-            output = ["--output", str(self.log.parent / "runs" / "g")]
-            ended(name, self.server.wait(self.server.start([*command[3:], *output], self.log)))
+            assert command[:3] == [sys.executable, "-m", "studies.grid"]
+            cells.append(name)
+            ended(name, main(command[3:]))
 
-    @property
-    def cells(self) -> list[str]:
-        return [command[-1] for command in self.commands]
+    return run
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Iterator[dict[str, Any]]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A 2 x 2 grid, stopped within the first run, gone on with, and run once more; half of its cells are broken."""
     folder = tmp_path_factory.mktemp("grid")
     write(folder, TINY, "tiny.yaml")
@@ -163,7 +152,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Itera
     found: dict[str, Any] = {"folder": folder}
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "sage_fast", "grid", "grid.yaml"], cwd=folder, env=environment, text=True,
+        [sys.executable, "-m", "studies.grid", "grid.yaml"], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     deadline = time.monotonic() + 300
@@ -175,12 +164,14 @@ def place(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Itera
     found["stopped"] = process.communicate(timeout=300)[0], process.returncode
     found["done"] = len(read_metrics(first / "metrics.jsonl"))
     write(folder, TINY | {"train": TINY["train"] | {"iterations": found["done"] + 1}}, "tiny.yaml")
-    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as reading:
-        reading.chdir(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         for name in ("second", "third"):
-            forks = Forks(server, folder / f"{name}.log")
-            patch.setattr(grid, "run_many", forks)
-            found[name] = main(["grid", str(file), *(["--quiet"] if name == "second" else [])]), forks.cells
+            cells: list[str] = []
+            patch.setattr(grid, "run_many", run_here(cells))
+            with contextlib.redirect_stderr(io.StringIO()) as errors:
+                status = main([str(file), *(["--quiet"] if name == "second" else [])])
+            found[name] = status, cells, errors.getvalue()
         yield found
 
 
@@ -194,29 +185,29 @@ def test_a_signal_stops_the_run_and_the_grid(place: dict[str, Any]) -> None:
 
 
 def test_the_grid_goes_on_and_no_cell_ends_the_others(place: dict[str, Any]) -> None:
-    status, cells = place["second"]
+    status, cells, errors = place["second"]
     assert (status, cells) == (1, NAMES)
     folder = place["folder"] / "runs" / "g"
     for name in ("flow-good", "exact-good"):
         rows = read_metrics(folder / name / "metrics.jsonl")
         assert [row["iteration"] for row in rows] == list(range(place["done"] + 1))
     assert [start["iteration"] for start in read_json(folder / "flow-good" / "run.json")["resumed"]] == [place["done"]]
-    assert "no_such_part" in (place["folder"] / "second.log").read_text()
+    assert "no_such_part" in errors
     assert (folder / "flow-good" / "config.yaml").read_text().count("sampler: flow") == 1
 
 
 def test_what_is_finished_is_left_alone(place: dict[str, Any]) -> None:
-    assert place["third"] == (1, ["flow-broken", "exact-broken"])
+    assert place["third"][:2] == (1, ["flow-broken", "exact-broken"])
 
 
 def test_a_damaged_run_is_not_finished(place: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(place["folder"], tmp_path / "copy")
-    (cell,) = [cell for cell in read_grid(tmp_path / "copy" / "grid.yaml", {}) if cell.name == "flow-good"]
+    config = read_grid(tmp_path / "copy" / "grid.yaml", {})["flow-good"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path / "copy")
-        assert is_finished(cell)
-        (cell.run / "eval" / "after.json").write_text("{")
-        assert not is_finished(cell)
+        assert is_finished(config)
+        Path(config.output, "eval", "after.json").write_text("{")
+        assert not is_finished(config)
 
 
 def test_several_gpus_are_torchruns(
@@ -225,33 +216,45 @@ def test_several_gpus_are_torchruns(
     monkeypatch.chdir(place["folder"])
     commands: list[Sequence[str]] = []
     monkeypatch.setattr(grid, "run_many", lambda jobs, ended: commands.extend(command for _, command in jobs))
-    assert main(["grid", "grid.yaml", "--gpus", "8", "--train.seed", "1"]) == 2  # no such setting: before any run
-    assert main(["grid", "grid.yaml", "--gpus", "8", "--train.eps", "1e-9"]) == 0
+    assert main(["grid.yaml", "--gpus", "8", "--train.seed", "1"]) == 2  # no such setting: before any run
+    assert main(["grid.yaml", "--gpus", "8", "--train.eps", "1e-9"]) == 0
     out = capsys.readouterr().out
     assert "\nrun 4 of 4: exact-broken\n" in out
     (line,) = [line for line in out.splitlines() if "are finished" in line]
     summary, _, command = line.partition("; to compare them: ")
     assert summary == "2 of 4 runs are finished"
-    assert main([*shlex.split(command)[1:], "--videos", "1"]) == 0  # which has the table
+    assert sage_fast_main([*shlex.split(command)[1:], "--videos", "1"]) == 0  # which has the table
     assert [command[-1] for command in commands] == ["flow-broken", "exact-broken"]
     python, *module = commands[0][:3]
     assert (python, module) == (sys.executable, ["-m", "torch.distributed.run"])
     options = get_args_parser().parse_args(commands[0][3:])
-    assert (options.nproc_per_node, options.module, options.training_script) == ("8", True, "sage_fast")
-    assert options.training_script_args == ["grid", "grid.yaml", "--train.eps", "1e-9", "--cell", "flow-broken"]
+    assert (options.nproc_per_node, options.module, options.training_script) == ("8", True, "studies.grid")
+    assert options.training_script_args == ["grid.yaml", "--train.eps", "1e-9", "--cell", "flow-broken"]
+
+
+def test_the_commands_of_the_page(
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(shutil.copytree(place["folder"], tmp_path / "copy"))
+    monkeypatch.setattr(grid, "run_many", lambda jobs, ended: None)
+    here, paper = blocks(REPOSITORY / "docs" / "grid.md")
+    for words in [*commands(here), *commands(paper)]:
+        assert words[:3] == ["python", "-m", "studies.grid"]
+        assert main([str(REPOSITORY / word) if "/" in word else word for word in words[3:]]) == 0, words
+    assert "paper.sbatch: 30 runs; submit it here" in capsys.readouterr().out
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_element_of_the_array_is_a_run(
-    place: dict[str, Any], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The script that is written passes shellcheck; under a pretend Slurm each task starts the command of its cell."""
     folder = shutil.copytree(place["folder"], tmp_path / "a copy")
     monkeypatch.chdir(folder)
     given = ["grid.yaml", "--train.learning_rate", "2e-3", "--output", "runs/more of it"]
-    assert main(["grid", *given, "--slurm", "array.sbatch", "--gpus", "2"]) == 0
+    assert main([*given, "--slurm", "array.sbatch", "--gpus", "2"]) == 0
     text = Path("array.sbatch").read_text()
     assert "#SBATCH --array=0-3\n" in text
     assert text.count("per-node=2\n") == 2
@@ -278,15 +281,13 @@ def test_an_element_of_the_array_is_a_run(
     assert Path("scontrol.log").read_text() == "requeue 70123\n"
     started = Path("started.0").read_text().splitlines()
     assert started[0].startswith("0/2 0/2 127.0.0.1:")
-    assert started[1:3] == ["-m", "sage_fast"]
-    assert started[3:-1] == ["grid", *given, "--cell", "exact-good"]
+    assert started[1:3] == ["-m", "studies.grid"]
+    file, *settings = given
+    assert started[3:-1] == [file, "--train.grace_seconds", "1700", *settings, "--cell", "exact-good"]
     assert started[-1] == "TERM"
     # What the task would have done, on one rank.
-    words = [*started[3:-1], "--output", str(folder / "runs" / "g")]
-    words[1] = str(folder / "grid.yaml")
-    log = folder / "element.log"
-    assert server.wait(server.start(words, log)) == 0, log.read_text()
-    assert log.read_text() == ""  # it was finished
-    words[-1] = str(folder / "runs" / "new")
-    assert server.wait(server.start(words, log)) == 0, log.read_text()
-    assert is_finished(next(c for c in read_grid(Path("grid.yaml"), {"output": "runs/new"}) if c.name == "exact-good"))
+    capsys.readouterr()
+    assert main([*started[3:-1], "--output", str(place["folder"] / "runs" / "g")]) == 0
+    assert capsys.readouterr() == ("", "")  # it was finished
+    assert main([*started[3:-1], "--output", "runs/new"]) == 0
+    assert is_finished(read_grid(Path("grid.yaml"), {"output": "runs/new"})["exact-good"])

@@ -373,12 +373,12 @@ def judged(iteration: int, reward: float, judge: float) -> dict[str, object]:
     return found | {"iteration": iteration, "parts": {"judge/x": [judge + i / 10 + w for i, w in enumerate(wobble)]}}
 
 
-def test_a_judge_that_falls_from_its_best_is_reported_though_it_is_above_its_start() -> None:
+def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> None:
     run = {"before": judged(0, 1.0, 0.5), "iteration-000010": judged(10, 1.5, 0.9), "after": judged(20, 2.0, 0.7)}
     assert paired_table(run["before"], run["after"])[1].difference > 0.1
     found = verdict(run)
     assert found is not None
-    assert found.startswith("since iteration 10: reward rose while the judge fell (judge/x)")
+    assert found.startswith("since iteration 10: reward rose while judge/x fell")
     assert verdict({name: run[name] for name in ("before", "iteration-000010")}) is None
     assert verdict(run | {"after": judged(20, 1.0, 0.7)}) is None, "the reward fell too"
     assert verdict(run | {"after": judged(20, 2.0, 0.895)}) is None, "within its interval"
@@ -388,7 +388,7 @@ def test_a_judge_that_falls_from_its_best_is_reported_though_it_is_above_its_sta
 
 def test_a_judge_that_falls_from_the_start() -> None:
     run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
-    assert verdict(run) == "reward rose while the judge fell (judge/x): look at the videos (reward hacking)"
+    assert verdict(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
 
 
 def test_reward_and_judge_are_drawn_on_one_axis() -> None:

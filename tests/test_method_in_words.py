@@ -33,8 +33,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
             "GRPO: flow SDE, eta 0.5, equalizer, moving KL, lambda 1e-07 to 1000",
         ),
         (
-            {"sampling.sampler": "exact", "objective.surrogate": "kl_mask", "kl.strategy": "none"},
-            "SAGE-GRPO with a KL mask: exact SDE, eta 0.5, equalizer, no KL",
+            {"sampling.sampler": "precise", "objective.surrogate": "kl_mask", "kl.strategy": "none"},
+            "SAGE-GRPO with a KL mask: precise SDE, eta 0.5, equalizer, no KL",
         ),
         (
             {"sampling.sampler": "ode", "objective.surrogate": "nft", "kl.beta_pos": "0", "kl.beta_vel": "0"},
@@ -51,7 +51,7 @@ def test_a_method_in_words(settings: dict[str, str], method: str) -> None:
 
 
 def test_the_log_corrected_samplers_are_those_of_one_sde() -> None:
-    assert {name for name, row in SAMPLERS.items() if row.log_corrected} == {"sage", "precise", "exact"}
+    assert {name for name, row in SAMPLERS.items() if row.log_corrected} == {"sage", "precise"}
     assert all(row.title.startswith("GRPO") == row.scores_rollout for row in SURROGATES.values())
 
 

@@ -201,7 +201,7 @@ def test_init_writes_what_its_configuration_names(
     assert "parameters" in capsys.readouterr().out
 
 
-def test_init_of_the_real_model_trains_on_its_reward_and_on_prompts_for_real_videos(
+def test_init_of_the_real_model_has_its_reward_and_prompts_of_real_videos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init(tmp_path, "hunyuanvideo15-480p")

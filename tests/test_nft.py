@@ -7,20 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import Loss, sage_loss, scores_noised_samples
+from sage_fast.algorithm.objective import Loss, Replayed, StepConstants, sage_loss
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.algorithm.transitions import forward_table, sigma_schedule
-from sage_fast.config.schema import KLConfig, ObjectiveConfig, Reduction
+from sage_fast.config.schema import ObjectiveConfig, Reduction
 from sage_fast.ops import Row, transition_score
 from sage_fast.ops.philox import STREAM_TRANSITION, philox_normal
 from sage_fast.rewards import Reward
 from sage_fast.rollout.trajectories import NoisedSamples
 from sage_fast.util.errors import UserError
 from tests.test_objective import rolled_out
-from tests.tiny import CPU, BrightnessReward, perturb, settings, tiny_trainer
+from tests.tiny import CPU, BrightnessReward, perturb, resolved, settings, tiny_trainer
 
 TABLE = forward_table(sigma_schedule(4, 3.0))
 NFT = {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy": "none"}
+
+
+def constants_of(reduction: str, coefs: Tensor) -> StepConstants:
+    row = Row(*coefs.unbind(1))
+    return StepConstants(equalizer=TABLE.equalizer(reduction), bias=TABLE.log_ratio_bias(reduction), row=row)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "unscaled"])
@@ -50,11 +55,10 @@ def test_loss_and_gradient_by_hand(beta: float, reduction: str) -> None:
         if reduction == "unscaled":
             expected = expected * s.flatten().square()
         log_prob, kl_anchor, kl_old, *_ = scored(v)
-        loss = sage_loss(
-            log_prob, kl_anchor, kl_old, log_prob_old=scored(v_old)[0], advantage=advantage,
-            equalizer=TABLE.equalizer(reduction), kl_weight=1.0, objective=objective, kl=KLConfig(strategy="none"),
-            bias=TABLE.log_ratio_bias(reduction),
-        )  # fmt: skip
+        replayed = Replayed(
+            log_prob=log_prob, log_prob_old=scored(v_old)[0], kl_anchor=kl_anchor, kl_old=kl_old, advantage=advantage
+        )
+        loss = sage_loss(resolved(objective), replayed, constants_of(reduction, coefs), 1.0)
         gradient, by_hand = (
             torch.autograd.grad(value.sum(), v, retain_graph=True)[0] for value in (loss.total, expected)
         )
@@ -86,12 +90,11 @@ class Noised:
             self.x, self.x0, v, coefs, steps, v_old=self.v_old, beta=objective.nft_beta
         )
         old, *_ = transition_score(self.x, self.x0, self.v_old, coefs, steps)
-        return sage_loss(
-            log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=self.advantage, kl_weight=1.0, objective=objective,
-            equalizer=TABLE.equalizer(objective.log_prob), kl=KLConfig(strategy="none"),
-            bias=TABLE.log_ratio_bias(objective.log_prob), row=Row(*coefs[steps].unbind(1)),
+        replayed = Replayed(
+            log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=self.advantage,
             mean_errors=mean_errors,
         )  # fmt: skip
+        return sage_loss(resolved(objective), replayed, constants_of(objective.log_prob, coefs), 1.0)
 
     def error(self, v: torch.Tensor) -> torch.Tensor:
         """The flow-matching loss of each sample, `[4]`."""
@@ -118,20 +121,6 @@ def test_matching_by_hand(reduction: Reduction, equalizer: bool, by: float) -> N
     torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-5)
     check_gradient(loss.total, expected, v)
     assert not loss.clipped.any()
-
-
-def test_clipped_matching_by_hand() -> None:
-    """`awm_clip` clips exp(error_old - error) on the side where A would push it further."""
-    noised, limit = Noised(), 0.02
-    v = noised.moved(0.05)
-    loss = noised.loss(v, ObjectiveConfig(surrogate="awm_clip", clip_range=limit))
-    ratio = torch.exp(noised.error(noised.v_old) - noised.error(v))
-    expected = -torch.minimum(ratio * noised.advantage, ratio.clamp(1 - limit, 1 + limit) * noised.advantage)
-    torch.testing.assert_close(loss.ratio.double(), ratio, rtol=1e-5, atol=0)
-    torch.testing.assert_close(loss.total.double(), expected, rtol=1e-5, atol=1e-6)
-    check_gradient(loss.total, expected, v)
-    assert loss.clipped.tolist() == ((ratio - 1).abs() > limit).tolist()
-    assert 0 < loss.clipped.sum() < 4
 
 
 def adaptive(
@@ -185,7 +174,7 @@ def test_training_has_the_loss_of_the_published_code(updates: int) -> None:
     perturb(trainer, 0.02, seed=8)
     batch, transitions = rolled_out(trainer)
     v_old = trainer.replay.velocity(batch, transitions).detach()
-    if scores_noised_samples(trainer.config):
+    if trainer.objective.scores_noised:
         trainer.replay.score_noised(batch)
         perturb(trainer, 0.1, seed=9)
     stored = batch.trajectories
@@ -237,7 +226,6 @@ class DarknessReward(BrightnessReward):
         pytest.param(DarknessReward(), "nft", id="dark", marks=pytest.mark.soak),
         pytest.param(BrightnessReward(), "nft_adaptive", id="adaptive", marks=pytest.mark.soak),
         pytest.param(DarknessReward(), "awm", id="matching"),
-        pytest.param(BrightnessReward(), "awm_clip", id="clipped matching", marks=pytest.mark.soak),
     ],
 )
 def test_training_with_the_ode_raises_the_reward(reward: Reward, surrogate: str) -> None:
@@ -267,10 +255,9 @@ def test_the_rollout_policy_is_scored_at_the_noised_samples(strategy: str) -> No
     assert "log_prob/parity" not in row  # no step of the rollout is scored
 
 
-@pytest.mark.parametrize("surrogate", ["awm", "awm_clip"])
-def test_the_anchor_is_scored_where_no_velocity_of_the_rollout_is_stored(surrogate: str) -> None:
+def test_the_anchor_is_scored_where_no_velocity_of_the_rollout_is_stored() -> None:
     """Each iteration starts with the rollout policy as the anchor; the second update has moved away from it."""
-    overrides = NFT | {"objective__surrogate": surrogate, "kl__strategy": "moving", "kl__anchor_interval": 1}
+    overrides = NFT | {"objective__surrogate": "awm", "kl__strategy": "moving", "kl__anchor_interval": 1}
     overrides |= {"train__optimizer_steps": 2, "train__parity_gate": False}
     row = tiny_trainer(settings(**overrides, train__learning_rate=1e-3)).iteration(0)
     assert row["kl/anchor"] > 0

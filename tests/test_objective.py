@@ -1,5 +1,6 @@
 """Advantages, surrogates, KL and lambda by hand; the gradient of the whole loss by finite differences."""
 
+import dataclasses
 import itertools
 import math
 
@@ -7,24 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.iteration_samples import draw_samples
-from sage_fast.algorithm.objective import (
-    KL_STRATEGIES,
-    SURROGATES,
-    KLController,
-    Scored,
-    balanced_rewards,
-    group_advantages,
-    sage_loss,
-)
+from sage_fast.algorithm.kl_weight import KLController
+from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Replayed, Scored, StepConstants, sage_loss
 from sage_fast.algorithm.schedule import check_trainable, iteration_tables, trained_steps
 from sage_fast.config.load import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
+from sage_fast.ops import Row
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import Stopwatch
-from tests.tiny import BASE_SETTINGS, perturb, settings, tiny_trainer
+from tests.tiny import BASE_SETTINGS, perturb, resolved, settings, tiny_trainer
 
 
 def test_advantages_by_hand() -> None:
@@ -171,7 +167,7 @@ def test_the_mask_of_the_kl_by_hand() -> None:
     row, objective = SURROGATES["kl_mask"], ObjectiveConfig(kl_limit=0.2)
     value = row.value(scored, objective)
     assert value.tolist() == pytest.approx((log_ratio.exp() * advantage).tolist())
-    assert row.held(scored, objective).tolist() == [True, False, False, True] + [False] * 4
+    assert row.clipped(scored, objective).tolist() == [True, False, False, True] + [False] * 4
     (gradient,) = torch.autograd.grad(value.sum(), log_ratio)
     kept = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1])
     assert gradient.tolist() == pytest.approx((kept * log_ratio.exp() * advantage).tolist())
@@ -203,15 +199,16 @@ def test_surrogates_by_hand() -> None:
 
 def test_loss_by_hand() -> None:
     """The loss is -S A ratio + lambda (beta_pos KL_anchor + beta_vel (logp_old - logp)) inside the clip range."""
-    terms = {"log_prob_old": torch.tensor([0.1]), "advantage": torch.tensor([2.0]), "equalizer": torch.tensor([3.0])}
+    replayed = Replayed(
+        log_prob=torch.tensor([0.1005]), log_prob_old=torch.tensor([0.1]), kl_anchor=torch.tensor([0.7]),
+        kl_old=torch.tensor([0.2]), advantage=torch.tensor([2.0]),
+    )  # fmt: skip
+    ones = torch.ones(1)
+    constants = StepConstants(equalizer=torch.tensor([3.0]), bias=ones, row=Row(*[ones] * 6))
 
     def total(strategy: str, velocity_term: str = "rollout") -> float:
         kl = KLConfig(strategy=strategy, velocity_term=velocity_term, beta_pos=1.5, beta_vel=0.5)
-        loss = sage_loss(
-            torch.tensor([0.1005]), torch.tensor([0.7]), torch.tensor([0.2]), **terms,
-            kl_weight=0.01, objective=ObjectiveConfig(clip_range=0.1), kl=kl,
-        )  # fmt: skip
-        return float(loss.total)
+        return float(sage_loss(resolved(ObjectiveConfig(clip_range=0.1), kl), replayed, constants, 0.01).total)
 
     policy = -3.0 * 2.0 * math.exp(0.0005)
     assert total("none") == pytest.approx(policy, rel=1e-6)
@@ -305,7 +302,8 @@ def test_gradient_of_the_whole_loss(
         "sage_fast.trainer.initial_latents",
         lambda seeds, shape, device: torch.randn(len(seeds), *shape, dtype=torch.float64),
     )
-    trainer.equalizer, trainer.log_ratio_bias = trainer.equalizer.double(), trainer.log_ratio_bias.double()
+    equalizer, bias = trainer.constants.equalizer.double(), trainer.constants.bias.double()
+    trainer.constants = dataclasses.replace(trainer.constants, equalizer=equalizer, bias=bias)
     perturb(trainer, 0.02, seed=8)
     batch, transitions = rolled_out(trainer)
     if trainer.anchor is not None:

@@ -1,6 +1,5 @@
 """Optimizers and schedules: which weights they move, how far, what they keep, and that a resume changes nothing."""
 
-import importlib.util
 import math
 import pkgutil
 from pathlib import Path
@@ -22,12 +21,7 @@ from sage_fast.tools.plan import plan
 from sage_fast.util.errors import UserError
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: pip install 'sage-fast[bitsandbytes]'",
-)
 IS_MUON = Policy({}, dtype=torch.float32).is_muon
-BIT8 = pytest.param("adamw8bit", marks=needs_bitsandbytes)
 
 
 def first_step(optimizer: str, gradient: Tensor, name: str = "weight", **overrides: float) -> Tensor:
@@ -41,13 +35,12 @@ def first_step(optimizer: str, gradient: Tensor, name: str = "weight", **overrid
     return weight.detach()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", BIT8])
-def test_gradients_of_2e_9_move_weights_by_the_learning_rate(optimizer: str) -> None:
+def test_gradients_of_2e_9_move_weights_by_the_learning_rate() -> None:
     """What a LoRA of the 8.3 B model gets per element; with torch's own eps the step is a sixth of it."""
     gradient = 2e-9 * torch.tensor([-1.0, 1.0]).repeat(64, 64)
-    step = first_step(optimizer, gradient)
+    step = first_step("adamw", gradient)
     torch.testing.assert_close(step, -1e-3 * gradient.sign(), rtol=1e-5, atol=0)
-    small = first_step(optimizer, gradient, eps=1e-8)
+    small = first_step("adamw", gradient, eps=1e-8)
     torch.testing.assert_close(small, step / 6, rtol=1e-5, atol=0)
 
 
@@ -111,17 +104,11 @@ def test_a_weight_without_a_gradient_is_left_alone(optimizer: str) -> None:
             assert float(moved.detach().abs().median()) == pytest.approx(1e-2, rel=1e-3), name
 
 
-def test_8_bits_ask_for_an_eps_that_bounds_an_update() -> None:
-    """A second moment that is rounded to 0 leaves m / eps, which the default would let grow without bound."""
-    with pytest.raises(UserError, match=r"train.eps = 1e-15: adamw8bit.*at least 1e-10"):
-        settings(train__optimizer="adamw8bit")
-
-
 def test_a_missing_library_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sage_fast.parallel.optimizers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sage_fast.parallel.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(train_module, "load_setup", lambda *args, **kwargs: pytest.fail("the model was loaded"))
-    config = settings(train__optimizer="adamw8bit", train__eps=1e-10, output=str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"'adamw8bit' needs bitsandbytes.*pip install 'sage-fast\[bitsandbytes\]'"):
+    config = settings(train__engine="zero1", output=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"'zero1' needs deepspeed.*pip install 'sage-fast\[deepspeed\]'"):
         train_module.train(config)
 
 
@@ -130,14 +117,11 @@ def numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not key.startswith("time/") and key not in once}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "tuning"), [("adamw", "full"), ("muon", "full"), pytest.param(*BIT8.values, "lora", marks=BIT8.marks)]
-)
-def test_resume_is_bit_identical(optimizer: str, tuning: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_is_bit_identical(optimizer: str, tmp_path: Path) -> None:
     """Optimizer, warm-up and schedule go on as if never stopped."""
     config = settings(
-        train__optimizer=optimizer, train__eps=1e-10, model__tuning=tuning,
-        model__lora_rank=64,  # factors of 4096 elements and more
+        train__optimizer=optimizer, model__tuning="full",
         train__schedule="cosine", train__warmup_steps=1, train__optimizer_steps=2, train__iterations=3,
     )  # fmt: skip
     whole = tiny_trainer(config)
@@ -172,10 +156,10 @@ def test_resume_takes_new_settings_but_no_other_optimizer(tmp_path: Path) -> Non
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.policy.snapshot().items())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", BIT8])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_state_is_as_large_as_the_plan_says(optimizer: str) -> None:
-    """Every element of it, apart from step counters and 8-bit Adam's two tables of 256 values."""
-    config = settings(train__optimizer=optimizer, train__eps=1e-10, model__tuning="full")
+    """Every element of it, apart from step counters."""
+    config = settings(train__optimizer=optimizer, model__tuning="full")
     policy = tiny_model(config).policy
     freeze_dead_ends(policy.transformer)
     engine = PlainEngine(policy, config.train)
@@ -187,10 +171,10 @@ def test_state_is_as_large_as_the_plan_says(optimizer: str) -> None:
         for made in engine.optimizers
         for state in made.state.values()
         for name, tensor in state.items()
-        if torch.is_tensor(tensor) and name not in ("step", "qmap1", "qmap2")
+        if torch.is_tensor(tensor) and name != "step"
     )
     planned = plan(config, tiny_spec(policy)).memory[f"state of the optimizer ({optimizer})"]
-    assert held == pytest.approx(planned, rel=1e-3)  # the last block of 256 elements of a weight may be a part of one
+    assert held == planned
 
 
 def test_schedules_by_hand() -> None:

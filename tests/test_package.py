@@ -36,8 +36,30 @@ def test_our_kernels_do_not_shadow_the_package_of_that_name(tmp_path: Path) -> N
     assert done.stdout.splitlines() == ["the installed one", "sage_fast.kernels.transition_step"], done.stderr[-2000:]
 
 
+def test_only_three_folders_beside_the_package_are_part_of_it(tmp_path: Path) -> None:
+    """A module of the tests that is imported twice, under two names, would have two of each of its classes."""
+    code = (
+        "import importlib\nfrom importlib.resources import files\n"
+        "import sage_fast.benchmarks, sage_fast.kernels\n"
+        "print(sage_fast.kernels.__name__, sage_fast.benchmarks.__name__)\n"
+        "print((files('sage_fast.configs') / 'demo.yaml').is_file())\n"
+        "for name in ('tests', 'studies', 'scripts', 'docs'):\n"
+        "    try: importlib.import_module(f'sage_fast.{name}')\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    )
+    done = python(code, tmp_path)
+    assert done.stdout.splitlines() == [
+        "sage_fast.kernels sage_fast.benchmarks",
+        "True",
+        *(f"No module named 'sage_fast.{name}'" for name in ("tests", "studies", "scripts", "docs")),
+    ], done.stderr[-2000:]
+
+
 def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
-    """It has every tracked file of the package, its configurations and kernels, the compiled operators, and no test."""
+    """It has every tracked file of the package, its configurations and kernels, the compiled operators, and no test.
+
+    Of the benchmarks it has what `sage-fast bench` imports.
+    """
     tracked = subprocess.run(
         ["git", "ls-files", "sage_fast", "kernels", "configs", "benchmarks/*.py"],
         cwd=REPOSITORY,
@@ -45,7 +67,9 @@ def test_the_wheel_holds_what_runs_need_and_nothing_else(wheel: Path) -> None:
         text=True,
         check=True,
     ).stdout.splitlines()
-    expected = {name if name.startswith("sage_fast/") else f"sage_fast/{name}" for name in tracked}
+    in_checkout = re.compile(r"benchmarks/(bench_\w+|conftest|scaling)\.py")
+    shipped = [name for name in tracked if not in_checkout.fullmatch(name)]
+    expected = {name if name.startswith("sage_fast/") else f"sage_fast/{name}" for name in shipped}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected | {"sage_fast/_C.abi3.so"}
     assert {"sage_fast/py.typed", "sage_fast/configs/demo.yaml", "sage_fast/kernels/transition_step.py"} <= names

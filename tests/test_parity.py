@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.objective import Objective
 from sage_fast.rollout.parity import check_rounding, moments_after_an_update, moved, rounding_of
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import ParityError
@@ -35,7 +36,7 @@ def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
 ) -> None:
     caplog.set_level(logging.INFO)
     config = settings(objective__ratio=ratio, objective__clip_range=1e-4, train__optimizer_steps=2)
-    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), config)
+    value = check_rounding(*moments(2e-5, 5e-6), torch.tensor([0.5, 2.0, 0.0]), Objective.of(config), 1e-5)
     assert value == pytest.approx(share * 1e-4)
     (line,) = (" ".join(message.split()) for message in caplog.messages)
     assert f"{value:.1e} in the log-ratio that is clipped, at step 1 (bias -2.0e-05, noise 5.0e-06)" in line
@@ -46,22 +47,23 @@ def test_what_counts_is_the_rounding_of_the_ratio_that_is_clipped(
 
 
 def test_more_than_a_third_stops() -> None:
-    config = settings(objective__clip_range=1e-4, train__optimizer_steps=2)
+    objective = Objective.of(settings(objective__clip_range=1e-4, train__optimizer_steps=2))
     ones = torch.ones(3)
     with pytest.raises(ParityError, match=r"4.0e-01 of objective.clip_range \(1e-04\), more than a third: .*centred"):
-        check_rounding(*moments(3.5e-5, 5e-6), ones, config)
+        check_rounding(*moments(3.5e-5, 5e-6), ones, objective, 1e-5)
     with pytest.raises(ParityError, match=r"Use train.optimizer_steps = 1, a wider objective.clip_range"):
-        check_rounding(*moments(5e-6, 3.5e-5), ones, config)  # centring would remove little of it
+        check_rounding(*moments(5e-6, 3.5e-5), ones, objective, 1e-5)  # centring would remove little of it
     with pytest.raises(ParityError, match="nan"):
-        check_rounding(*moments(float("nan"), 5e-6), ones, config)
+        check_rounding(*moments(float("nan"), 5e-6), ones, objective, 1e-5)
 
 
 def test_what_counts_for_a_mask_by_the_kl_is_the_kl_of_rounding() -> None:
     """Its noise does no harm: the KL, which rounding raises, decides what is masked."""
     given = {"objective__surrogate": "kl_mask", "objective__kl_limit": 1e-4, "train__optimizer_steps": 2}
-    assert check_rounding(*moments(2e-5, 1.0), torch.ones(3), settings(**given)) == pytest.approx(2e-5)
+    objective, ones = Objective.of(settings(**given)), torch.ones(3)
+    assert check_rounding(*moments(2e-5, 1.0), ones, objective, 1e-5) == pytest.approx(2e-5)
     with pytest.raises(ParityError, match=r"4.0e-01 of objective.kl_limit .* a wider objective.kl_limit"):
-        check_rounding(*moments(4e-5, 0.0), torch.ones(3), settings(**given))
+        check_rounding(*moments(4e-5, 0.0), ones, objective, 1e-5)
     assert 0 <= first_row(tiny_trainer(settings(**given)))["log_prob/rounding"] < 1e-5
     with pytest.raises(ParityError, match="in the KL that masks"):
         tiny_trainer(settings(**given | {"objective__kl_limit": 1e-20})).iteration(0)
@@ -104,8 +106,8 @@ def test_the_gate_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph would hold the activations of every micro-batch that the gate looks at, all at once."""
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def noted(*arguments: Any) -> tuple[Tensor, Tensor]:
-        seen.append(moments_after_an_update(*arguments))
+    def noted(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        seen.append(moments_after_an_update(*arguments, **keywords))
         return seen[-1]
 
     monkeypatch.setattr("sage_fast.rollout.parity.moments_after_an_update", noted)

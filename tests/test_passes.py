@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sage_fast.config.schema import ModelConfig
-from sage_fast.models import lora_linear as projection
+from sage_fast.models import lora_linear
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15
@@ -93,12 +93,12 @@ def test_passes_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     the sums of gradients were passes of their own.
 
     Forward now: GELU 8, x read for each x A^T 7, norm_rotate 4, gated_norm 4, the last gated residual 3, the first
-    norm 2, room beside attention's output 2.
+    norm 2, padding beside attention's output 2.
 
     Backward now: gradients read for the adapters' 17, their part of dx 14, GELU 12, norm_rotate 8,
     gated_norm 5, the first norm and the residual 4, the last gate 2, the join of attention's gradient 2.
     """
-    monkeypatch.setattr(projection, "room_for", lambda rank, _: rank)  # as for the default rank, a multiple of 64
+    monkeypatch.setattr(lora_linear, "padding_for", lambda rank, _: rank)  # as for the default rank, a multiple of 64
     forward, backward = block_traffic()
     assert sum(forward.passes.values()) <= 0.6 * 52, forward.passes
     assert sum(backward.passes.values()) <= 0.6 * 111, backward.passes

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sage_fast.trainer
-from sage_fast.algorithm.iteration_samples import deal, draw_samples
+from sage_fast.algorithm.iteration_samples import assign_to_ranks, draw_samples
 from sage_fast.algorithm.metrics import record_rewards
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.cli import main
@@ -26,7 +26,7 @@ from sage_fast.data.embeddings import encode_cached
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import pass_lengths
 from sage_fast.rewards import Reward, Scores
-from sage_fast.rollout.loop import equal_runs
+from sage_fast.rollout.loop import bucket_by_length
 from sage_fast.rollout.scoring import gather_scores
 from sage_fast.run.checkpoint import load_checkpoint, save_checkpoint
 from sage_fast.testbed.world import train_prompts
@@ -450,7 +450,7 @@ def test_samples_are_dealt_out_evenly() -> None:
         lengths = [generator.randint(1600, 2800) for _ in range(groups)]
         tokens = [length for length in lengths for _ in range(size)]
         ranks = generator.randint(1, len(tokens))
-        shares = deal(tokens, ranks, batch)
+        shares = assign_to_ranks(tokens, ranks, batch)
         assert sorted(sample for share in shares for sample in share) == list(range(len(tokens)))
         counts = [len(share) for share in shares]
         assert max(counts) - min(counts) <= 1
@@ -465,16 +465,16 @@ def test_prompts_of_many_lengths_are_balanced_by_tokens() -> None:
     """Deal eight groups of eight to eight ranks: with one group each, most would wait for the longest prompt."""
     tokens = [1560 + 100 * group for group in range(8) for _ in range(8)]
     for batch in (1, 4):
-        loads = [sum(tokens[i] for i in share) for share in deal(tokens, 8, batch)]
+        loads = [sum(tokens[i] for i in share) for share in assign_to_ranks(tokens, 8, batch)]
         assert max(loads) == min(loads) == sum(tokens) / 8
         assert max(loads) < 0.85 * contiguous(tokens, 8)
-    in_fours = [equal_runs([tokens[i] for i in share], 4) for share in deal(tokens, 8, 4)]
+    in_fours = [bucket_by_length([tokens[i] for i in share], 4) for share in assign_to_ranks(tokens, 8, 4)]
     assert all(len(runs) == 2 for runs in in_fours)  # full batches, as few as with one group per rank
 
 
 def test_one_rank_has_all_samples_in_the_order_of_their_lengths() -> None:
-    assert deal([7, 7, 4, 4, 9, 9], 1, 8) == [[2, 3, 0, 1, 4, 5]]
-    assert deal([7, 7, 7, 4, 4, 4], 1, 8, windows=[2, 0, 2, 3, 3, 1]) == [[5, 3, 4, 1, 0, 2]]
+    assert assign_to_ranks([7, 7, 4, 4, 9, 9], 1, 8) == [[2, 3, 0, 1, 4, 5]]
+    assert assign_to_ranks([7, 7, 7, 4, 4, 4], 1, 8, windows=[2, 0, 2, 3, 3, 1]) == [[5, 3, 4, 1, 0, 2]]
 
 
 def test_more_ranks_than_samples() -> None:

@@ -7,21 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import (
-    KLController,
-    Loss,
-    sage_loss,
-    scores_noised_samples,
-    surrogate_of,
-)
+from sage_fast.algorithm.kl_weight import KLController
+from sage_fast.algorithm.objective import Loss, Replayed, StepConstants, sage_loss
 from sage_fast.algorithm.schedule import check_log_prob
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.load import build
 from sage_fast.config.schema import Config, KLConfig, ObjectiveConfig
-from sage_fast.ops import transition_score
+from sage_fast.ops import Row, transition_score
 from sage_fast.util.errors import UserError
 from tests.test_objective import rolled_out
-from tests.tiny import paper_trainer, perturb, settings, tiny_trainer
+from tests.tiny import paper_trainer, perturb, resolved, settings, tiny_trainer
 
 NUMEL = 24
 TABLE = transition_table(sigma_schedule(6, 3.0), "flow", 0.7)
@@ -47,11 +42,12 @@ def drawn(
     old, *_ = transition_score(x, x_next, v_old, coefs, at)
     log_prob, kl_anchor, kl_old, *_ = transition_score(x, x_next, v, coefs, at, v_old=v_old)
     ones = torch.ones(samples, dtype=torch.float64)
-    loss = sage_loss(
-        log_prob, kl_anchor, kl_old, log_prob_old=old, advantage=ones, kl_weight=0.0, objective=objective,
-        equalizer=table.equalizer(objective.log_prob)[step] * ones, kl=KLConfig(strategy="none"),
-        bias=table.log_ratio_bias(objective.log_prob)[step],
+    replayed = Replayed(log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=ones)
+    constants = StepConstants(
+        equalizer=table.equalizer(objective.log_prob), bias=table.log_ratio_bias(objective.log_prob),
+        row=Row(*coefs.unbind(1)),
     )  # fmt: skip
+    loss = sage_loss(resolved(objective), replayed, constants.at(at.expand(samples)), 0.0)
     return loss, v, kl_old.detach()
 
 
@@ -183,14 +179,14 @@ def test_gradient_norms_are_those_of_autograd(
         train__optimizer_steps=2,
     )  # fmt: skip
     trainer = tiny_trainer(config, dtype=torch.float64)
-    if surrogate_of(config.objective).scores_rollout:
+    if trainer.objective.surrogate.scores_rollout:
         monkeypatch.setattr(
             "sage_fast.trainer.initial_latents",
             lambda seeds, shape, device: torch.randn(len(seeds), *shape, dtype=torch.float64),
         )
     perturb(trainer, 0.02, seed=8)
     batch, transitions = rolled_out(trainer)
-    if scores_noised_samples(config):
+    if trainer.objective.scores_noised:
         trainer.replay.score_noised(batch)
     if trainer.anchor is not None:
         trainer.anchor_is_current = False

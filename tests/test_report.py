@@ -256,7 +256,7 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
     assert "+0.50:" in page
     table = paired_table(*(json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after")))
     assert warnings([row(i) for i in range(12)], table) == {"Held-out reward against the judge"}
-    assert "reward rose while the judge fell (judge/alignment)" in page
+    assert "reward rose while judge/alignment fell" in page
 
 
 @pytest.mark.charts
@@ -413,7 +413,7 @@ def test_a_part_that_is_bought_with_another_is_warned_of():
     assert warnings([row(0)], paired_table(before, after)) == {"One part bought with another (held-out)"}
 
 
-def test_training_reward_that_rises_while_the_held_out_reward_falls_is_warned_of():
+def test_training_reward_up_and_held_out_reward_down_is_warned_of():
     table = paired_table(scores((1.0, 2.0)), scores((0.5, 1.4)))
     assert warnings([row(i) for i in range(12)], table[:1]) == {"Training reward against held-out reward"}
 

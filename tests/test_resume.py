@@ -167,7 +167,7 @@ def test_fewer_iterations_than_are_done_are_refused(begun: Path, capsys: pytest.
 @pytest.mark.parametrize("setting", ["train.ema_decay", "train.optimizer", "model.attention"])
 @pytest.mark.fault("a resume with a setting that the checkpoint does not fit", "refused by name, nothing changed")
 def test_what_only_the_checkpoint_can_refuse_touches_nothing_either(setting: str, begun: Path) -> None:
-    value = {"train.ema_decay": "0.9", "train.optimizer": "adamw8bit", "model.attention": "flash3"}[setting]
+    value = {"train.ema_decay": "0.9", "train.optimizer": "muon", "model.attention": "flash3"}[setting]
     before = files(begun)
     assert main(["train", str(begun), "--resume", "--train.iterations", "3", f"--{setting}", value]) == 2
     assert files(begun) == before

@@ -161,7 +161,7 @@ PACKAGE = {
 }
 
 
-def test_a_server_in_one_command_with_rewards_of_a_package_and_of_the_current_folder(tmp_path: Path) -> None:
+def test_serve_reward_finds_rewards_of_a_package_and_of_the_current_folder(tmp_path: Path) -> None:
     """Run sage-fast serve-reward as a console script, without the current folder on the path."""
     for name, text in PACKAGE.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -101,9 +101,7 @@ def process() -> Iterator[Any]:
 
 
 @pytest.mark.soak
-def test_a_process_that_dies_or_hangs_is_started_again_and_its_videos_are_scored_again(
-    process: Any, tmp_path: Path
-) -> None:
+def test_dead_or_hanging_process_is_restarted_and_its_videos_rescored(process: Any, tmp_path: Path) -> None:
     args = {"folder": str(tmp_path), "plan": ["2 kill", "4 exit", "6 hang"]}
     chunks = in_chunks(process(args=args, timeout_seconds=12.0))
     for place, scores in enumerate(chunks):

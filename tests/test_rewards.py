@@ -15,6 +15,7 @@ from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import CompositeReward, Judge, load_reward
 from sage_fast.rewards.errors import RewardFailure
 from sage_fast.rewards.inline import InProcess
+from sage_fast.rewards.look import look_at_reward
 from sage_fast.util.errors import RewardError, UserError
 
 
@@ -83,6 +84,11 @@ def test_names_that_lead_nowhere(here: Path) -> None:
     assert re.search("'testbd': expected one of .*testbed, .*; did you mean 'testbed'.* or http://", message("testbd"))
     for name in (":reward", "my_rewards:", "my rewards:reward"):
         assert "expected 'package.module:name', such as my_rewards:MyReward" in message(name)
+
+
+def test_a_dry_run_reads_the_arguments_of_an_address() -> None:
+    with pytest.raises(UserError, match=r"reward.name = 'http://there': args: HttpReward takes no 'dtyp'; .*'dtype'"):
+        look_at_reward(RewardConfig(name="http://there", args={"dtyp": "uint8"}))
 
 
 def test_an_instance_that_cannot_be_called(here: Path) -> None:

@@ -12,7 +12,7 @@ from sage_fast.models.hunyuan15.text import collate
 from sage_fast.models.testbed.model import LATENT_SHAPE
 from sage_fast.ops import transition_score
 from sage_fast.ops.philox import philox_normal
-from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.trajectories import Trajectories
 from sage_fast.util.seeding import sample_seeds
 from tests.tiny import embeddings, settings, tiny_model
@@ -53,7 +53,7 @@ def roll(
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.parametrize("sampler", ["sage", "flow", "dance", "cps", "exact"])
+@pytest.mark.parametrize("sampler", ["sage", "flow", "dance", "cps", "precise"])
 def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None:
     """To 1e-5 relative in fp32, for every kept step, with gradients on."""
     seeds = sample_seeds(0, 0, 0, range(4))
@@ -144,8 +144,8 @@ def test_offloaded_trajectories_hold_the_same() -> None:
 
 
 def test_runs_never_mix_lengths() -> None:
-    assert equal_runs([7, 7, 7, 9, 9, 4], 2) == [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)]
-    assert equal_runs([], 4) == []
+    assert bucket_by_length([7, 7, 7, 9, 9, 4], 2) == [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)]
+    assert bucket_by_length([], 4) == []
 
 
 def test_bfloat16_activations_keep_float32_latents() -> None:

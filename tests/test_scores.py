@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sage_fast.eval import intervals as module
-from sage_fast.eval.intervals import bootstrap_interval
-from sage_fast.eval.scores import format_number, hacking, means_by_prompt, paired_table
+from sage_fast.eval.scores import format_number, judge_hacked, mean_and_margin, means_by_prompt, paired_table
 from sage_fast.eval.text import format_paired_table, format_scores
 from sage_fast.report.shown import shown_pairs
 
@@ -123,17 +121,17 @@ def judged(reward, alignment):
 
 def test_a_reward_that_rises_while_the_judge_falls_is_called_hacking():
     def verdict(before, after):
-        return hacking(paired_table(before, after))
+        return judge_hacked(paired_table(before, after))
 
     before, fallen = judged((1.0, 2.0), 0.8), judged((1.5, 2.7), 0.8)
     fallen["parts"]["judge/alignment"] = [0.5, 0.5, 0.6, 0.5, 0.4, 0.5]
-    line = "reward rose while the judge fell (judge/alignment): look at the videos (reward hacking)"
+    line = "reward rose while judge/alignment fell: look at the videos (reward hacking)"
     assert verdict(before, fallen) == line
     assert format_paired_table(paired_table(before, fallen)).endswith(line)
     assert verdict(fallen, before) is None  # the reward fell and the judge rose
     assert verdict(before, judged((1.5, 2.7), 0.8)) is None  # the judge stayed
     assert verdict(scores((1.0, 2.0)), scores((1.5, 2.7))) is None  # nobody judges
-    fallen["parts"]["judge/alignment"] = [0.1, 0.8, 0.9, 0.8, 0.8, 0.8]  # by less than its standard error
+    fallen["parts"]["judge/alignment"] = [0.1, 0.8, 0.9, 0.8, 0.8, 0.8]  # within its interval
     assert verdict(before, fallen) is None
 
 
@@ -178,15 +176,6 @@ def test_small_numbers_keep_their_digits():
 # -- intervals ---------------------------------------------------------------------------------------------------------
 
 
-def test_with_many_prompts_the_bootstrap_is_that_of_scipy() -> None:
-    values = np.random.default_rng(1).gamma(2.0, size=400)
-    ours = bootstrap_interval(values)
-    theirs = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=10_000, rng=2).confidence_interval
-    assert ours is not None
-    error = values.std() / math.sqrt(len(values))
-    assert np.abs(np.subtract(ours, theirs)).max() < 0.08 * error  # with 10,000 resamples
-
-
 def clustered(generator: np.random.Generator, prompts: int) -> tuple[list[str], list[float]]:
     """Four videos per prompt with mean 0; most of the variance is between prompts, and it is skewed."""
     difficulty = generator.gamma(4.0, size=(prompts, 1)) / 2 - 2
@@ -195,22 +184,20 @@ def clustered(generator: np.random.Generator, prompts: int) -> tuple[list[str], 
 
 
 @pytest.mark.parametrize("prompts", [8, 24])
-def test_the_interval_over_prompts_holds_the_truth_as_often_as_it_says(
-    prompts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Intervals that take videos as independent, and plain percentiles over few prompts, cover it less often."""
-    monkeypatch.setattr(module, "RESAMPLES", 1000)
+def test_the_interval_over_prompts_holds_the_truth_as_often_as_it_says(prompts: int) -> None:
+    """Intervals that take videos as independent, and percentiles of resamples of few prompts, cover it less often."""
     generator = np.random.default_rng(0)
     held, of_videos, percentile = [], [], []
     for _ in range(400):
         names, values = clustered(generator, prompts)
         means = list(means_by_prompt(names, values).values())
+        mean, margin = mean_and_margin(names, values)
+        assert margin is not None
         for intervals, interval in (
-            (held, bootstrap_interval(means)),
+            (held, (mean - margin, mean + margin)),
             (of_videos, stats.norm.interval(0.95, np.mean(values), stats.sem(values))),
             (percentile, np.quantile(generator.choice(means, (500, prompts)).mean(1), (0.025, 0.975))),
         ):
-            assert interval is not None
             intervals.append(interval[0] <= 0 <= interval[1])
     assert 0.925 <= np.mean(held) <= 0.975
     assert np.mean(of_videos) < 0.75
@@ -218,14 +205,9 @@ def test_the_interval_over_prompts_holds_the_truth_as_often_as_it_says(
 
 
 def test_no_interval_from_few_prompts_and_no_width_without_spread() -> None:
-    assert bootstrap_interval([1.0, 2.0, 3.0, 4.0]) is None
-    assert bootstrap_interval([]) is None
-    assert bootstrap_interval([0.5] * 6) == (0.5, 0.5)
-
-
-def test_the_same_values_give_the_same_interval() -> None:
-    values = [0.1, 0.5, 0.2, 0.9, 0.4, 0.3]
-    assert bootstrap_interval(values) == bootstrap_interval(values)
+    assert mean_and_margin(list("abcd"), [1.0, 2.0, 3.0, 4.0]) == (2.5, None)
+    assert mean_and_margin([], [])[1] is None
+    assert mean_and_margin(list("abcdef"), [0.5] * 6) == (0.5, 0.0)
 
 
 def test_prompts_count_once_and_scores_that_are_missing_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Secrets in reward arguments appear in no file of a run; a resume takes them from the configuration or an option."""
+"""Secrets come from the environment: a run folder holds `${NAME}`, only the reward sees the value."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import pytest
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.config.redact import hide, hide_in_command, is_secret
+from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
+from sage_fast.config.secrets import from_environment
+from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rewards.testbed import TestbedReward
+from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
 from tests.test_cli import PAPER, SMALL
 
 SECRET = "sk-7 'q\"z"
+ARGS: dict[str, Any] = {"token": "${SAGE_KEY}", "service": {"api_key": "${SAGE_KEY}", "fps": 2}}
 
 
 class NeedsToken(TestbedReward):
@@ -24,41 +28,82 @@ class NeedsToken(TestbedReward):
         assert (token, service) == (SECRET, {"api_key": SECRET, "fps": 2})
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_secrets_are_in_no_file_of_a_run_and_a_resume_finds_them(
-    several: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("several", "workers"), [(False, 0), (True, 1)])
+def test_secrets_are_in_no_file_of_a_run_and_reach_the_reward(
+    several: bool, workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reward: dict[str, Any] = {"name": "tests.test_secrets:NeedsToken", "weights": {"vq": 1}}
-    reward["args"] = {"token": SECRET, "service": {"api_key": SECRET, "fps": 2}}
+    reward: dict[str, Any] = {"name": "tests.test_secrets:NeedsToken", "weights": {"vq": 1}, "args": ARGS}
+    reward["workers"] = workers
     file, run = tmp_path / "config.yaml", tmp_path / "run"
     tree = {"base": str(PAPER), "output": str(run), "reward": {"several": [reward]} if several else reward}
     file.write_text(yaml.safe_dump(tree))
-    options = [*SMALL, "--tracking.trackers", "[tensorboard]", "--train.iterations"]
-    command = ["train", str(file), *options, "1"]
+    command = ["train", str(file), *SMALL, "--tracking.trackers", "[tensorboard]", "--train.iterations", "1"]
     if not several:
-        command += ["--reward.args", yaml.safe_dump(reward["args"], default_flow_style=True, width=1000).strip()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["sage-fast", *command])
-        assert main(command) == 0
-    assert "(hidden)" in (run / "config.yaml").read_text()
-    assert ("(hidden)" in (run / "run.json").read_text()) is not several
-    assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
-    where = "reward.several[0].args.service.api_key" if several else "reward.args.service.api_key"
-    option = "reward.several" if several else "reward.args.service"
-    assert f"{where}: a run folder does not keep it; give --{option} VALUE, or" in capsys.readouterr().err
-    assert main(["train", str(file), "--resume", "--train.iterations", "2"]) == 0
-    assert "reward." not in capsys.readouterr().out, "no setting of it has changed"
+        command += ["--reward.args.token", ARGS["token"]]
+    monkeypatch.delenv("SAGE_KEY", raising=False)
+    assert main(command) == 2
+    found = capfd.readouterr().err
+    assert "NeedsToken': args.service.api_key = '${SAGE_KEY}': there is no environment variable SAGE_KEY" in found
+    assert "loading PyTorch" not in found
+    assert not run.exists()
+    monkeypatch.setenv("SAGE_KEY", SECRET)
+    monkeypatch.setattr("sys.argv", ["sage-fast", *command])
+    assert main(command) == 0
+    assert "${SAGE_KEY}" in (run / "config.yaml").read_text()
+    assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 0
     assert len(read_metrics(run / "metrics.jsonl")) == 2
     for path in (path for path in run.rglob("*") if path.is_file()):
         assert b"sk-7" not in path.read_bytes(), path
 
 
-def test_what_is_a_secret() -> None:
-    for name in ("token", "api_key", "apiKey", "API-KEY", "apikey", "password", "client_secret", "hfToken", "openAIKey",
-                 "api_keys", "secrets", "passwords", "Authorization", "bearer", "pwd", "access_tokens", "apiTokens",
-                 "auth-tokens"):  # fmt: skip
-        assert is_secret(name), name
-    for name in (
+def test_variables_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGE_USER", "me")
+    monkeypatch.setenv("SAGE_KEY", "")
+    given = {
+        "url": "https://${SAGE_USER}:${SAGE_KEY}@there",
+        "several": [{"a": "${SAGE_USER}"}, 1, None],
+        "b": "$x {y}",
+    }
+    resolved = given | {"url": "https://me:@there", "several": [{"a": "me"}, 1, None]}
+    assert from_environment(given, "args") == resolved
+    monkeypatch.delenv("SAGE_USER")
+    with pytest.raises(UserError, match=r"args\.several\.0\.a = '\$\{SAGE_USER\}': there is no .* SAGE_USER"):
+        from_environment({"several": given["several"]}, "args")
+
+
+def test_a_missing_variable_of_a_process_or_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAGE_KEY", raising=False)
+    with pytest.raises(UserError, match=r"^reward\.name = 'http://there': args\.dtype = .* variable SAGE_KEY"):
+        load_reward(RewardEntry(name="http://there", args={"dtype": "${SAGE_KEY}"}))
+    reward = CompositeReward.of(RewardConfig(name="tests.test_secrets:NeedsToken", args=ARGS, workers=1))
+    with pytest.raises(UserError, match=r"^reward\.name = 'tests.*': args\.token = .* variable SAGE_KEY"):
+        reward.check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token", "api_key", "apiKey", "API-KEY", "apikey", "password", "client_secret", "hfToken", "openAIKey", "api_keys",
+     "secrets", "passwords", "Authorization", "bearer", "pwd", "access_tokens", "apiTokens", "auth-tokens"],
+)  # fmt: skip
+def test_a_secret_in_the_settings_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = rf"reward\.args\.{name}: .* '\$\{{NAME\}}'"
+    for value in (SECRET, 1234):
+        with pytest.raises(UserError, match=expected) as caught:
+            RewardConfig(args={name: value})
+        assert str(value) not in str(caught.value)
+    with pytest.raises(UserError, match=rf"reward\.args\.all\.0\.{name}\.x: "):
+        RewardConfig(args={"all": [{name: {"x": SECRET}}]})
+    with pytest.raises(UserError, match=rf"reward\.several\[0\]\.args\.{name}: "):
+        RewardConfig(several=[{"name": "a", "weights": {"x": 1}, "args": {name: SECRET}}])
+    for value in ("${KEY}", "Bearer ${KEY}", None, "", False):
+        RewardConfig(args={name: value})
+
+
+def test_an_address_with_a_secret_is_refused_and_other_names_are_not() -> None:
+    for address in ("https://me:pw@there/x", "postgres://me:pw@there", "https://there/x?n=1&api_key=abc"):
+        with pytest.raises(UserError, match=r"reward\.args\.urls\.0: "):
+            RewardConfig(args={"urls": [address]})
+    names = (
         "num_tokens",
         "stop_tokens",
         "tokens",
@@ -68,14 +113,7 @@ def test_what_is_a_secret() -> None:
         "monkey",
         "path",
         "secretary",
-    ):
-        assert not is_secret(name), name
-    words = ["--reward.args.token=a", "--reward.args", "{x: 1, token: a}", "--reward.weights", "{a: 1}", "--seed", "3",
-             "--reward.several", "[{name: a, args: {b: [{password: c}]}}]", "--reward.args.x", "a",
-             "--reward.args.url", "https://me:pw@there/x"]  # fmt: skip
-    shown = ["--reward.args.token=(hidden)", "--reward.args", "(hidden)", *words[3:7], "--reward.several", "(hidden)",
-             *words[9:12], "(hidden)"]  # fmt: skip
-    assert hide_in_command(["sage-fast", "train", *words]) == ["sage-fast", "train", *shown]
-    urls = {"urls": ["https://me:pw@there/x", "https://there/x@y", "postgres://me:pw@there"], "mail": "me@there",
-            "query": "https://there/x?n=1&api_key=abc", "page": "https://there/x?tokens=1"}  # fmt: skip
-    assert hide(urls) == urls | {"urls": ["(hidden)", "https://there/x@y", "(hidden)"], "query": "(hidden)"}
+    )
+    RewardConfig(args=dict.fromkeys(names, "a"))
+    RewardConfig(args={"a": "https://there/x@y", "b": "me@there", "c": "https://there/x?tokens=1", "d": "my token=1"})
+    RewardConfig(args={"urls": ["https://me:${KEY}@there/x", "https://there/x?api_key=${KEY}"]})

@@ -74,11 +74,11 @@ RUN = """
 import sys, time
 from pathlib import Path
 from sage_fast.run.stop import Stop
-from sage_fast.util.console import log, show
+from sage_fast.util.console import log, log_to_screen
 from sage_fast.util.errors import Stopped
 from tests.tiny import CPU
 
-show()
+log_to_screen()
 with Stop(20) as stop:
     stop.training = True
     try:
@@ -117,8 +117,8 @@ def test_a_run_that_ignores_sighup_goes_on_after_its_terminal_closed(tmp_path: P
     code = """
 import select, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from sage_fast.util.console import log, show
-show()
+from sage_fast.util.console import log, log_to_screen
+log_to_screen()
 log.info("begun")
 poll = select.poll()
 poll.register(0, 0)
@@ -204,7 +204,8 @@ def test_a_non_finite_stop_leaves_the_last_whole_iteration(
     def failing(self: Trainer, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 2 * updates:
-            self.equalizer = self.equalizer * float("nan")
+            nan = self.constants.equalizer * float("nan")
+            self.constants = dataclasses.replace(self.constants, equalizer=nan)
         update(self, *args)
 
     calls: list[int] = []
@@ -264,16 +265,16 @@ ROW = {"time/total": 400.0, "time/train": 240.0}
 
 
 @pytest.mark.parametrize(
-    ("grace", "updates", "in_step", "seconds", "advised"),
+    ("grace", "updates", "collective", "seconds", "advised"),
     [(25, 1, False, 240, 600), (25, 24, False, None, None), (319, 24, True, 160, 400), (321, 24, True, None, None)],
     ids=["one long update", "short updates", "a rollout that cannot pause", "enough"],
 )
 def test_a_grace_time_that_cannot_save_an_iteration_is_told(
-    grace: float, updates: int, in_step: bool, seconds: int | None, advised: int | None
+    grace: float, updates: int, collective: bool, seconds: int | None, advised: int | None
 ) -> None:
     """Rollouts pause between steps unless their forwards are collective; updates never pause."""
     train = settings(train__grace_seconds=grace, train__optimizer_steps=updates, train__checkpoint_interval=7).train
-    warning = grace_warning(ROW, train, in_step=in_step)
+    warning = grace_warning(ROW, train, collective=collective)
     if seconds is None:
         assert warning is None
         return
@@ -282,7 +283,7 @@ def test_a_grace_time_that_cannot_save_an_iteration_is_told(
     assert f"{advised} is enough" in warning
     assert f"--signal=B:USR1@{(advised or 0) + 100}" in warning
     # As advised, there is no warning left.
-    assert grace_warning(ROW, dataclasses.replace(train, grace_seconds=advised), in_step=in_step) is None
+    assert grace_warning(ROW, dataclasses.replace(train, grace_seconds=advised), collective=collective) is None
 
 
 def test_a_run_warns_once_after_its_first_iteration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

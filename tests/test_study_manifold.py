@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sage_fast.testbed.render import render
-from sage_fast.testbed.world import all_scenes, parse, start_range
+from sage_fast.testbed.world import all_scenes, parse
 from studies.paper.manifold import manifold_distances, nearest_clips
+from studies.testbed.render import render, start_range
 
 
 def test_a_true_clip_is_found_where_it_starts() -> None:

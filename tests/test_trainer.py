@@ -1,5 +1,6 @@
 """The loop as a whole: on-policy start, determinism, resume, ranks, dropped samples, gates."""
 
+import dataclasses
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.iteration_samples import draw_samples
-from sage_fast.algorithm.objective import stores_rollout_velocities
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import Transition, check_trainable, update_schedule
 from sage_fast.commands.sample import generate
 from sage_fast.eval.evaluation import evaluate
@@ -281,9 +282,9 @@ def test_the_gate_measures_and_lets_pass_where_there_is_no_ratio(monkeypatch: py
 def test_one_update_needs_no_velocities_of_the_rollout(overrides: dict[str, Any]) -> None:
     """In the first update the closed-form KL to the rollout policy and its gradient are 0, to rounding."""
     config = settings(kl__velocity_term="closed_form", **overrides)
-    assert not stores_rollout_velocities(config)
+    assert not Objective.of(config).stores_velocities
     config.train.optimizer_steps = 2
-    assert stores_rollout_velocities(config)
+    assert Objective.of(config).stores_velocities
 
 
 def test_a_kl_that_is_always_zero_is_refused() -> None:
@@ -321,7 +322,8 @@ def test_what_a_row_cannot_do_is_refused(overrides: dict[str, Any], message: str
 
 def test_non_finite_gradients_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tiny_trainer(settings(train__parity_gate=False))
-    trainer.equalizer = trainer.equalizer * math.nan
+    nan = trainer.constants.equalizer * math.nan
+    trainer.constants = dataclasses.replace(trainer.constants, equalizer=nan)
     before = trainer.policy.snapshot()
     with pytest.raises(NonFiniteError, match="nothing was updated"):
         trainer.iteration(0)
@@ -473,10 +475,10 @@ def test_what_is_held_in_memory_is_judged_again_with_the_optimizers_state(monkey
     assert trainer.engine.remember()
 
 
-def test_a_backward_for_step_with_other_ranks_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_backward_takes_no_sample_that_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """0 x NaN is NaN, so a dropped sample with latents that are not finite would end the run."""
     trainer = tiny_trainer(settings(train__parity_gate=False))
-    monkeypatch.setattr(trainer.policy.states, "missing", lambda count: 1)
+    monkeypatch.setattr(trainer.policy.states, "padding", lambda count: 1)
     update = trainer._update
 
     def dropped(batch: Batch, mine: Sequence[Transition], total: int, *others: Any) -> None:

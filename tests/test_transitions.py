@@ -32,7 +32,7 @@ def test_finite_everywhere(sampler: str, shift: float) -> None:
 def scalar_row(sampler: str, s: float, n: float, eta: float) -> tuple[float, float, float]:
     """One row by hand, with math alone."""
     d = s - n
-    if sampler in ("cps", "dance-precise", "precise", "exact"):
+    if sampler in ("cps", "dance-precise", "precise"):
         if sampler == "cps":
             r = n * math.cos(eta * math.pi / 2)
         elif sampler == "dance-precise":
@@ -89,7 +89,7 @@ def test_eta_zero_is_euler(sampler: str) -> None:
 def test_cps_with_the_exact_ratio_is_exact() -> None:
     """At the eta where cps keeps the same share of noise, the two rows are the same."""
     sigmas = sigma_schedule(15, 5.0)
-    exact = transition_table(sigmas, "exact", 0.8)
+    exact = transition_table(sigmas, "precise", 0.8)
     for t in range(1, 14):
         s, n = float(sigmas[t]), float(sigmas[t + 1])
         kept = (n * (1 - s) / (s * (1 - n))) ** (0.8**2 / 2)
@@ -133,7 +133,7 @@ def test_sage_at_its_clamp() -> None:
     assert float(flow.c[0]) == pytest.approx(0.500, abs=5e-4)
     assert any("clamp" in note for note in sage.notes)
     assert any("scored latent" in note for note in sage.notes)
-    assert float(transition_table(sigma_schedule(20, 5.0), "exact", 0.5).c[-1]) == 0.0
+    assert float(transition_table(sigma_schedule(20, 5.0), "precise", 0.5).c[-1]) == 0.0
     for steps, shift in ((68, 5.0), (38, 9.0)):
         table = transition_table(sigma_schedule(steps, shift), "sage", 1.0)
         assert float(table.c[0]) == 0.0
@@ -146,7 +146,7 @@ def test_equalizer_by_hand() -> None:
     norms = sorted(float(b.abs() / c) for b, c in zip(table.b, table.c))
     expected = [norms[4] / float(b.abs() / c) for b, c in zip(table.b, table.c)]
     assert table.equalizer().tolist() == pytest.approx(expected, rel=1e-6)
-    exact = transition_table(sigma_schedule(9, 5.0), "exact", 0.7)
+    exact = transition_table(sigma_schedule(9, 5.0), "precise", 0.7)
     assert exact.equalizer()[-1] == 0
     assert not transition_table(sigma_schedule(9, 5.0), "ode", 0.7).equalizer().any()
     even = transition_table(sigma_schedule(20, 5.0), "sage", 0.5)  # the lower median of the authors' code: docs/math.md
@@ -178,7 +178,7 @@ def test_coefficients_by_hand() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50, 1000])
-@pytest.mark.parametrize("sampler", ["exact", "cps", "ode"])
+@pytest.mark.parametrize("sampler", ["precise", "cps", "ode"])
 def test_point_mass_keeps_its_marginal(sampler: str, steps: int) -> None:
     """With all data at x0, x_s ~ N((1-s) x0, s^2): mean and variance are followed in closed form, step by step.
 
@@ -198,7 +198,7 @@ def test_point_mass_keeps_its_marginal(sampler: str, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("sampler", "eta", "std"),
-    [("ode", 0.0, 0.2896), ("exact", 1.0, 0.2830), ("exact", math.sqrt(2), 0.2765)],
+    [("ode", 0.0, 0.2896), ("precise", 1.0, 0.2830), ("precise", math.sqrt(2), 0.2765)],
 )
 def test_freezing_x0_hat_costs_more_with_noise(sampler: str, eta: float, std: float) -> None:
     """docs/math.md: final std of data N(0, 0.3^2) under its exact velocity, a multiple of x; 200 steps, shift 5."""
@@ -228,13 +228,13 @@ def test_the_order_of_the_ode_samplers() -> None:
 
 
 def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    """On modes this narrow `exact` has the ODE's error at any number of steps; the others exceed it as printed."""
+    """On modes this narrow `precise` has the ODE's error at any number of steps; the others exceed it as printed."""
     mixture, count = Mixture(), 4000
-    lines = [f"{'steps':>6}" + "".join(f"{name:>16}" for name in ("ode", "exact", "sage", "flow", "dance", "cps"))]
+    lines = [f"{'steps':>6}" + "".join(f"{name:>16}" for name in ("ode", "precise", "sage", "flow", "dance", "cps"))]
     for steps in (5, 10, 20, 40):
         rms: dict[str, tuple[float, float]] = {}
         shares: dict[str, Tensor] = {}
-        for sampler in ("ode", "exact", "sage", "flow", "dance", "cps"):
+        for sampler in ("ode", "precise", "sage", "flow", "dance", "cps"):
             table = transition_table(sigma_schedule(steps, 5.0), sampler, 1.0)
             x = sample(mixture, table, count, seed=steps)
             squared = mixture.distance(x).square()
@@ -242,14 +242,14 @@ def test_mixture_errors(capsys: pytest.CaptureFixture[str]) -> None:
             rms[sampler] = (math.sqrt(mean), float(squared.std()) / math.sqrt(count) / (2 * math.sqrt(mean)))
             shares[sampler] = mixture.shares(x)
         lines.append(f"{steps:>6}" + "".join(f"{v:>9.4f} x{v / rms['ode'][0]:<5.2f}" for v, _ in rms.values()))
-        (ode, ode_se), (exact, exact_se) = rms["ode"], rms["exact"]
+        (ode, ode_se), (exact, exact_se) = rms["ode"], rms["precise"]
         assert abs(exact - ode) < 4 * math.hypot(ode_se, exact_se), (steps, rms)
         for sampler in ("sage", "flow", "dance"):
             assert rms[sampler][0] > 1.5 * ode, (steps, sampler, rms)
             table = transition_table(sigma_schedule(steps, 5.0), sampler, 1.0)
             predicted = 4 * float(table.excess_noise()[-1])  # in 16 dimensions
             assert math.sqrt(rms[sampler][0] ** 2 - ode**2) == pytest.approx(predicted, rel=0.1), (steps, sampler)
-        assert (shares["exact"] - 0.25).abs().sum() < 0.1, (steps, shares)
+        assert (shares["precise"] - 0.25).abs().sum() < 0.1, (steps, shares)
     with capsys.disabled():
         print("\nrms distance to the nearest mode, and its ratio to the ODE's (shift 5, eta 1)\n" + "\n".join(lines))
 
@@ -260,7 +260,7 @@ def test_excess_noise_by_hand() -> None:
     first = (0.6 - 0.1 / 2) ** 2 + 0.1
     second = (0 - 0.15 / (2 * 0.36)) ** 2 * first + 0.15
     assert table.excess_noise().tolist() == pytest.approx([math.sqrt(first - 0.36), math.sqrt(second)], rel=1e-12)
-    for sampler in ("exact", "cps", "ode"):
+    for sampler in ("precise", "cps", "ode"):
         assert transition_table(sigma_schedule(20, 5.0), sampler, 0.9).excess_noise().max() < 1e-7
 
 

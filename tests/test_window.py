@@ -121,7 +121,7 @@ def test_the_gate_on_rounding_sees_the_steps_of_all_windows(monkeypatch: pytest.
 
     monkeypatch.setattr(trainer.replay, "score", noting)
     batch = rolled_out(trainer, iteration_tables(trainer.full_table, trainer.config, 0))
-    check_parity(trainer.replay, batch, trainer.log_ratio_bias, trainer.equalizer)
+    check_parity(trainer.replay, batch, trainer.constants, trainer.config.train, seed=0)
     assert seen == {t for steps in steps_of(trainer, 0) for t in steps}
     assert len(seen) > 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.objective import Objective
 from sage_fast.config.load import build, load
-from sage_fast.config.schema import Config, ModelConfig
+from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
@@ -114,6 +116,12 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
 
 def embeddings(prompts: Sequence[str], dtype: torch.dtype = torch.float32) -> dict[str, TextEmbedding]:
     return {p: TextEmbedding(text=embed(p).to(dtype), glyphs=torch.zeros(0, 8, dtype=dtype)) for p in ["", *prompts]}
+
+
+def resolved(objective: ObjectiveConfig, kl: KLConfig | None = None) -> Objective:
+    """Resolve these sections, by default without a KL; the other settings do not matter to a loss."""
+    kl = kl or KLConfig(strategy="none")
+    return Objective.of(dataclasses.replace(settings(), objective=objective, kl=kl))
 
 
 def tiny_trainer(

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sage_fast.algorithm.objective import scores_noised_samples
-from sage_fast.config.schema import Config
+from sage_fast.algorithm.objective import Objective
 from sage_fast.models.checkpointing import RECOMPUTED
 from sage_fast.models.spec import Cost
 
 
-def forwards(config: Config, *, samples: int, steps: int, stored: int, trained: int, anchored: int) -> dict[str, int]:
-    """Return part -> forwards of one sample in an iteration, all ranks together; guidance counts twice.
+def forwards(
+    objective: Objective, *, passes: int, samples: int, steps: int, stored: int, trained: int, anchored: int
+) -> dict[str, int]:
+    """Return part -> forwards of one sample in an iteration, all ranks together.
 
     Args:
-        config: the settings.
+        objective: the resolved settings.
+        passes: forwards of a step, 2 with guidance.
         samples: samples of the iteration.
         steps: denoising steps of a rollout.
         stored: transitions that may be trained.
         trained: transitions that are trained.
         anchored: transitions at which the anchor runs; 0 while it is free.
     """
-    scored = stored * scores_noised_samples(config)
+    scored = stored * objective.scores_noised
     counts = {"rollout": samples * steps, "training": trained, "anchor": anchored + scored}
-    passes = 2 if config.sampling.guidance_scale != 1 else 1
     return {part: count * passes for part, count in counts.items()}
 
 

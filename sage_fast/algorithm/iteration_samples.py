@@ -62,10 +62,10 @@ def share_of(count: int, ranks: int, rank: int) -> range:
     return range(first, last)
 
 
-def deal(tokens: Sequence[int], ranks: int, batch_size: int, windows: Sequence[int] = ()) -> list[list[int]]:
-    """Deal an iteration's samples to the ranks.
+def assign_to_ranks(tokens: Sequence[int], ranks: int, batch_size: int, windows: Sequence[int] = ()) -> list[list[int]]:
+    """Assign the iteration's samples to ranks.
 
-    Return each rank's sample numbers, equal lengths next to each other, and of these equal windows.
+    Return each rank's sample indices, equal lengths next to each other, and of these equal windows.
 
     The counts differ by at most one, since all samples take the same memory and nearly the same work. The longest
     samples go first, each to the rank with the fewest tokens so far. They go in runs of up to a batch, because a batch

@@ -9,15 +9,8 @@ import math
 from collections.abc import Sequence
 
 from sage_fast.algorithm.iteration_samples import Sample
-from sage_fast.algorithm.objective import (
-    FEEDBACKS,
-    SURROGATES,
-    is_off_policy,
-    kl_acts,
-    strategy_of,
-    surrogate_of,
-    uses_closed_form,
-)
+from sage_fast.algorithm.kl_weight import FEEDBACKS
+from sage_fast.algorithm.objective import SURROGATES, Objective, SurrogateRow
 from sage_fast.algorithm.transitions import (
     REDUCTIONS,
     SAMPLERS,
@@ -61,9 +54,9 @@ def windows(table: TransitionTable, config: Config) -> list[TransitionTable]:
     return [table.window(start, start + length) for start in range(0, len(table) - length + 1, stride)]
 
 
-def scored_table(table: TransitionTable, config: Config) -> TransitionTable:
+def scored_table(table: TransitionTable, surrogate: SurrogateRow) -> TransitionTable:
     """Return the transitions that training scores, one for each step of a rollout by `table`."""
-    return table if surrogate_of(config.objective).scores_rollout else forward_table(table.sigmas)
+    return table if surrogate.scores_rollout else forward_table(table.sigmas)
 
 
 def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
@@ -71,7 +64,7 @@ def trained_steps(table: TransitionTable, config: Config, iteration: int) -> lis
 
     With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the first.
     """
-    steps = scored_table(table, config).stochastic_steps
+    steps = scored_table(table, SURROGATES[config.objective.surrogate]).stochastic_steps
     count = math.ceil(config.train.timestep_fraction * len(steps))
     if config.train.timestep_permutation and count < len(steps):
         order = permutation(len(steps), config.seed, "trained-steps", iteration)
@@ -122,21 +115,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
-    kl, surrogate = config.kl, surrogate_of(config.objective)
-    strategy, feedback = strategy_of(kl), FEEDBACKS[kl.feedback]
-    require(
-        surrogate.scores_rollout or not strategy.velocity or uses_closed_form(kl),
-        "kl.velocity_term",
-        kl.velocity_term,
-        f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
-        "closed_form, or kl.strategy = moving",
-    )
-    velocity_alone = strategy.anchor is None or kl.beta_pos == 0 < kl.beta_vel
-    if velocity_alone and uses_closed_form(kl) and not is_off_policy(config):
-        raise UserError(
-            f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
-            "update of an iteration; expected at least 2, or kl.strategy = 'none'"
-        )
+    _check_kl(config)
     require(
         train.ema_decay > 0 or not s.averaged_weights,
         "sampling.averaged_weights",
@@ -152,19 +131,42 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         f"the reward has one part with a weight, {weighted[0]}, and there is nothing to balance; the nearest choice is "
         "false",
     )
+    check_ranks(config, ranks or world_size())
+
+
+def _check_kl(config: Config) -> None:
+    """Check that the KL can act and that lambda can move.
+
+    Raises:
+        UserError: the KL is always 0 or needs log-probs of the rollout where there are none, or lambda cannot move.
+    """
+    kl, objective, feedback = config.kl, Objective.of(config), FEEDBACKS[config.kl.feedback]
+    strategy = objective.strategy
     require(
-        kl.lambda_min > 0 or not feedback.starts_positive or not kl_acts(kl),
+        objective.surrogate.scores_rollout or not strategy.velocity or objective.closed_form,
+        "kl.velocity_term",
+        kl.velocity_term,
+        f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
+        "closed_form, or kl.strategy = moving",
+    )
+    velocity_alone = strategy.anchor is None or kl.beta_pos == 0 < kl.beta_vel
+    if velocity_alone and strategy.velocity and objective.closed_form and not objective.off_policy:
+        raise UserError(
+            f"train.optimizer_steps = 1: the KL of kl.strategy = {kl.strategy!r} in closed form is 0 in the first "
+            "update of an iteration; expected at least 2, or kl.strategy = 'none'"
+        )
+    require(
+        kl.lambda_min > 0 or not feedback.starts_positive or not objective.kl_acts,
         "kl.lambda_min",
         kl.lambda_min,
         f"feedback {kl.feedback!r} multiplies lambda; expected above 0, such as 1e-07",
     )
     require(
-        not feedback.holds_share or not strategy.velocity or strategy.anchor is not None or uses_closed_form(kl),
+        not feedback.holds_share or not strategy.velocity or strategy.anchor is not None or objective.closed_form,
         "kl.feedback",
         kl.feedback,
         f"strategy {kl.strategy!r} has a gradient to hold only with kl.velocity_term = closed_form",
     )
-    check_ranks(config, ranks or world_size())
 
 
 def check_log_prob(config: Config, numel: int) -> None:
@@ -173,10 +175,10 @@ def check_log_prob(config: Config, numel: int) -> None:
     Raises:
         UserError: adjacent float32 values at the size of the sum differ by more than a tenth of the clip range.
     """
-    objective = config.objective
-    c = scored_table(configured_table(config), config).c
-    if not REDUCTIONS[objective.log_prob].sums or not surrogate_of(objective).uses_ratio:
+    objective, surrogate = config.objective, SURROGATES[config.objective.surrogate]
+    if not REDUCTIONS[objective.log_prob].sums or not surrogate.uses_ratio:
         return
+    c = scored_table(configured_table(config), surrogate).c
     size = numel * float((c[c > 0].log() + 0.5 * math.log(2 * math.pi) + 0.5).abs().max())
     spacing = 2.0 ** (math.floor(math.log2(size)) - 23)
     require(

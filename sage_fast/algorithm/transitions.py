@@ -158,7 +158,6 @@ SAMPLERS = {
     "cps": SamplerRow(step=_cps, largest_eta=1.0),
     "dance-precise": SamplerRow(step=_dance_precise),
     "precise": SamplerRow(step=_precise, log_corrected=True),
-    "exact": SamplerRow(step=_precise, log_corrected=True),  # alias
     "ode": SamplerRow(step=_ode),
     "ode2": SamplerRow(step=_ode, extrapolation=_two_step),
 }

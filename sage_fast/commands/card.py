@@ -13,7 +13,6 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from sage_fast import __version__
-from sage_fast.config.redact import redacted
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import TOO_FEW, PairedRow, paired_table, read_evaluations
 from sage_fast.eval.text import cells_of
@@ -47,7 +46,7 @@ def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: s
         pipeline_tag="text-to-video",
         tags=["text-to-video", "sage-fast", *(["lora"] if lora else [])],
     )
-    rewards = ", ".join(entry.name.rsplit("@", 1)[-1] for entry in config.reward.entries)
+    rewards = ", ".join(entry.name for entry in config.reward.entries)
     sampling = config.sampling
     sections = {
         "": f"{'A LoRA for' if lora else 'All weights of'} {base or spec.title}, aligned with a reward ({rewards}) in "
@@ -129,11 +128,10 @@ def _prompts(prompts: Sequence[str]) -> str:
 
 
 def _settings(config: Config, base: str | None) -> str:
-    """Return the settings as YAML, without secrets, the user of an address and folders of this machine."""
-    settings = _without_folders(dataclasses.asdict(redacted(config)))
+    """Return the settings as YAML, without folders of this machine."""
+    settings = _without_folders(dataclasses.asdict(config))
     settings["model"]["path"] = base or _name(split_path(config.model.path)[1])
-    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    return re.sub(r"(?<=://)[^/@\s]+@", "", text)
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
 def _without_folders(value: Any) -> Any:

@@ -1,18 +1,12 @@
-"""`sage-fast export` and `sage-fast push`: the weights of a run in the formats of other programs, with a model card."""
+"""`sage-fast export`: the weights of a run in the formats of other programs, with a model card."""
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
-from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,8 +21,8 @@ from sage_fast.models.lora_layouts import converted, read_lora
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
 from sage_fast.run.manifest import fault_of_weights, iteration_of
-from sage_fast.util.errors import RunError, UserError, first_line
-from sage_fast.util.files import aside, read_json, saving
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import atomic_path, read_json, saving
 
 log = logging.getLogger(__name__)
 
@@ -56,52 +50,12 @@ def export(run: Path, folder: Path, base: str | None = None) -> list[Path]:
     if place == Path.cwd():
         raise UserError(f"{str(folder)!r}: the current folder; expected another one")
     place.parent.mkdir(parents=True, exist_ok=True)
-    with aside(place) as partial:
-        _write(run, partial, base, shutil.copy2)
+    with atomic_path(place) as partial:
+        _write(run, partial, base)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def push(run: Path, repo: str, base: str | None = None, *, private: bool, dry_run: bool) -> list[str]:
-    """Upload what `export` writes to the Hugging Face hub.
-
-    Args:
-        repo: hub id, or the name of a repository of your own; created if missing.
-        private: create it as a private one.
-        dry_run: upload nothing.
-
-    Returns:
-        A line for each file with its size, then the address.
-
-    Raises:
-        UserError: as `export`; or no token, no such name, or a public repository with `private`.
-        RunError: the hub refuses.
-    """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(f"{repo!r}: expected a hub id such as someone/{run.resolve().name}: {error}") from error
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "files"
-        _write(run, folder, base, os.symlink)  # weights of tens of gigabytes are not copied
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        lines = [f"{path.relative_to(folder)}  {path.stat().st_size / 2**20:,.1f} MiB" for path in files]
-        if dry_run:
-            return [*lines, f"nothing was uploaded to {repo}"]
-        if get_token() is None:
-            raise UserError("no token for the Hugging Face hub; expected `hf auth login` or HF_TOKEN before")
-        api = HfApi()
-        try:
-            address = api.create_repo(repo, private=private or None, exist_ok=True)
-            if private and not api.model_info(address.repo_id).private:
-                raise UserError(f"--private: {address.repo_id} exists and is public; nothing was uploaded")
-            message = f"Weights of the run {run.resolve().name}"
-            api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message)
-        except (HfHubHTTPError, HTTPError, OSError) as error:
-            raise RunError(f"{repo}: the Hugging Face hub refuses or cannot be reached: {first_line(error)}") from error
-        return [*lines, str(address)]
-
-
-def _write(source: Path, folder: Path, base: str | None, copy: Callable[[str, str], Any]) -> None:
+def _write(source: Path, folder: Path, base: str | None) -> None:
     source = source.resolve()
     named = is_checkpoint(source)
     run = source.parent.parent if named else source
@@ -119,7 +73,7 @@ def _write(source: Path, folder: Path, base: str | None, copy: Callable[[str, st
     folder.mkdir()
     for part in spec.networks:
         if not config.model.trains_adapter:
-            shutil.copytree((weights / part).resolve(), folder / part, copy_function=copy)
+            shutil.copytree((weights / part).resolve(), folder / part)
         else:
             _write_lora(spec, part, weights, folder, run.name, base)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]

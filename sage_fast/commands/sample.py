@@ -18,7 +18,7 @@ from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition
 from sage_fast.run.folder import save_video
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import aside, writing
+from sage_fast.util.files import atomic_path, writing
 from sage_fast.util.seeding import sample_seeds
 from sage_fast.util.videos import numbered
 
@@ -83,6 +83,6 @@ def save_videos(videos: Sequence[Tensor], prompts: Sequence[str], folder: Path, 
     for place, (video, prompt) in enumerate(zip(videos, prompts), start=first):
         paths.append(save_video(video, prompt, folder, place, fps))
     if videos:
-        with aside(folder / f"contact-sheet-{first:02d}.png") as file:
+        with atomic_path(folder / f"contact-sheet-{first:02d}.png") as file:
             contact_sheet(videos, prompts[: len(videos)]).save(file, "PNG")
     return paths

@@ -57,37 +57,17 @@ class OptimizerRow:
     Attributes:
         build: the function, called with (weights by name, settings of training, which weights Muon updates, how the
             weights lie over the ranks). It returns torch optimizers that cover all weights, each weight once.
-        state_bytes: (elements of a weight, whether Muon updates it) -> bytes of optimizer state per element.
-        takes_parts: whether it can update the part of a weight that a rank holds.
-        least_eps: smallest `train.eps`.
-        package: what has to be installed, or None.
+        state_bytes: whether Muon updates a weight -> bytes of optimizer state per element.
     """
 
     build: str
-    state_bytes: Callable[[int, bool], float]
-    takes_parts: bool = False
-    least_eps: float = 0.0
-    package: str | None = None
+    state_bytes: Callable[[bool], float]
 
-
-SMALLEST_8BIT = 4096
-"""Elements of a weight below which bitsandbytes keeps its state in float32."""
 
 OPTIMIZERS = {
-    "adamw": OptimizerRow(
-        build="sage_fast.parallel.optimizers:adamw", state_bytes=lambda numel, is_muon: 8.0, takes_parts=True
-    ),
+    "adamw": OptimizerRow(build="sage_fast.parallel.optimizers:adamw", state_bytes=lambda is_muon: 8.0),
     "muon": OptimizerRow(
-        build="sage_fast.parallel.optimizers:muon",
-        state_bytes=lambda numel, is_muon: 4.0 if is_muon else 8.0,
-        takes_parts=True,
-    ),
-    "adamw8bit": OptimizerRow(
-        build="sage_fast.parallel.optimizers:adamw8bit",
-        # Two 8-bit moments, each with a float32 scale for every 256 elements.
-        state_bytes=lambda numel, is_muon: 2 + 8 / 256 if numel >= SMALLEST_8BIT else 8.0,
-        least_eps=1e-10,
-        package="bitsandbytes",
+        build="sage_fast.parallel.optimizers:muon", state_bytes=lambda is_muon: 4.0 if is_muon else 8.0
     ),
 }
 

@@ -217,7 +217,7 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Put entries that are given one by one (`reward.weights.red`) into their mapping."""
+    """Collect dotted entries such as `reward.weights.red` into their mapping."""
     joined = dict(settings)
     for name, setting in settings_of(Config).items():
         entries = {key.removeprefix(f"{name}."): joined.pop(key) for key in settings if key.startswith(f"{name}.")}

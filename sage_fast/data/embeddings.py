@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.util.console import Progress
 from sage_fast.util.files import write_atomic
-from sage_fast.util.ranks import all_gather_object, broadcast_object, rank, together, world_size
+from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
 
 def _digest(*parts: str) -> str:
@@ -69,7 +69,7 @@ def fill_cache(
     """
     share = list(dict.fromkeys(prompts))[rank() :: world_size()]
     missing = [prompt for prompt in share if not _is_whole(_file(cache, model, prompt))]
-    with together(), Progress("encode", len(missing), "prompt") as bar:
+    with fail_together(), Progress("encode", len(missing), "prompt") as bar:
         encode = encoder_factory() if missing else None
         for prompt in missing:
             assert encode is not None

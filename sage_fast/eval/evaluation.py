@@ -20,8 +20,9 @@ from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition, pass_lengths
 from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
+from sage_fast.rewards.interface import Scores
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import equal_runs, initial_latents, rollout
+from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import log_failures
 from sage_fast.util.console import Progress
 from sage_fast.util.errors import RewardError, UserError
@@ -32,10 +33,10 @@ from sage_fast.util.ranks import (
     broadcast_object,
     data_rank,
     data_size,
+    fail_together,
     rank,
     sequence_rank,
     sequence_size,
-    together,
 )
 from sage_fast.util.seeding import sample_seeds
 
@@ -119,7 +120,7 @@ def video_chunks(
     # Group prompts of equal length, so that none is padded.
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
-    runs = equal_runs([lengths[prompts[i]] for i in order], config.sampling.batch_size)
+    runs = bucket_by_length([lengths[prompts[i]] for i in order], config.sampling.batch_size)
     graphs = step_graphs(model.policy) if config.sampling.cuda_graphs else None
     pending = None
 
@@ -129,7 +130,7 @@ def video_chunks(
         return rollout(model.policy, table, coefs, conditioning, texts, keys, x, on_step=bar.update, graphs=graphs)
 
     with Progress("sample", len(runs) * len(table), pause=pause) as bar:
-        for run in model.policy.states.lockstep(runs, lambda: generate([""], seeds.new_zeros(1))):
+        for run in model.policy.states.pad_to_largest(runs, lambda: generate([""], seeds.new_zeros(1))):
             chosen = order[run]
             latents = generate([prompts[i] for i in chosen], seeds[chosen])
             if pending is not None:
@@ -195,7 +196,7 @@ def evaluate(
             kept=config.eval.num_videos,
             save=save,
             scorers=scorers,
-            in_step=model.policy.in_step,
+            collective=model.policy.collective_forwards,
         )
 
 
@@ -210,7 +211,7 @@ def score_videos(
     kept: int = 0,
     save: Callable[[int, str, Tensor], object] | None = None,
     scorers: Mapping[str, CompositeReward] | None = None,
-    in_step: bool = False,
+    collective: bool = False,
 ) -> Evaluation:
     """Score one video of each of `prompts`, which the ranks share. Collective.
 
@@ -222,7 +223,7 @@ def score_videos(
         kept: number of this rank's first videos to return.
         save: called with the number, prompt and video (on the CPU) of each of this rank's videos.
         scorers: additional rewards; their parts appear in `parts` as `<name>/<part>`.
-        in_step: whether `videos_of` runs forwards that other ranks wait for; an error of this rank then waits.
+        collective: whether `videos_of` runs forwards that other ranks wait for; an error of this rank then waits.
     """
     share = share_of(len(prompts), data_size(), data_rank())  # the first rank, which writes files, always has a video
     texts = [prompts[i] for i in share]
@@ -233,7 +234,7 @@ def score_videos(
     order: list[int] = []
     videos: dict[int, Tensor] = {}
     failure: RewardError | OSError | None = None
-    with together(in_step):
+    with fail_together(collective):
         for indices, chunk in videos_of(share):
             if failure is not None:
                 continue
@@ -245,7 +246,7 @@ def score_videos(
                     for i, video in zip(indices, chunk.cpu()):
                         save(share[i], texts[i], video)
             except (RewardError, OSError) as error:
-                if not in_step:
+                if not collective:
                     raise
                 failure = error  # raised later: other ranks wait for this rank's forwards
                 continue
@@ -259,11 +260,7 @@ def score_videos(
             prefix: join_scores([scores.result() for scores in chunks]).in_order(back)
             for prefix, chunks in pending.items()
         }
-    rows = all_gather_object(own)[:: sequence_size()]  # ranks that share samples have the same
-    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in scored}
-    for prefix, scores in merged.items():
-        log_failures(scores)
-        scored[prefix].check_share(scores)
+    merged = _gather(own, scored)
     return Evaluation(
         iteration=iteration,
         prompts=list(prompts),
@@ -274,3 +271,13 @@ def score_videos(
         weights=scoring.config.reward.part_weights,
         videos=[videos[i] for i in sorted(videos)],
     )
+
+
+def _gather(own: Mapping[str, Scores], scored: Mapping[str, CompositeReward]) -> dict[str, Scores]:
+    """Return the scores of all ranks' videos; `scored` says whether too many failed. Collective."""
+    rows = all_gather_object(own)[:: sequence_size()]  # ranks that share samples have the same
+    merged = {prefix: join_scores([row[prefix] for row in rows]) for prefix in scored}
+    for prefix, scores in merged.items():
+        log_failures(scores)
+        scored[prefix].check_share(scores)
+    return merged

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sage_fast.eval.scores import hacking, mean_and_margin, paired_table
+from sage_fast.eval.scores import judge_hacked, mean_and_margin, paired_table
 from sage_fast.util.metrics import JUDGE_PART
 
 Evaluations = Mapping[str, Mapping[str, Any]]
@@ -22,7 +22,7 @@ def in_order(evaluations: Evaluations) -> list[Mapping[str, Any]]:
 
 
 def verdict(evaluations: Evaluations) -> str | None:
-    """Return a warning if the composite rose and a part of the judge fell, both by more than 2 standard errors.
+    """Return a warning if the composite rose and a part of the judge fell, both beyond their intervals.
 
     The last evaluation is compared with the first, then with the one where that part peaked: a judge that rises first
     and falls later is also over-optimisation. None if neither comparison shows it.
@@ -31,8 +31,7 @@ def verdict(evaluations: Evaluations) -> str | None:
     if len(ordered) < 2:
         return None
     first, *_, last = ordered
-    found = hacking(paired_table(first, last))
-    if found:
+    if found := judge_hacked(paired_table(first, last)):
         return found
     for part in judge_parts(evaluations):
         means = [mean_and_margin(s["prompts"], s["parts"].get(part, []))[0] for s in ordered[:-1]]
@@ -40,7 +39,7 @@ def verdict(evaluations: Evaluations) -> str | None:
             continue
         best = ordered[int(np.nanargmax(means))]
         rows = [row for row in paired_table(best, last) if row.name in ("reward", part)]
-        if found := hacking(rows):
+        if found := judge_hacked(rows):
             return f"since iteration {best['iteration']}: {found}"
     return None
 

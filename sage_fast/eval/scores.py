@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -194,9 +194,7 @@ class PairedRow:
     @property
     def direction(self) -> str:
         """`up` or `down` if the interval excludes 0, else an empty string."""
-        if self.margin is None or abs(self.difference) <= self.margin:
-            return ""
-        return "up" if self.difference > 0 else "down"
+        return direction(self.difference, self.margin)
 
 
 def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[PairedRow]:
@@ -238,12 +236,30 @@ def _paired_row(name: str, prompts: Sequence[str], before: Sequence[float], afte
     )
 
 
-def hacking(table: Sequence[PairedRow]) -> str | None:
-    """Return a warning if the composite rose and a part of `eval.judge` fell, both by more than 2 standard errors."""
-    fallen = [row.name for row in table if row.name.startswith(JUDGE_PART) and (row.standard_errors or 0) < -2]
-    if not fallen or (table[0].standard_errors or 0) <= 2:
+def direction(difference: float, margin: float | None) -> str:
+    """Return `up` or `down` if the interval of a difference excludes 0, else an empty string."""
+    if margin is None or not abs(difference) > margin:
+        return ""
+    return "up" if difference > 0 else "down"
+
+
+def hacking(directions: Mapping[str, str], watched: Iterable[str]) -> str | None:
+    """Return a warning if the composite rose and a score that nothing trains on fell, both beyond their intervals.
+
+    Args:
+        directions: score -> its `direction`; `reward` is the composite.
+        watched: names of the scores that nothing trains on.
+    """
+    fallen = [name for name in watched if directions.get(name) == "down"]
+    if directions.get("reward") != "up" or not fallen:
         return None
-    return f"reward rose while the judge fell ({', '.join(fallen)}): look at the videos (reward hacking)"
+    return f"reward rose while {', '.join(fallen)} fell: look at the videos (reward hacking)"
+
+
+def judge_hacked(table: Sequence[PairedRow]) -> str | None:
+    """Return the warning of `hacking` for the parts of `eval.judge`."""
+    directions = {row.name: row.direction for row in table}
+    return hacking(directions, [name for name in directions if name.startswith(JUDGE_PART)])
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from sage_fast.eval.scores import (
     as_float,
     columns_of,
     format_number,
-    hacking,
+    judge_hacked,
     mean_and_margin,
 )
 
@@ -46,7 +46,7 @@ def format_paired_table(rows: Sequence[PairedRow]) -> str:
     if rows:
         why = "" if judged else f"; {TOO_FEW}"
         lines.append(f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds{why}")
-    if verdict := hacking(rows):
+    if verdict := judge_hacked(rows):
         lines.append(verdict)
     return "\n".join(lines)
 

@@ -15,11 +15,19 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from sage_fast.eval.intervals import bootstrap_interval
-from sage_fast.eval.scores import TOO_FEW, Interval, as_float, columns_of, format_number, means_by_prompt
+from sage_fast.eval.scores import (
+    TOO_FEW,
+    Interval,
+    as_float,
+    columns_of,
+    direction,
+    format_number,
+    hacking,
+    mean_and_margin,
+    means_by_prompt,
+)
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, write_atomic
 from sage_fast.util.videos import numbered
@@ -179,15 +187,15 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class SetRow:
     """One score of one source.
 
     Attributes:
         score: name of the score; `reward` for the composite.
         label: label of the source.
         mean: mean over prompts of the means over each prompt's videos.
-        interval: 95 % interval of the mean; None with fewer than `MIN_PROMPTS` prompts.
-        gain, gain_interval: mean paired difference to the first source and its interval; None for the first source.
+        margin: half-width of the mean's 95 % interval; None with fewer than `MIN_PROMPTS` prompts.
+        gain, gain_margin: mean paired difference to the first source and its margin; None for the first source.
         videos, prompts: numbers of videos and prompts with this score.
         pairs, pair_prompts: numbers of pairs and prompts with this score in both sources.
     """
@@ -195,51 +203,56 @@ class Row:
     score: str
     label: str
     mean: float
-    interval: Interval | None
+    margin: float | None
     videos: int
     prompts: int
     gain: float | None = None
-    gain_interval: Interval | None = None
+    gain_margin: float | None = None
     pairs: int = 0
     pair_prompts: int = 0
 
     @property
+    def interval(self) -> Interval | None:
+        """95 % interval of the mean."""
+        return _interval(self.mean, self.margin)
+
+    @property
+    def gain_interval(self) -> Interval | None:
+        """95 % interval of the gain."""
+        return None if self.gain is None else _interval(self.gain, self.gain_margin)
+
+    @property
     def direction(self) -> str:
         """`up` or `down` if the interval of the gain excludes 0, else an empty string."""
-        if self.gain_interval is None:
-            return ""
-        return "up" if self.gain_interval[0] > 0 else ("down" if self.gain_interval[1] < 0 else "")
+        return "" if self.gain is None else direction(self.gain, self.gain_margin)
 
 
-def table(sets: Sequence[VideoSet]) -> list[Row]:
+def _interval(value: float, margin: float | None) -> Interval | None:
+    return None if margin is None else (value - margin, value + margin)
+
+
+def table(sets: Sequence[VideoSet]) -> list[SetRow]:
     """Return all scores of all sets with their paired differences to the first set, grouped by score."""
     names = list(dict.fromkeys(name for videos in sets for name in videos.scores))
     names.sort(key=lambda name: name != "reward")  # the composite first, the others in their order
     return [_row(name, videos, sets[0]) for name in names for videos in sets if name in videos.scores]
 
 
-def _row(name: str, videos: VideoSet, first: VideoSet) -> Row:
+def _row(name: str, videos: VideoSet, first: VideoSet) -> SetRow:
     values = videos.by_key(name)
-    means = means_by_prompt([prompt for prompt, _ in values], list(values.values()))
-    row = Row(
-        score=name,
-        label=videos.label,
-        mean=fmean(means.values()) if means else math.nan,
-        interval=bootstrap_interval(list(means.values())),
-        videos=len(values),
-        prompts=len(means),
-    )
+    mean, margin, prompts = _over_prompts(values)
+    row = SetRow(score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=prompts)
     if videos is first or name not in first.scores:
         return row
     gains = gains_of(name, first, videos)
-    by_prompt = means_by_prompt([prompt for prompt, _ in gains], list(gains.values()))
-    return dataclasses.replace(
-        row,
-        gain=fmean(by_prompt.values()) if by_prompt else math.nan,
-        gain_interval=bootstrap_interval(list(by_prompt.values())),
-        pairs=len(gains),
-        pair_prompts=len(by_prompt),
-    )
+    gain, margin, prompts = _over_prompts(gains)
+    return dataclasses.replace(row, gain=gain, gain_margin=margin, pairs=len(gains), pair_prompts=prompts)
+
+
+def _over_prompts(values: Mapping[Key, float]) -> tuple[float, float | None, int]:
+    """Return the mean over prompts, where each counts once, its margin, and their number."""
+    means = means_by_prompt([prompt for prompt, _ in values], list(values.values()))
+    return *mean_and_margin(list(means), list(means.values())), len(means)
 
 
 def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
@@ -248,14 +261,12 @@ def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
     return {key: value - base[key] for key, value in values.items() if key in base}
 
 
-def hacked(rows: Sequence[Row], judges: Sequence[str]) -> list[str]:
+def hacked(rows: Sequence[SetRow], judges: Sequence[str]) -> list[str]:
     """Return a warning for each source whose composite rose while one of `judges` (scores not trained on) fell."""
     lines = []
     for label in dict.fromkeys(row.label for row in rows):
-        own = {row.score: row.direction for row in rows if row.label == label}
-        fallen = [name for name in judges if own.get(name) == "down"]
-        if own.get("reward") == "up" and fallen:
-            lines.append(f"{label}: reward rose while {', '.join(fallen)} fell: look at the videos (reward hacking)")
+        if found := hacking({row.score: row.direction for row in rows if row.label == label}, judges):
+            lines.append(f"{label}: {found}")
     return lines
 
 
@@ -270,7 +281,7 @@ def format_interval(interval: Interval | None, *, sign: bool = False) -> str:
     return " to ".join(format_number(value, 3, sign=sign) for value in interval)
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[SetRow]) -> str:
     """Format for the terminal: one block per score, one line per source."""
     width = max([12, *(len(_cut(row.label)) + 2 for row in rows), *(len(shown_name(row.score)) for row in rows)])
     lines = []
@@ -290,7 +301,7 @@ def _cut(label: str) -> str:
     return label if len(label) <= 28 else "..." + label[-25:]
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[SetRow]) -> str:
     """Describe the numbers of the table in one line."""
     counts = {(row.videos, row.prompts) for row in rows}
     videos, prompts = max(counts, default=(0, 0))
@@ -298,12 +309,12 @@ def summary(rows: Sequence[Row]) -> str:
     first = rows[0].label if rows else ""
     gains = f"gains: paired differences to {first}; " if any(row.gain is not None for row in rows) else ""
     few = all(row.interval is None for row in rows)
-    intervals = TOO_FEW if few else "bootstrap intervals over prompts"
+    intervals = TOO_FEW if few else "95 % intervals over prompts"
     counted = f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each"
     return f"{counted}; {gains}{intervals}"
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[SetRow]) -> str:
     """Format as in the paper: a table with one row per source and one column per score, then one of the gains."""
     scores = list(dict.fromkeys(row.score for row in rows))
     labels = list(dict.fromkeys(row.label for row in rows))
@@ -314,12 +325,12 @@ def markdown(rows: Sequence[Row]) -> str:
         body = [[_cell(label), *(cell(found.get((label, score))) for score in scores)] for label in labels]
         return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
 
-    def mean(row: Row | None) -> str:
+    def mean(row: SetRow | None) -> str:
         if row is None or math.isnan(row.mean):
             return "-"
         return format_number(row.mean, 4) + (f" ({format_interval(row.interval)})" if row.interval else "")
 
-    def gain(row: Row | None) -> str:
+    def gain(row: SetRow | None) -> str:
         if row is None or row.gain is None or math.isnan(row.gain):
             return "-"
         interval = f" ({format_interval(row.gain_interval, sign=True)})" if row.gain_interval else ""
@@ -335,7 +346,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<")
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[SetRow]) -> str:
     """Format as CSV: one line per score and source, numbers in full precision."""
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
@@ -351,7 +362,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     return table.getvalue()
 
 
-def as_json(row: Row) -> dict[str, Any]:
+def as_json(row: SetRow) -> dict[str, Any]:
     """Return a row as JSON, with null for NaN."""
-    fields = dataclasses.asdict(row)
+    fields = dataclasses.asdict(row) | {"interval": row.interval, "gain_interval": row.gain_interval}
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Attention backends, and the choice of one: by name, or the fastest correct one as measured on this machine.
+"""Attention backends.
 
 All are exact. There is no sparse, quantised or cached attention: the rollout policy must be the policy in training.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -19,8 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_fast.config.schema import AttentionBackend
-from sage_fast.util.environment import synchronize
-from sage_fast.util.errors import UserError, in_one_line
+from sage_fast.util.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(query, key, value `[B, S, H, D]`, bool key mask `[B, S]` or None) -> `[B, S, H, D]`."""
@@ -31,7 +28,7 @@ SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPB
 That is a separate backend here, and `auto` needs a different one to fall back to."""
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     with sdpa_kernel(SDPA_KERNELS) if half else contextlib.nullcontext():
@@ -43,7 +40,7 @@ def _without_mask(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attenti
     """Add masks to a kernel that has none: masked batches, which are rare (mixed prompt lengths), go to SDPA."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return kernel(query, key, value) if mask is None else _sdpa(query, key, value, mask)
+        return kernel(query, key, value) if mask is None else sdpa(query, key, value, mask)
 
     return attend
 
@@ -134,7 +131,7 @@ class Backend:
 
 
 ATTENTION = {
-    "sdpa": Backend(attend=_sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True),
+    "sdpa": Backend(attend=sdpa, operators=("scaled_dot_product",), cuda=False, half=False, is_reference=True),
     "cudnn": Backend(attend=_without_mask(_cudnn), operators=("scaled_dot_product",), lacks=_cudnn_lacks),
     "flash": Backend(
         attend=_without_mask(_flash),
@@ -199,105 +196,3 @@ def check_attention(asked: str, device: torch.device, dtype: torch.dtype) -> Non
     if asked != "auto" and (why := _lack(ATTENTION[asked], device, dtype)):
         expected = ", ".join(usable(device, dtype))
         raise UserError(f"model.attention = {asked!r} {why}; expected one of auto, {expected}")
-
-
-# -- the choice -------------------------------------------------------------------------------------------------------
-
-LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Tolerance: relative error, in norm, of the output and of each gradient against SDPA in float32 on the same inputs.
-Rounding to the dtype alone gives a quarter of it; dropping the last tile of keys at 480p gives twice as much."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
-    """Result of trying a backend.
-
-    Attributes:
-        milliseconds: time of a forward and a backward; NaN if it does not run or is wrong.
-        error: largest relative error of output and gradients; NaN if it does not run.
-        agrees: whether its output under `no_grad`, as in a rollout, is that with gradients to the bit.
-        problem: why it cannot be used; empty if it can.
-    """
-
-    milliseconds: float = float("nan")
-    error: float = float("nan")
-    agrees: bool = True
-    problem: str = ""
-
-    def why_skipped(self, needs_agreement: bool) -> str:
-        """Return why `auto` skips it; empty if it does not."""
-        differs = "its output under no_grad is not that with gradients to the bit: rollouts and training would disagree"
-        return self.problem or differs * (needs_agreement and not self.agrees)
-
-
-def fastest(trials: Mapping[str, Trial]) -> str:
-    """Return the fastest backend without a problem; `REFERENCE` if there is none."""
-    times = {name: trial.milliseconds for name, trial in trials.items() if not trial.problem}
-    return min(times, key=times.__getitem__, default=REFERENCE)
-
-
-def measure_attention(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> dict[str, Trial]:
-    """Try every usable backend at `shape` (B, S, H, D), for correctness and then speed; return name -> trial.
-
-    Empty if only one backend is usable.
-    """
-    names = usable(device, dtype)
-    if len(names) == 1:
-        return {}
-    return {name: try_attention(ATTENTION[name], shape, device, dtype) for name in names}
-
-
-def try_attention(
-    attention: Attention, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
-) -> Trial:
-    """Check a backend against SDPA in float32, then time it. Failures are reported in `Trial.problem`, not raised."""
-    query, key = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    value = torch.randn(*shape[:2], 3, *shape[2:], device=device, dtype=dtype)[:, :, 2]  # strided, as in the blocks
-    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    upstream = torch.randn(shape, device=device, dtype=dtype)
-
-    def forward_and_backward() -> tuple[Tensor, ...]:
-        out = attention(query, key, value, None)
-        return out, *torch.autograd.grad(out, inputs, upstream)
-
-    times = []
-    try:
-        results = forward_and_backward()
-        with torch.no_grad():
-            agrees = torch.equal(attention(query.detach(), key.detach(), value.detach(), None), results[0])
-        errors = dict(zip(("values", "dq", "dk", "dv"), _errors(results, inputs, upstream)))
-        del results
-        for _ in range(3):
-            synchronize(device)
-            start = time.perf_counter()
-            forward_and_backward()
-            synchronize(device)
-            times.append(1e3 * (time.perf_counter() - start))
-    except Exception as error:  # whatever a broken package raises, from ImportError to a compiler's own
-        return Trial(problem=f"it does not run: {in_one_line(error)}")
-    limit, largest = LARGEST_ERROR[dtype], max(errors.values())
-    if wrong := [f"{name} {error:.1e}" for name, error in errors.items() if not error <= limit]:
-        why = f"it is wrong: relative error against SDPA in float32 of {', '.join(wrong)}, expected at most {limit:.0e}"
-        return Trial(error=largest, problem=why)
-    return Trial(milliseconds=statistics.median(times), error=largest, agrees=agrees)
-
-
-def _errors(results: tuple[Tensor, ...], inputs: list[Tensor], upstream: Tensor) -> list[float]:
-    """Return the relative errors of `[out, dq, dk, dv]`: for each, the larger of the first and the last head's.
-
-    Heads are independent. Two of them in float32 cover the whole sequence and both ends of the layout at a fraction of
-    the cost.
-    """
-    largest = [0.0] * len(results)
-    for batch, head in ((0, 0), (-1, -1)):
-        q, k, v, up = (t.detach()[batch, :, head].float()[None, :, None] for t in (*inputs, upstream))
-        out = _sdpa(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), None)
-        expected = (out, *torch.autograd.grad(out, (q, k, v), up))
-        for i, (result, reference) in enumerate(zip(results, expected)):
-            if result.shape != inputs[0].shape:
-                largest[i] = float("inf")
-                continue
-            difference = result.detach()[batch, :, head].float() - reference.detach()[0, :, 0]
-            error = float(difference.norm() / reference.detach().norm())
-            largest[i] = max(largest[i], error) if error == error else float("inf")
-    return largest

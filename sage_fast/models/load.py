@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.models.attention import ATTENTION, Trial, check_attention, fastest, measure_attention, try_attention
+from sage_fast.models.attention import ATTENTION, check_attention
+from sage_fast.models.attention_trial import Trial, fastest, measure_attention, try_attention
 from sage_fast.models.hub import progress_bars_of, reachable
 from sage_fast.models.lora import ADAPTER, add_lora, load_lora
 from sage_fast.models.model import Model
@@ -181,7 +182,7 @@ def load_model(
         # Imported only here: it needs DeepSpeed, which is optional.
         from sage_fast.models.sequence import SequenceParallel
 
-        policy.share_samples(SequenceParallel(group, device))
+        policy.enable_sequence_parallel(SequenceParallel(group, device))
     model = Model(spec=spec, policy=policy, decoder=spec.decoder(vae), notes=notes)
     choose_attention(model, config.attention, sampling, needs_agreement)
     return model
@@ -195,10 +196,9 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
             gradients to the bit. One that is asked for by name is used with a note.
 
     Raises:
-        UserError: on any rank, the requested backend is missing, does not run, or gives wrong results.
+        UserError: on any rank, the requested backend does not run, or gives wrong results.
     """
     device, dtype = model.policy.device, model.policy.dtype
-    check_attention(asked, device, dtype)
     if (sample_shape := model.spec.attention_shape(sampling)) is None:
         if asked not in ("auto", model.attention):
             raise UserError(
@@ -224,7 +224,7 @@ def choose_attention(model: Model, asked: str, sampling: SamplingConfig, needs_a
         if problem := next(filter(None, (trial.why_skipped(needs_agreement) for trial in tried)), None):
             model.notes.append(f"model.attention = {asked!r}: {problem}; train.parity_gate tells whether it matters")
     model.attention = asked
-    model.policy.serve(ATTENTION[asked])
+    model.policy.set_attention(ATTENTION[asked])
 
 
 def _check_same(source: str, part: str, layout: Mapping[str, Any]) -> None:

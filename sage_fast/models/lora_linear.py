@@ -1,12 +1,12 @@
-"""Linear layers with a LoRA adapter as one matmul, accumulated in float32:
+"""Fused base + LoRA linear: one matmul with float32 accumulation.
 
     y = [x | x A^T] [W | s B]^T + bias          dx = dy W + (dy s B) A,  from dy [W | s B] in one matmul
 
 peft, like any implementation that adds s (x A^T) B^T onto W x, adds to a value that is already rounded. In bfloat16 a
 change below half a unit in the last place is lost, and a young adapter's changes are that small. Here the adapter joins
 the sum before rounding (`local_device` keeps cuBLAS from rounding parts of it) and costs no extra pass over x or y: the
-producer of x leaves `room` on the right of each row for x A^T. Layers that read the same x (queries, keys, values)
-share one matmul.
+operator that produces x allocates `pad` columns for x A^T. Layers that read the same x (queries, keys, values) share
+one matmul.
 
 The frozen weight is the left part of [W | s B]. The layer's own `weight` is a view of it, so there is no second copy.
 `refresh` rewrites the right part, and A in the activation dtype, when the adapter has changed.
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from sage_fast.util.deepspeed_private import is_gathered
 
 
-def room_for(rank: int, bytes_per_value: int) -> int:
-    """Return the columns of room for adapters with a total rank of `rank`.
+def padding_for(rank: int, bytes_per_value: int) -> int:
+    """Return the padding columns for adapters with a total rank of `rank`.
 
     In 16 bits, as on GPUs, round up to a multiple of 64 with zero columns, so that rows are whole cache lines: at a
     width that is not a multiple of 16, as with rank 8, Triton's kernels lose their 16-byte accesses. In float32, use
@@ -57,13 +57,13 @@ class Projection(nn.Module):
         names: names of the layers in `parent`; each is an `nn.Linear` or peft's LoRA around one.
 
     Attributes:
-        room: columns that x must have on its right (`room_for` the adapters); 0 without adapters.
+        pad: columns that x must have on its right (`padding_for` the adapters); 0 without adapters.
     """
 
     def __init__(self, parent: nn.Module, *names: str) -> None:
         super().__init__()
         self.parent, self.names = parent, names
-        self.room = 0
+        self.pad = 0
         self._adapters: list[_Adapter | None] = []
         self._columns: list[tuple[int, int, float]] = []  # per adapter: first and last + 1 column of y, scale
         self._weight = self._bias = self._down = torch.empty(0)
@@ -76,7 +76,7 @@ class Projection(nn.Module):
 
     @torch.no_grad()
     def refresh(self, dtype: torch.dtype) -> None:
-        """Pick up adapters that were added, removed or changed. Call it before a forward, never during one.
+        """Rebuild the fused weight if an adapter changed. Call before a forward, never during one.
 
         Changes are detected by autograd's version counters. Code that writes through `p.data` or a raw pointer must
         increment them (`torch.autograd.graph.increment_version`), as the engine does after every update.
@@ -98,11 +98,11 @@ class Projection(nn.Module):
             for layer, base, adapter in zip(layers, bases, adapters)
         )
         if alone or not any(adapters):
-            self.room, self._adapters, self._seen = 0, [], seen
+            self.pad, self._adapters, self._seen = 0, [], seen
             return
         if not self._is_joined(bases, adapters):
             self._join(bases, adapters)
-        width = self._weight.shape[1] - self.room
+        width = self._weight.shape[1] - self.pad
         row, column = 0, width
         self._columns = []
         for base, adapter in zip(bases, adapters):
@@ -130,17 +130,17 @@ class Projection(nn.Module):
 
     def _join(self, bases: list[Any], adapters: list[_Adapter | None]) -> None:
         like, width = bases[0].weight, bases[0].in_features
-        self.room = room_for(sum(a.rank for a in adapters if a is not None), like.itemsize)
+        self.pad = padding_for(sum(a.rank for a in adapters if a is not None), like.itemsize)
         rows = [base.out_features for base in bases]
-        self._weight, self._bias = like.new_zeros(sum(rows), width + self.room), like.new_zeros(sum(rows))
-        self._down = like.new_zeros(self.room, width)
+        self._weight, self._bias = like.new_zeros(sum(rows), width + self.pad), like.new_zeros(sum(rows))
+        self._down = like.new_zeros(self.pad, width)
         for base, part in zip(bases, self._weight.split(rows)):
             part[:, :width].copy_(base.weight)
             base.weight.data = part[:, :width]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., d_in + room]` to the layers' outputs side by side, `[..., d_out]`; overwrites the room in x."""
-        if not self.room:
+        """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites the padding in x."""
+        if not self.pad:
             ys = [layer(x) for layer in self.layers]
             return torch.cat(ys, dim=-1) if len(ys) > 1 else ys[0]
         factors = [factor for a in self._adapters if a is not None for factor in (a.down, a.up)]
@@ -185,7 +185,7 @@ def _mm_in_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _OneSum(torch.autograd.Function):
-    """Computes y = [x | x A^T] [W | s B]^T + bias, for x with room on its right."""
+    """Computes y = [x | x A^T] [W | s B]^T + bias, for x with padding columns on its right."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, *rest: Any) -> Tensor:
@@ -227,12 +227,12 @@ class _OneSum(torch.autograd.Function):
 
 
 class _Gelu(torch.autograd.Function):
-    """GELU (tanh) written into rows with room."""
+    """GELU (tanh) written into padded rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, room: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pad: int) -> Tensor:
         ctx.save_for_backward(x)
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] + room)
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] + pad)
         torch.ops.aten.gelu.out(x, approximate="tanh", out=out[..., : x.shape[-1]])
         return out
 
@@ -242,20 +242,20 @@ class _Gelu(torch.autograd.Function):
         return torch.ops.aten.gelu_backward(grad[..., : x.shape[-1]], x, approximate="tanh"), None
 
 
-def gelu(x: Tensor, room: int) -> Tensor:
-    """Return GELU (tanh) of `[..., d]` as `[..., d + room]`."""
-    if not room or torch.compiler.is_compiling():  # Inductor fuses this into one pass
-        return with_room(F.gelu(x, approximate="tanh"), room)
-    return _Gelu.apply(x, room)
+def gelu(x: Tensor, pad: int) -> Tensor:
+    """Return GELU (tanh) of `[..., d]` as `[..., d + pad]`."""
+    if not pad or torch.compiler.is_compiling():  # Inductor fuses this into one pass
+        return padded(F.gelu(x, approximate="tanh"), pad)
+    return _Gelu.apply(x, pad)
 
 
-class _WithRoom(torch.autograd.Function):
-    """Copies into rows with room; the backward copies nothing."""
+class _Padded(torch.autograd.Function):
+    """Copies into padded rows; the backward copies nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, room: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pad: int) -> Tensor:
         ctx.width = x.shape[-1]
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] + room)
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] + pad)
         out[..., : x.shape[-1]] = x
         return out
 
@@ -264,8 +264,8 @@ class _WithRoom(torch.autograd.Function):
         return grad[..., : ctx.width], None
 
 
-def with_room(x: Tensor, room: int) -> Tensor:
-    """Copy `[..., d]` into `[..., d + room]`."""
-    if not room:
+def padded(x: Tensor, pad: int) -> Tensor:
+    """Copy `[..., d]` into `[..., d + pad]`."""
+    if not pad:
         return x
-    return F.pad(x, (0, room)) if torch.compiler.is_compiling() else _WithRoom.apply(x, room)
+    return F.pad(x, (0, pad)) if torch.compiler.is_compiling() else _Padded.apply(x, pad)

@@ -16,7 +16,7 @@ from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
 from sage_fast.models.lora import ADAPTER, lora_files, write_adapter
-from sage_fast.models.protocol import Conditions, Inputs
+from sage_fast.models.protocol import ConditionTable, Inputs
 from sage_fast.ops.guidance import guided
 from sage_fast.util.errors import UserError
 from sage_fast.util.ranks import fails_alone, sequence_size, world_size
@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 """Trainable weights by name."""
 
 
-class WholeStates:
+class UnshardedStates:
     """Storage of weight snapshots: here whole on every rank. A sharding engine has its own."""
 
     gathers = False
@@ -56,13 +56,13 @@ class WholeStates:
         """Return this rank's shards of whole tensors; the inverse of `gather`."""
         return whole
 
-    def missing(self, count: int) -> int:
+    def padding(self, count: int) -> int:
         """Return max(count over ranks) - count if weights are gathered, else 0. Collective before the first forward."""
         return 0
 
-    def lockstep(self, items: Sequence[Item], idle: Callable[[], object]) -> Iterator[Item]:
-        """Yield each item, one per forward or backward; then call `idle`, one without effect, `missing` times."""
-        missing = self.missing(len(items))
+    def pad_to_largest(self, items: Sequence[Item], idle: Callable[[], object]) -> Iterator[Item]:
+        """Yield the items, then run `idle` until every rank has made the same number of forwards."""
+        missing = self.padding(len(items))
         yield from items
         for _ in range(missing):
             idle()
@@ -100,7 +100,7 @@ class Policy:
         self.networks = dict(networks)
         self.dtype = dtype
         self.guidance_scale = guidance_scale
-        self.states = WholeStates()
+        self.states = UnshardedStates()
 
     @property
     def device(self) -> torch.device:
@@ -111,8 +111,8 @@ class Policy:
         return self.guidance_scale != 1
 
     @property
-    def in_step(self) -> bool:
-        """Whether other ranks' forwards wait for this rank's, so that no rank may leave a rollout alone."""
+    def collective_forwards(self) -> bool:
+        """Whether forwards are collective (ZeRO-3, sequence parallelism): no rank may leave a rollout alone."""
         return sequence_size() > 1 or (world_size() > 1 and self.states.gathers)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Policy:
         """
         raise NotImplementedError
 
-    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Any]) -> Conditions:
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, Any]) -> ConditionTable:
         """Compute the conditions at every noise level with the present weights.
 
         Args:
@@ -143,11 +143,11 @@ class Policy:
         """The attention kernel in use; None for a model that calls its own."""
         return None
 
-    def serve(self, attention: Callable[..., Tensor]) -> None:
+    def set_attention(self, attention: Callable[..., Tensor]) -> None:
         """Set the attention kernel; called only if `Spec.attention_shape` returns a shape."""
         raise NotImplementedError
 
-    def share_samples(self, sequence: Any) -> None:
+    def enable_sequence_parallel(self, sequence: Any) -> None:
         """Run on this rank's part of the tokens, given a `SequenceParallel`; called only if `Spec.heads` allows it."""
         raise NotImplementedError
 
@@ -246,7 +246,7 @@ class Policy:
             self.load(state)
             yield
         finally:
-            if not (self.in_step and fails_alone()):
+            if not (self.collective_forwards and fails_alone()):
                 self.load(present)
 
     # -- files --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """The inputs of a video model besides the latents, in the four forms that they take.
 
-    prompt - encoder -> Condition - conditioning_table -> Conditions - of(keys) -> Schedule - at(steps) -> Inputs
+    prompt -> Condition -> ConditionTable -> BatchConditions -> Inputs
 
-A `Condition` belongs to one sample and is cached on disk. `Conditions` cover an iteration at all of its noise levels. A
-`Schedule` covers a batch, in tensors that a CUDA graph can hold. `Inputs` serve one forward. Each model packs
-conditions of different lengths in its own way.
+An encoder makes a `Condition` of a prompt; it belongs to one sample and is cached on disk. `conditioning_table` makes a
+`ConditionTable`, which covers an iteration at all of its noise levels. Its `of` gives the `BatchConditions` of a batch,
+in tensors that a CUDA graph can hold, and their `at` the `Inputs` of one forward. Each model packs conditions of
+different lengths in its own way.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Inputs(Protocol):
         """Inputs of the unconditional pass; None without guidance."""
 
 
-class Schedule(Protocol):
-    """Inputs of B samples at every noise level of a rollout."""
+class BatchConditions(Protocol):
+    """Conditions of B samples at every noise level of a rollout."""
 
     @property
     def tokens(self) -> int:
@@ -79,11 +80,11 @@ class Schedule(Protocol):
         """Return the inputs at `steps`, int64 `[1]` (one step for all samples) or `[B]`. Must not synchronise."""
 
 
-class Conditions(Protocol):
+class ConditionTable(Protocol):
     """Conditions of all samples at every noise level of a rollout."""
 
-    def of(self, keys: Sequence[Key]) -> Schedule:
-        """Return the schedule of a batch."""
+    def of(self, keys: Sequence[Key]) -> BatchConditions:
+        """Return the conditions of a batch."""
 
     def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
         """Return the inputs of one training forward, differentiable if the weights behind them are trained."""

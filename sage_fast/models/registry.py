@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.metadata
-import operator
-import os
 import re
-import sys
 
 from sage_fast.models.spec import Spec
 from sage_fast.models.testbed import BASE
 from sage_fast.util.errors import UserError
+from sage_fast.util.plugins import import_plugin, registered
 
 SHIPPED = {
     "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
@@ -30,24 +26,19 @@ GROUP = "sage_fast.models"
 @functools.cache
 def families() -> dict[str, str]:
     """Return transformer class -> family, for all registered families."""
-    return SHIPPED | {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+    return registered(GROUP, SHIPPED)
 
 
 def family(name: str) -> type[Spec]:
-    """Import the family `package.module:Name`; the current folder is searched too.
+    """Import the family `package.module:Name`.
 
     Raises:
         UserError: there is no such family.
     """
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"model.path = {name!r}: expected 'package.module:Name' of a Spec: {error}") from error
+    setting = f"model.path = {name!r}"
+    found = import_plugin(name, setting)
     if not (isinstance(found, type) and issubclass(found, Spec)):
-        raise UserError(f"model.path = {name!r}: {attribute} is no subclass of sage_fast.models.spec.Spec")
+        raise UserError(f"{setting}: expected a subclass of sage_fast.models.spec.Spec, found {found!r}")
     return found
 
 

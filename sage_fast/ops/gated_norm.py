@@ -20,7 +20,7 @@ from sage_fast.ops._dispatch import register
 from sage_fast.ops.norm_modulate import check_rows, norm_modulate_backward_reference, norm_modulate_reference
 
 LIBRARY.define(
-    "gated_norm(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps, int room=0) -> (Tensor, Tensor)"
+    "gated_norm(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps, int pad=0) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "gated_norm_backward(Tensor grad_sum, Tensor grad, Tensor sum, Tensor gate, Tensor scale, Tensor? y, float eps)"
@@ -29,7 +29,7 @@ LIBRARY.define(
 
 
 def gated_norm(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, pad: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Add a branch of a transformer block to the residual stream, and apply AdaLN for the next branch.
 
@@ -38,29 +38,29 @@ def gated_norm(
         y: output of the branch, like x.
         gate, scale, shift: `[B, d]`, float32 or the dtype of x; may be one row expanded over B.
         eps: added to the variance.
-        room: uninitialised columns to add on the right of each row of the second result.
+        pad: uninitialised columns to add on the right of each row of the second result.
 
     Returns:
-        `[B, S, d]` and `[B, S, d + room]` in the dtype of x, computed in float32. Differentiable in every tensor.
+        `[B, S, d]` and `[B, S, d + pad]` in the dtype of x, computed in float32. Differentiable in every tensor.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or `room` is below 0.
+        ValueError: a shape, dtype or device does not fit, or `pad` is below 0.
     """
-    check_rows(x, {"gate": gate, "scale": scale, "shift": shift}, room=room)
+    check_rows(x, {"gate": gate, "scale": scale, "shift": shift}, pad=pad)
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(f"y: expected {x.dtype} {list(x.shape)}, got {y.dtype} {list(y.shape)}")
     if y.device != x.device:
         raise ValueError(f"y: is on {y.device}, x is on {x.device}")
-    return torch.ops.sage_fast.gated_norm(x, y, gate, scale, shift, eps, room)
+    return torch.ops.sage_fast.gated_norm(x, y, gate, scale, shift, eps, pad)
 
 
 def gated_norm_reference(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Specification in plain PyTorch; autograd can differentiate it. Fills the room with 0."""
+    """Specification in plain PyTorch; autograd can differentiate it. Fills the padding with 0."""
     dtype = compute_dtype(x)
     total = (x.to(dtype) + gate.to(dtype)[:, None] * y.to(dtype)).to(x.dtype).contiguous()
-    return total, F.pad(norm_modulate_reference(total, scale, shift, eps), (0, room))
+    return total, F.pad(norm_modulate_reference(total, scale, shift, eps), (0, pad))
 
 
 def gated_norm_backward_reference(
@@ -68,7 +68,7 @@ def gated_norm_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in x and y, and float32 `[B, d]` gradients in gate, scale and shift, which are empty without `y`.
 
-    grad is `[B, S, d + room]`; its room is not read.
+    grad is `[B, S, d + pad]`; its padding is not read.
     """
     dtype = compute_dtype(total)
     wide = total.to(dtype)
@@ -85,9 +85,9 @@ register("gated_norm_backward", gated_norm_backward_reference)
 
 
 @torch.library.register_fake("sage_fast::gated_norm", lib=LIBRARY)
-def _fake(x, y, gate, scale, shift, eps, room=0):  # type: ignore[no-untyped-def]
+def _fake(x, y, gate, scale, shift, eps, pad=0):  # type: ignore[no-untyped-def]
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return total, x.new_empty(x.shape[0], x.shape[1], x.shape[2] + room)
+    return total, x.new_empty(x.shape[0], x.shape[1], x.shape[2] + pad)
 
 
 @torch.library.register_fake("sage_fast::gated_norm_backward", lib=LIBRARY)

@@ -3,8 +3,8 @@
     out = (x - mean(x)) / sqrt(var(x) + eps) (1 + scale) + shift
 
 Autograd saves only x and scale; the backward reads each row anyway and normalises it again. The gradients of scale and
-shift are sums over all tokens, and are skipped where both are frozen. `room` leaves columns on the right of each row
-for models/lora_linear.py, and `spare` leaves rows below each sample for the text that ops/norm_rotate.py joins. In a
+shift are sums over all tokens, and are skipped where both are frozen. `pad` leaves columns on the right of each row
+for models/lora_linear.py, and `pad_rows` leaves rows below each sample for the text that ops/norm_rotate.py joins. In a
 residual branch, the same pass adds the gradients of the branch and of x.
 """
 
@@ -19,43 +19,45 @@ from torch import Tensor
 from sage_fast.ops._common import LIBRARY, compute_dtype
 from sage_fast.ops._dispatch import register
 
-LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int room=0, int spare=0) -> Tensor")
+LIBRARY.define("norm_modulate(Tensor x, Tensor scale, Tensor shift, float eps, int pad=0, int pad_rows=0) -> Tensor")
 LIBRARY.define(
     "norm_modulate_backward(Tensor grad, Tensor x, Tensor scale, float eps, bool modulation,"
     " Tensor? residual=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0, spare: int = 0) -> Tensor:
+def norm_modulate(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, pad: int = 0, pad_rows: int = 0
+) -> Tensor:
     """Apply the AdaLN of a transformer block.
 
     Args:
         x: `[B, S, d]`, float32, bfloat16 or float16.
         scale, shift: `[B, d]`, float32 or the dtype of x; may be one row expanded over B.
         eps: added to the variance.
-        room: uninitialised columns to add on the right of each row.
-        spare: zero rows to add below those of each sample; their room is zero too.
+        pad: uninitialised columns to add on the right of each row.
+        pad_rows: zero rows to add below those of each sample; their padding is zero too.
 
     Returns:
-        `[B, S + spare, d + room]` in the dtype of x, computed in float32. Differentiable in x, scale and shift.
+        `[B, S + pad_rows, d + pad]` in the dtype of x, computed in float32. Differentiable in x, scale and shift.
 
     Raises:
-        ValueError: a shape or device does not fit, or `room` or `spare` is below 0.
+        ValueError: a shape or device does not fit, or `pad` or `pad_rows` is below 0.
     """
-    check_rows(x, {"scale": scale, "shift": shift}, room=room, spare=spare)
-    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room, spare)
+    check_rows(x, {"scale": scale, "shift": shift}, pad=pad, pad_rows=pad_rows)
+    return torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, pad, pad_rows)
 
 
 def residual_norm(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, room: int = 0, spare: int = 0
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, pad: int = 0, pad_rows: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return x itself, for the residual stream, and `norm_modulate` of it.
 
     The backward adds both gradients in the norm's own pass, which saves a separate one. Arguments and errors are those
     of `norm_modulate`.
     """
-    check_rows(x, {"scale": scale, "shift": shift}, room=room, spare=spare)
-    return _Residual.apply(x, scale, shift, eps, room, spare)
+    check_rows(x, {"scale": scale, "shift": shift}, pad=pad, pad_rows=pad_rows)
+    return _Residual.apply(x, scale, shift, eps, pad, pad_rows)
 
 
 def check_rows(x: Tensor, vectors: dict[str, Tensor], **further: int) -> None:
@@ -84,13 +86,13 @@ def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def norm_modulate_reference(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int = 0, spare: int = 0
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int = 0, pad_rows: int = 0
 ) -> Tensor:
-    """Specification in plain PyTorch; autograd can differentiate it. Fills the room with 0."""
+    """Specification in plain PyTorch; autograd can differentiate it. Fills the padding with 0."""
     dtype = compute_dtype(x)
     normed, _ = _normalize(x.to(dtype), eps)
     out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype).contiguous()
-    return F.pad(out, (0, room, 0, spare)) if room or spare else out
+    return F.pad(out, (0, pad, 0, pad_rows)) if pad or pad_rows else out
 
 
 def norm_modulate_backward_reference(
@@ -98,7 +100,7 @@ def norm_modulate_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient in x, and float32 `[B, d]` gradients in scale and shift, which are empty unless `modulation`.
 
-    grad is `[B, S + spare, d + room]`; its room and spare rows are not read. `residual` `[B, S, d]` is added to the
+    grad is `[B, S + pad_rows, d + pad]`; its padding is not read. `residual` `[B, S, d]` is added to the
     gradient in x.
     """
     dtype = compute_dtype(x)
@@ -117,8 +119,8 @@ register("norm_modulate_backward", norm_modulate_backward_reference)
 
 
 @torch.library.register_fake("sage_fast::norm_modulate", lib=LIBRARY)
-def _fake(x, scale, shift, eps, room=0, spare=0):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], x.shape[1] + spare, x.shape[2] + room)
+def _fake(x, scale, shift, eps, pad=0, pad_rows=0):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], x.shape[1] + pad_rows, x.shape[2] + pad)
 
 
 @torch.library.register_fake("sage_fast::norm_modulate_backward", lib=LIBRARY)
@@ -155,10 +157,10 @@ class _Residual(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, room: int, spare: int
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, pad: int, pad_rows: int
     ) -> tuple[Tensor, Tensor]:
         _setup_context(ctx, (x, scale, shift, eps), None)
-        return x.view_as(x), torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, room, spare)
+        return x.view_as(x), torch.ops.sage_fast.norm_modulate(x, scale, shift, eps, pad, pad_rows)
 
     @staticmethod
     def backward(ctx: Any, residual: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:

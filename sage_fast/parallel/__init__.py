@@ -6,7 +6,7 @@ import importlib.util
 import pkgutil
 from typing import Any
 
-from sage_fast.config.engines import ENGINES, OPTIMIZERS
+from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy
 from sage_fast.parallel.engine import Engine
@@ -31,17 +31,13 @@ def check_engine(config: TrainConfig) -> None:
     """Check all that can be checked before the model is loaded.
 
     Raises:
-        UserError: the library of the engine or the optimizer is not installed, or `train.deepspeed_config` cannot be
-            read or sets a key of `settings.OURS`, an unknown key or a value of the wrong type.
+        UserError: the library of the engine is not installed, or `train.deepspeed_config` cannot be read or sets a key
+            of `settings.OURS`, an unknown key or a value of the wrong type.
     """
-    needs = (
-        ("engine", config.engine, ENGINES[config.engine].package, "plain"),
-        ("optimizer", config.optimizer, OPTIMIZERS[config.optimizer].package, "adamw"),
-    )
-    for key, value, package, without in needs:
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"train.{key} = {value!r} needs {package}, which is not installed: pip install "
-                f"'sage-fast[{package}]'; the nearest choice without it is {without}"
-            )
+    package = ENGINES[config.engine].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"train.engine = {config.engine!r} needs {package}, which is not installed: pip install "
+            f"'sage-fast[{package}]'; the nearest choice without it is plain"
+        )
     engine_settings(config, 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sage_fast.algorithm.objective import strategy_of
+from sage_fast.algorithm.objective import KL_STRATEGIES
 from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.schema import Config
 from sage_fast.models.policy import Policy
@@ -55,10 +55,10 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
     n = sum(p.numel() for p in trained.values())
     f = sum(p.numel() for p in every) - n
     shards = ENGINES[train.engine].shards
-    snapshots = int(strategy_of(config.kl).anchor is not None) + int(train.ema_decay > 0)
+    snapshots = int(KL_STRATEGIES[config.kl.strategy].anchor is not None) + int(train.ema_decay > 0)
     share = 1 / ranks if shards else 1.0
     state_bytes = OPTIMIZERS[train.optimizer].state_bytes
-    moments = sum(state_bytes(p.numel(), policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
+    moments = sum(state_bytes(policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
     weights = {"frozen weights": float(width * f), "trained weights": 4.0 * n}
     training = {
         "gradients": 4.0 * n * (share if "gradients" in shards else 1),

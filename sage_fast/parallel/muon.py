@@ -17,7 +17,7 @@ MOMENTUM = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spread:
+class Partition:
     """How a weight lies over the ranks.
 
     Attributes:
@@ -39,7 +39,7 @@ def whole_update(direction: Tensor, **settings: Any) -> Tensor:
     return p.detach()
 
 
-class MuonOfParts(torch.optim.Optimizer):
+class PartitionedMuon(torch.optim.Optimizer):
     """Muon on the parts of matrices that each rank holds, with the momentum of these parts.
 
     A round has as many matrices as there are ranks. Each rank gets one of them whole, orthogonalises it, and sends the
@@ -47,23 +47,23 @@ class MuonOfParts(torch.optim.Optimizer):
 
     Args:
         parts: this rank's part of each matrix; it may be empty.
-        spreads: how each matrix lies over the ranks.
+        partitions: how each matrix lies over the ranks.
         settings: settings of torch's Muon.
     """
 
-    def __init__(self, parts: Sequence[Tensor], spreads: Sequence[Spread], **settings: Any) -> None:
+    def __init__(self, parts: Sequence[Tensor], partitions: Sequence[Partition], **settings: Any) -> None:
         super().__init__(parts, settings)
-        self.spreads = spreads
+        self.partitions = partitions
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        moving = [(p, spread) for p, spread in zip(group["params"], self.spreads) if p.grad is not None]
+        moving = [(p, partition) for p, partition in zip(group["params"], self.partitions) if p.grad is not None]
         moving.sort(key=lambda pair: pair[1].shape)  # matrices of a round take equally long
         for start in range(0, len(moving), world_size()):
             self._round(moving[start : start + world_size()], group)
 
-    def _round(self, matrices: Sequence[tuple[Tensor, Spread]], group: dict[str, Any]) -> None:
+    def _round(self, matrices: Sequence[tuple[Tensor, Partition]], group: dict[str, Any]) -> None:
         decay, settings = group["weight_decay"], {key: group[key] for key in ("lr", "eps", "adjust_lr_fn")}
         device = matrices[0][1].device
         given = [p.numel() for p, _ in matrices] + [0] * (world_size() - len(matrices))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -12,16 +10,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sage_fast.config.engines import OFFLOADS, OPTIMIZERS, SMALLEST_8BIT
-from sage_fast.config.schema import Schedule, TrainConfig
-from sage_fast.parallel.muon import MOMENTUM, MuonOfParts, Spread
+from sage_fast.config.engines import OFFLOADS, OPTIMIZERS
+from sage_fast.config.schema import LearningRateSchedule, TrainConfig
+from sage_fast.parallel.muon import MOMENTUM, Partition, PartitionedMuon
 
 Parameters = Mapping[str, Tensor]
 """Trained weights by name."""
 IsMuon = Callable[[str, Tensor], bool]
 """Whether `muon` updates a weight by Muon; the model says so."""
 
-Spreads = Mapping[str, Spread]
+Partitions = Mapping[str, Partition]
 """How weights lie over the ranks, by name; empty if every rank holds them whole."""
 
 BETAS = (0.9, 0.999)
@@ -32,13 +30,15 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
 
 
 def adamw(
-    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads
+    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
 ) -> list[torch.optim.Optimizer]:
     fused = True if OFFLOADS[config.offload] else None  # several times as fast on a CPU
     return [torch.optim.AdamW(parameters.values(), betas=BETAS, fused=fused, **_shared(config))]
 
 
-def muon(parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads) -> list[torch.optim.Optimizer]:
+def muon(
+    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
+) -> list[torch.optim.Optimizer]:
     """Build Muon for the matrices of the blocks, and AdamW for the embedders, biases, norms and the last layer.
 
     The factors of an adapter are matrices of the blocks too. A Muon update is an orthogonal matrix, scaled to AdamW's
@@ -49,31 +49,23 @@ def muon(parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: 
     # eps is added to the gradient's norm: torch's 1e-7 would shrink updates of small gradients.
     settings = {"adjust_lr_fn": "match_rms_adamw", **_shared(config)}
     made: list[torch.optim.Optimizer] = []
-    if matrices and spreads:
-        made.append(MuonOfParts(list(matrices.values()), [spreads[name] for name in matrices], **settings))
+    if matrices and partitions:
+        made.append(PartitionedMuon(list(matrices.values()), [partitions[name] for name in matrices], **settings))
     elif matrices:
         made.append(torch.optim.Muon(matrices.values(), momentum=MOMENTUM, **settings))
-    return made + (adamw(rest, config, is_muon, spreads) if rest else [])
-
-
-def adamw8bit(
-    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads
-) -> list[torch.optim.Optimizer]:
-    """Build AdamW8bit of bitsandbytes, as `--use_8bit_adam` of diffusers' training scripts does. Runs on a CPU too."""
-    make = importlib.import_module("bitsandbytes").optim.AdamW8bit
-    return [make(parameters.values(), betas=BETAS, min_8bit_size=SMALLEST_8BIT, **_shared(config))]
+    return made + (adamw(rest, config, is_muon, partitions) if rest else [])
 
 
 def make_optimizers(
-    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, spreads: Spreads
+    parameters: Parameters, config: TrainConfig, is_muon: IsMuon, partitions: Partitions
 ) -> list[torch.optim.Optimizer]:
     """Build the torch optimizers that `train.optimizer` names; together they cover all weights, each weight once.
 
     Args:
-        spreads: how the weights lie over the ranks, if `parameters` are this rank's parts of them; else empty.
+        partitions: how the weights lie over the ranks, if `parameters` are this rank's parts of them; else empty.
     """
     made: list[torch.optim.Optimizer] = pkgutil.resolve_name(OPTIMIZERS[config.optimizer].build)(
-        parameters, config, is_muon, spreads
+        parameters, config, is_muon, partitions
     )
     return made
 
@@ -84,8 +76,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
 }
 """Progress in [0, 1], from the end of the warm-up to the end of the run -> factor on the learning rate."""
-assert tuple(SCHEDULES) == get_args(Schedule), (
-    "a schedule is named in config.Schedule and has its function in SCHEDULES"
+assert tuple(SCHEDULES) == get_args(LearningRateSchedule), (
+    "a schedule is named in config.LearningRateSchedule and has its function in SCHEDULES"
 )
 
 

@@ -1,8 +1,8 @@
 """The DeepSpeed engine: ZeRO-1, 2 and 3 (arXiv 1910.02054), with optional offload of optimizer and weights to the host.
 
 DeepSpeed does not run our forward. It gets the modules, hooks their weights and receives every loss; it shards weights
-and gradients, reduces, clips and gathers. The update is ours: DeepSpeed lays the weights of a rank in rows, and the
-optimizers of the plain engine update the parts of weights in these rows. All else is as in the plain engine: learning
+and gradients, reduces, clips and gathers. DeepSpeed flattens each rank's weights into 1-D
+buffers, and the optimizers of the plain engine update slices of them. All else is as in the plain engine: learning
 rate, averages, files, and weights without a gradient, which stay unchanged.
 """
 
@@ -23,9 +23,9 @@ from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
 from sage_fast.config.engines import ENGINES, OFFLOADS
-from sage_fast.models.policy import Policy, State, WholeStates, check_names
+from sage_fast.models.policy import Policy, State, UnshardedStates, check_names
 from sage_fast.parallel import engine_settings
-from sage_fast.parallel.muon import Spread
+from sage_fast.parallel.muon import Partition
 from sage_fast.parallel.optimizers import make_optimizers
 from sage_fast.parallel.plain import PlainEngine
 from sage_fast.util.deepspeed_private import (
@@ -81,22 +81,25 @@ class ZeroEngine(PlainEngine):
         parts = [part_of_master(optimizer, p) for p in self.parameters]
         self.parts = [nn.Parameter(none if part is None else part.detach()) for part in parts]
         sizes = zip(*all_gather_object([part.numel() for part in self.parts]))
-        spreads = [
-            Spread(shape=whole_shape(p), sizes=on_ranks, device=_device())
+        partitions = [
+            Partition(shape=whole_shape(p), sizes=on_ranks, device=_device())
             for p, on_ranks in zip(self.parameters, sizes)
         ]
-        self.spreads = dict(zip(self.parts, spreads))
+        self.partitions = dict(zip(self.parts, partitions))
         self.optimizers = make_optimizers(
-            dict(zip(named, self.parts)), self.config, lambda name, _: name in matrices, dict(zip(named, spreads))
+            dict(zip(named, self.parts)), self.config, lambda name, _: name in matrices, dict(zip(named, partitions))
         )
         self.policy.use_all_weights()
-        self.policy.states = _Shards(optimizer, modules) if "weights" in self.sharded else _Parts()
+        self.policy.states = _ShardedStates(optimizer, modules) if "weights" in self.sharded else _PartitionedStates()
 
     def _note(self, number: int, grad: Tensor) -> None:
         self._moves[number].logical_or_(grad.any())
 
     def backward(self, loss: Tensor, total: int) -> None:
-        """Accumulate the gradients of one micro-batch. Every rank must call equally often: `policy.states.lockstep`."""
+        """Accumulate the gradients of one micro-batch.
+
+        Every rank must call equally often: `policy.states.pad_to_largest`.
+        """
         self.deepspeed.backward(self.deepspeed(data_size() / total * loss))
 
     def _update(self, rate: float) -> float:
@@ -143,7 +146,7 @@ class ZeroEngine(PlainEngine):
         super()._load_optimizer_states(self._changed(states, self._split))
 
     def _changed(
-        self, states: list[Mapping[int, Any]], change: Callable[[Tensor, Spread], Tensor]
+        self, states: list[Mapping[int, Any]], change: Callable[[Tensor, Partition], Tensor]
     ) -> list[Mapping[int, Any]]:
         """Change every tensor of the states that has as many elements as its weight."""
         changed: list[Mapping[int, Any]] = []
@@ -151,21 +154,21 @@ class ZeroEngine(PlainEngine):
             parts = [part for group in optimizer.param_groups for part in group["params"]]
             changed.append(kept := {})
             for number, values in state.items():
-                spread = self.spreads[parts[number]]
-                kept[number] = {key: change(value, spread) if value.ndim else value for key, value in values.items()}
+                partition = self.partitions[parts[number]]
+                kept[number] = {key: change(value, partition) if value.ndim else value for key, value in values.items()}
         return changed
 
-    def _join(self, part: Tensor, spread: Spread) -> Tensor:
+    def _join(self, part: Tensor, partition: Partition) -> Tensor:
         """Return the whole tensor from the parts of all ranks, in host memory; empty on all ranks but the first."""
-        start = sum(spread.sizes[: rank()])
-        whole = torch.zeros(sum(spread.sizes), device=spread.device)
+        start = sum(partition.sizes[: rank()])
+        whole = torch.zeros(sum(partition.sizes), device=partition.device)
         whole[start : start + part.numel()] = part
         all_reduce(whole)
-        return whole[: spread.shape.numel()].view(spread.shape).cpu() if rank() == 0 else torch.empty(0)
+        return whole[: partition.shape.numel()].view(partition.shape).cpu() if rank() == 0 else torch.empty(0)
 
-    def _split(self, whole: Tensor, spread: Spread) -> Tensor:
+    def _split(self, whole: Tensor, partition: Partition) -> Tensor:
         """Return this rank's part of a whole tensor; the inverse of `_join`."""
-        start, size = sum(spread.sizes[: rank()]), spread.sizes[rank()]
+        start, size = sum(partition.sizes[: rank()]), partition.sizes[rank()]
         part = torch.zeros(size)
         found = whole.flatten()[start : start + size]
         part[: found.numel()] = found
@@ -236,7 +239,7 @@ class _Modules(nn.Module):
         return loss
 
 
-class _Parts(WholeStates):
+class _PartitionedStates(UnshardedStates):
     """Snapshots as equal parts of whole weights (ZeRO-1 and 2)."""
 
     def part(self, p: Tensor) -> Tensor:
@@ -276,13 +279,13 @@ class _Parts(WholeStates):
         return {name: self._of(whole[name], p) for name, p in parameters.items()}
 
     def _of(self, whole: Tensor, p: Tensor) -> Tensor:
-        return _Parts.part(self, whole).to(p.device, copy=True)
+        return _PartitionedStates.part(self, whole).to(p.device, copy=True)
 
-    def missing(self, count: int) -> int:
+    def padding(self, count: int) -> int:
         return int(all_reduce(torch.tensor(count).to(_device()), "max")) - count
 
 
-class _Shards(_Parts):
+class _ShardedStates(_PartitionedStates):
     """Snapshots of this rank's ZeRO-3 shards; averaging them needs no communication."""
 
     gathers = True

@@ -22,7 +22,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 from sage_fast.eval.scores import LARGEST
 from sage_fast.util.profiling import PHASES, WAIT
 
-Row = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
 Draw = Callable[[Figure], None]
 
 BLUE, ORANGE, GREEN, PURPLE = "#3f83e0", "#e0803a", "#35a06a", "#9567d8"
@@ -77,7 +77,7 @@ METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
 """Metric -> title, axis label and options for `lines`."""
 
 
-def column(rows: Sequence[Row], key: str) -> np.ndarray:
+def column(rows: Sequence[MetricsRow], key: str) -> np.ndarray:
     """Return the values of `key` as float64 `[rows]`; NaN if missing, null or out of range for float32 (so invalid)."""
     return np.array([_number(row.get(key)) for row in rows], dtype=np.float64)
 
@@ -88,7 +88,7 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _iterations(rows: Sequence[Row]) -> np.ndarray:
+def _iterations(rows: Sequence[MetricsRow]) -> np.ndarray:
     """Return the number of iterations completed at each row; 1 for the first."""
     return np.array([row["iteration"] + 1 for row in rows], dtype=np.float64)
 
@@ -181,7 +181,7 @@ def spans_decades(values: np.ndarray) -> bool:
 
 
 def lines(
-    data: Mapping[str, tuple[Sequence[Row], np.ndarray]],
+    data: Mapping[str, tuple[Sequence[MetricsRow], np.ndarray]],
     *,
     name: str,
     title: str,
@@ -229,7 +229,7 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
 
 
-def _marker(rows: Sequence[Row]) -> dict[str, Any]:
+def _marker(rows: Sequence[MetricsRow]) -> dict[str, Any]:
     """Return marker options: dots for few iterations, since a point between two gaps draws no line."""
     return {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
 
@@ -239,7 +239,7 @@ def _legend(axes: Axes, count: int) -> None:
     axes.figure.legend(loc="outside lower left", ncols=min(count, 4), handlelength=1.2, columnspacing=1.4)
 
 
-def ratio(rows: Sequence[Row]) -> str | None:
+def ratio(rows: Sequence[MetricsRow]) -> str | None:
     """Draw the importance ratio minus 1: minimum to maximum as a band, the mean as a line."""
     low, mean, high = (column(rows, f"ratio/{key}") - 1 for key in ("min", "mean", "max"))
     if np.isnan(mean).all() and np.isnan(low).all():
@@ -258,7 +258,7 @@ def ratio(rows: Sequence[Row]) -> str | None:
         return themed_svg(figure, "ratio", "Importance ratio")
 
 
-def phases(rows: Sequence[Row]) -> str | None:
+def phases(rows: Sequence[MetricsRow]) -> str | None:
     """Draw seconds per iteration as bars stacked by phase; at most 60 bars, each a mean over adjacent iterations."""
     keys = [key for key in (*PHASES, WAIT) if not np.isnan(column(rows, f"time/{key}")).all()]
     if not keys:
@@ -285,7 +285,7 @@ def phases(rows: Sequence[Row]) -> str | None:
         return themed_svg(figure, "phases", "Time by phase")
 
 
-def step_gradients(rows: Sequence[Row]) -> np.ndarray | None:
+def step_gradients(rows: Sequence[MetricsRow]) -> np.ndarray | None:
     """Return `velocity_grad_norm` as float64 `[rows, T]`, NaN for untrained steps; None if no row has it."""
     lists = [row.get("velocity_grad_norm") for row in rows]
     length = max((len(values) for values in lists if isinstance(values, list)), default=0)
@@ -298,7 +298,7 @@ def step_gradients(rows: Sequence[Row]) -> np.ndarray | None:
     return None if np.isnan(grid).all() else grid
 
 
-def gradient_map(rows: Sequence[Row]) -> str | None:
+def gradient_map(rows: Sequence[MetricsRow]) -> str | None:
     """Draw the norm of the gradient at the velocity by iteration and timestep, on a logarithmic colour scale."""
     grid = step_gradients(rows)
     if grid is None or not (grid > 0).any():
@@ -322,7 +322,7 @@ def gradient_map(rows: Sequence[Row]) -> str | None:
         return themed_svg(figure, "gradient-map", "Gradient at the velocity by timestep and iteration")
 
 
-def gradient_by_sigma(rows: Sequence[Row], sigmas: Sequence[float] | None) -> str | None:
+def gradient_by_sigma(rows: Sequence[MetricsRow], sigmas: Sequence[float] | None) -> str | None:
     """Draw the gradient norm at the velocity by timestep: geometric mean over the run, and a band of the middle 80 %.
 
     Args:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sage_fast.eval.hacking import verdict
-from sage_fast.eval.videoset import Row, VideoSet, check_prompts, of_run, read_folder, shown_name, table
+from sage_fast.eval.videoset import SetRow, VideoSet, check_prompts, of_run, read_folder, shown_name, table
 from sage_fast.report import charts
 from sage_fast.report.gallery import write_gallery
-from sage_fast.report.page import Run, points_of, read_run
+from sage_fast.report.page import RunFiles, points_of, read_run
 from sage_fast.util.files import VIDEOS
 from sage_fast.util.metrics import REWARD_PART
 
 PAGE = "comparison.html"
 
 
-def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, Run], list[VideoSet], list[str]]:
+def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, RunFiles], list[VideoSet], list[str]]:
     """Read run folders and folders of videos.
 
     Args:
@@ -63,7 +63,7 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
     """
     runs, sets, notes = read_sets(sources)
     rows = table(sets) if sets else []
-    own: dict[tuple[str, str], Row] = {}
+    own: dict[tuple[str, str], SetRow] = {}
     for videos in sets:
         run = runs.get(videos.label)
         if run is not None and run.last is not None and "before" in run.evaluations:
@@ -88,7 +88,7 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
     return path
 
 
-def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
+def _differing(runs: Mapping[str, RunFiles]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between runs; a dash where a run lacks one."""
     flat = [{key: str(value) for key, value in run.settings.items()} for run in runs.values()]
     names = sorted({name for settings in flat for name in settings} - {"output"})
@@ -96,7 +96,7 @@ def _differing(runs: Mapping[str, Run]) -> list[tuple[str, list[str]]]:
     return [(name, row) for name, row in values.items() if len(set(row)) > 1]
 
 
-def _charts(runs: Mapping[str, Run]) -> list[str]:
+def _charts(runs: Mapping[str, RunFiles]) -> list[str]:
     drawn = []
     scores = {
         name for run in runs.values() for found in run.evaluations.values() for name in ("reward", *found["parts"])

@@ -19,7 +19,7 @@ from sage_fast.report.playback import read_video
 from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import aside
+from sage_fast.util.files import atomic_path
 from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def write_comparison(run: Path, evaluations: Evaluations, count: int) -> Path | 
     prompts = next(iter(compared.values()))["prompts"]
     captions = [f"{why}: {prompts[i]}" if why else prompts[i] for i, why in shown.items()]
     path = run / "comparison.png"
-    with aside(path) as file:
+    with atomic_path(path) as file:
         comparison_sheet(columns, captions, notes=notes if any(map(any, notes)) else None).save(file, "PNG")
     return path
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.videoset import Key, Row, VideoSet, format_interval, gains_of, shown_name, summary
+from sage_fast.eval.videoset import Key, SetRow, VideoSet, format_interval, gains_of, shown_name, summary
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.shown import extremes
 from sage_fast.util.files import write_atomic
@@ -18,11 +18,11 @@ def write_gallery(
     *,
     title: str,
     sets: Sequence[VideoSet],
-    rows: Sequence[Row],
+    rows: Sequence[SetRow],
     count: int,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
-    own: Mapping[tuple[str, str], Row] | None = None,
+    own: Mapping[tuple[str, str], SetRow] | None = None,
     drawn: Sequence[str] = (),
     settings: Sequence[tuple[str, Sequence[str]]] = (),
     labels: Sequence[str] = (),

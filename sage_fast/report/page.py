@@ -19,13 +19,13 @@ from sage_fast.eval.scores import (
     as_float,
     columns_of,
     format_number,
-    hacking,
+    judge_hacked,
     mean_and_margin,
     paired_table,
     read_evaluations,
 )
 from sage_fast.report import charts
-from sage_fast.report.charts import Row, column
+from sage_fast.report.charts import MetricsRow, column
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.shown import scores_of, shown_pairs
 from sage_fast.util.environment import PACKAGES
@@ -41,7 +41,7 @@ STEPS = ("sigmas", "transition_std", "equalizer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFiles:
     """The content of a run folder.
 
     Attributes:
@@ -69,7 +69,7 @@ class Run:
         return "after" if "after" in self.evaluations else (later[-1] if later else None)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunFiles:
     """Read a run folder, finished or not. Damaged evaluations are left out.
 
     Raises:
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> Run:
         _check_facts(facts, folder / "run.json")
     with _advising("put a copy of it there"):
         settings = leaves(read_yaml(folder / "config.yaml"))
-    return Run(
+    return RunFiles(
         folder=folder,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         settings=settings,
@@ -143,7 +143,7 @@ class Check:
     warning: bool
 
 
-def checks(rows: Sequence[Row], table: Sequence[PairedRow], since: str | None = None) -> list[Check]:
+def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | None = None) -> list[Check]:
     """Return the checks to read before believing a rising reward; checks without data are skipped.
 
     Shares are means over the last quarter of the run. A part has risen or fallen if it changed by more than 2 standard
@@ -190,9 +190,9 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow], since: str | None = 
         look("One part bought with another (held-out)", text, bool(risen and fallen))
     judged = [f"{name.removeprefix(JUDGE_PART)} {change:+.1f}" for name, change in known.items() if name not in parts]
     if judged:
-        found_hacking = hacking(table) or since
-        text = found_hacking or f"judge by {', '.join(judged)} standard errors"
-        look("Held-out reward against the judge", text, found_hacking is not None)
+        hacked = judge_hacked(table) or since
+        text = hacked or f"judge by {', '.join(judged)} standard errors"
+        look("Held-out reward against the judge", text, hacked is not None)
     composite = table[0].standard_errors if table else None
     start, end = early("reward/mean"), late("reward/mean")
     if long_enough and composite is not None and start is not None and end is not None:
@@ -205,7 +205,7 @@ def checks(rows: Sequence[Row], table: Sequence[PairedRow], since: str | None = 
     return found
 
 
-def _mean(rows: Sequence[Row], key: str) -> float | None:
+def _mean(rows: Sequence[MetricsRow], key: str) -> float | None:
     values = column(rows, key)
     return float(np.nanmean(values)) if not np.isnan(values).all() else None
 
@@ -258,7 +258,7 @@ def write_report(run: Path) -> Path:
     return path
 
 
-def _status(data: Run) -> str:
+def _status(data: RunFiles) -> str:
     planned, done = data.settings.get("train.iterations"), len(data.rows)
     if not done:
         return "No iteration has been completed yet."
@@ -274,7 +274,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _settings(data: Run) -> dict[str, str]:
+def _settings(data: RunFiles) -> dict[str, str]:
     """Return the few settings that distinguish runs."""
     keys = {
         "model": "model.path",
@@ -324,11 +324,11 @@ def _only(scores: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
     return [(name, *mean_and_margin(scores["prompts"], values)) for name, values in columns_of(scores).items()]
 
 
-def _label(data: Run, name: str | None) -> str:
+def _label(data: RunFiles, name: str | None) -> str:
     return "after" if name in ("after", None) else f"iteration {data.evaluations[str(name)]['iteration']}"
 
 
-def _charts(data: Run) -> list[str]:
+def _charts(data: RunFiles) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows = data.rows
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
@@ -388,7 +388,7 @@ def changes(evaluations: Evaluations) -> dict[str, dict[int, tuple[float, float]
     return found
 
 
-def points_of(data: Run, name: str) -> dict[int, tuple[float, float]]:
+def points_of(data: RunFiles, name: str) -> dict[int, tuple[float, float]]:
     """Return iteration -> mean of a score and the half-width of its 95 % interval (NaN if unknown)."""
     points = {}
     for scores in data.evaluations.values():
@@ -398,7 +398,7 @@ def points_of(data: Run, name: str) -> dict[int, tuple[float, float]]:
     return points
 
 
-def _videos(data: Run) -> list[dict[str, Any]]:
+def _videos(data: RunFiles) -> list[dict[str, Any]]:
     """Return the videos to show: prompt, reason, and label, scores and file for each side (before and after).
 
     A damaged video is left out, with a note in `data.left_out`. Only finished evaluations are used: the files of one

@@ -75,7 +75,7 @@ class CompositeReward:
                 normalisation; or two rewards return a part of the same name.
             RewardError: a reward hangs.
         """
-        videos = made_up_videos(sampling).to(device)
+        videos = dummy_videos(sampling).to(device)
         texts = [prompts[i % len(prompts)] for i in range(len(videos))]
         found: dict[str, str] = {}
         for source in self.sources:
@@ -216,7 +216,7 @@ class Judge(CompositeReward):
         self.weights = {}
 
 
-def made_up_videos(sampling: SamplingConfig) -> Tensor:
+def dummy_videos(sampling: SamplingConfig) -> Tensor:
     """Return noise on a ramp, float32 `[B, F, 3, H, W]` in [0, 1].
 
     The number of frames is the run's; so is the size, unless that is large. B is 2 if the run scores batches, else 1.

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sage_fast.util import plugins
+
 Result = TypeVar("Result")
 
 FRAMES = 8
@@ -16,7 +18,7 @@ FRAMES = 8
 _OURS = {
     str(Path(__file__).with_name(f"{name}.py"))
     for name in ("composite", "errors", "failure_policy", "inline", "load", "process", "source")
-}
+} | {plugins.__file__}
 _PYTHONS = ("<frozen ", "importlib/__init__.py", "concurrent/futures/_base.py")
 
 

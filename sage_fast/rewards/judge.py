@@ -11,8 +11,8 @@ Use it as `eval.judge` only: a policy trained on it would learn to fool it, like
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.corruptions import ATTRIBUTES
 from sage_fast.testbed.judge import load_judge
+from sage_fast.testbed.world import ATTRIBUTES
 
 WORDS = [word for words in ATTRIBUTES.values() for word in words]
 

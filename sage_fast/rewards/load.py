@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import operator
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -13,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config.redact import hidden_in
-from sage_fast.config.rewards import no_module, place_of_reward
+from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import RewardEntry
+from sage_fast.config.secrets import from_environment
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Carrier
 from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.plugins import import_plugin
 
 CARRIERS = {
     "inline": "sage_fast.rewards.inline:InProcess",
@@ -42,12 +41,6 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
     Raises:
         UserError: as `load_reward`; in a separate process, its first call fails instead.
     """
-    if hidden := hidden_in(entry.args, f"{key.removesuffix('name')}args"):
-        option = "reward.several" if "[" in hidden else ".".join(hidden.split(".")[:3])
-        raise UserError(
-            f"{hidden}: a run folder does not keep it; give --{option} VALUE, or resume with the file of settings that "
-            "the run began with"
-        )
     if entry.is_address:
         return [load_reward(entry, key, device) for _ in range(max(1, entry.workers))]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -61,28 +54,47 @@ def connect(entry: RewardEntry, key: str, device: str) -> list[Carrier]:
 def load_reward(entry: RewardEntry, key: str = "reward.name", device: str = "cpu") -> Any:
     """Return the reward named `entry.name`; a class is created with `entry.args`, and `device` if it takes that.
 
-    Modules in the current folder are found too, after installed ones.
-
     Args:
         key: setting that holds the name, for messages.
 
     Raises:
-        UserError: there is no such reward, or its module or class fails; includes the traceback.
+        UserError: as `find_reward`; or the class fails, with its traceback.
+    """
+    reward, args = find_reward(entry, key)
+    if isinstance(reward, type):
+        setting = f"{key} = {entry.name!r}"
+        reward = _made(reward, args, device, setting)
+        if not callable(score_of(reward)):
+            raise UserError(f"{setting}: expected a class with score(self, videos, prompts), or a function")
+    return reward
+
+
+def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
+    """Return a reward, where a class is not created yet, and its arguments with the values of the environment.
+
+    Raises:
+        UserError: there is no such reward, its module fails, or an argument is unknown or missing.
     """
     setting = f"{key} = {entry.name!r}"
+    args = from_environment(entry.args, f"{setting}: args")
     if entry.is_address:
-        given = {"url": entry.name} | entry.args
-        check_args(carrier("http"), given, key, setting)
-        return _made(carrier("http"), given, device, setting)
-    reward = find_reward(entry.name, setting)
-    if isinstance(reward, type):
-        check_args(reward, entry.args, key, setting)
-        reward = _made(reward, entry.args, device, setting)
+        reward, args = carrier("http"), {"url": entry.name} | args
     else:
-        check_no_args(entry, setting)
-    if not callable(score_of(reward)):
-        raise UserError(f"{setting}: expected a class with score(self, videos, prompts), or a function")
-    return reward
+        place = place_of_reward(entry.name, setting)
+        try:
+            reward = import_plugin(place, setting)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{setting}: {failure(error)}") from error
+        if not callable(score_of(reward)):
+            module, attribute = place.split(":")
+            raise UserError(f"{setting}: module {module} has no {attribute!r} that can be called")
+    if isinstance(reward, type):
+        _check_args(reward, args, key, setting)
+    elif args:
+        raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(args)}")
+    return reward, args
 
 
 def score_of(reward: Any) -> Callable[[Tensor, list[str]], object]:
@@ -142,36 +154,12 @@ def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
     return device
 
 
-def find_reward(name: str, setting: str) -> Any:
-    module_name, attribute = place_of_reward(name, setting)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(f"{setting}: {failure(error)}") from error
-        raise no_module(error.name, setting) from error
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{setting}: {failure(error)}") from error
-    try:
-        reward = operator.attrgetter(attribute)(module)
-    except AttributeError:
-        reward = None
-    if not callable(score_of(reward)):
-        raise UserError(f"{setting}: module {module_name} has no {attribute!r} that can be called")
-    return reward
-
-
 def argument_of(key: str, name: str) -> str:
     """Return the setting of an argument; `eval.judge` has none."""
     return f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
 
 
-def check_no_args(entry: RewardEntry, setting: str) -> None:
-    if entry.args:
-        raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(entry.args)}")
-
-
-def check_args(kind: type, args: Mapping[str, Any], key: str, setting: str) -> None:
+def _check_args(kind: type, args: Mapping[str, Any], key: str, setting: str) -> None:
     """Check the arguments of a class by its signature.
 
     Raises:

@@ -10,7 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.schema import RewardEntry
-from sage_fast.rewards.load import argument_of, check_args, check_no_args, find_reward
+from sage_fast.rewards.load import argument_of, find_reward
 from sage_fast.util.errors import UserError
 
 
@@ -28,17 +28,9 @@ def look_at_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
     Raises:
         UserError: there is no such reward, an argument is unknown or missing, or a folder or file is missing.
     """
-    if entry.is_address:
-        return []
-    setting = f"{key} = {entry.name!r}"
-    reward = find_reward(entry.name, setting)
-    if not isinstance(reward, type):
-        check_no_args(entry, setting)
-        return []
-    check_args(reward, entry.args, key, setting)
-    notes, parameters = [], inspect.signature(reward).parameters
-    for name, patterns in getattr(reward, "files", {}).items():
-        source = entry.args.get(name, parameters[name].default)
+    notes, (reward, args) = [], find_reward(entry, key)
+    for name, patterns in getattr(reward, "files", {}).items() if isinstance(reward, type) else ():
+        source = args.get(name, inspect.signature(reward).parameters[name].default)
         if source is not None and (note := _look_for(str(source), patterns, argument_of(key, name))):
             notes.append(note)
     return notes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sage_fast.algorithm.schedule import Transition
-from sage_fast.models.protocol import Conditions, Key
+from sage_fast.models.protocol import ConditionTable, Key
 from sage_fast.rollout.trajectories import Trajectories, on_device
 
 
@@ -30,7 +30,7 @@ class Batch:
     numbers: Sequence[int]
     keys: Sequence[Key]
     coefs: Tensor
-    conditioning: Conditions
+    conditioning: ConditionTable
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]

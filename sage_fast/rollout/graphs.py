@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Schedule
+from sage_fast.models.protocol import BatchConditions
 from sage_fast.rollout.step import History, denoise
 from sage_fast.util.errors import first_line
 from sage_fast.util.ranks import sequence_size
@@ -32,8 +32,8 @@ MAX_GRAPHS = 16
 MAX_MEMORY_SHARE = 0.25
 """Share of the device's memory that graphs may keep allocated between replays."""
 
-Run = Callable[[], tuple[Tensor, ...]]
-Recorder = Callable[[Run], tuple[Callable[[], object], tuple[Tensor, ...], int]]
+Recordable = Callable[[], tuple[Tensor, ...]]
+Recorder = Callable[[Recordable], tuple[Callable[[], object], tuple[Tensor, ...], int]]
 """run -> (replay, the outputs that a replay fills, bytes kept allocated)."""
 
 
@@ -49,30 +49,32 @@ class StepGraph:
         self,
         policy: Policy,
         coefs: Tensor,
-        schedule: Schedule,
+        conditions: BatchConditions,
         seeds: Tensor,
         latents: Tensor,
         history: History | None,
         record: Recorder,
     ) -> None:
-        coefs, schedule, seeds, x = coefs.clone(), schedule.clone(), seeds.clone(), latents.clone()
+        coefs, conditions, seeds, x = coefs.clone(), conditions.clone(), seeds.clone(), latents.clone()
         history = None if history is None else History(*(t.clone() for t in history))
         step = torch.zeros(1, dtype=torch.int64, device=x.device)
-        self._buffers = [coefs, *schedule.tensors(), seeds, x, *(history or ())]
+        self._buffers = [coefs, *conditions.tensors(), seeds, x, *(history or ())]
         self._step, self._x_before = step, torch.empty_like(x)
 
         def run() -> tuple[Tensor, ...]:
             self._x_before.copy_(x)
-            outputs = denoise(policy, coefs, schedule, seeds, x, step, history)
+            outputs = denoise(policy, coefs, conditions, seeds, x, step, history)
             x.copy_(outputs[0])
             step.add_(1).remainder_(len(coefs))  # warm-ups and benchmarks may run more than T steps
             return outputs
 
         self._replay, self._outputs, self.memory = record(run)
 
-    def load(self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor, history: History | None) -> None:
+    def load(
+        self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor, history: History | None
+    ) -> None:
         """Copy in a rollout's inputs and start at step 0."""
-        values = [coefs, *schedule.tensors(), seeds, latents, *(history or ())]
+        values = [coefs, *conditions.tensors(), seeds, latents, *(history or ())]
         for buffer, value in zip(self._buffers, values, strict=True):
             buffer.copy_(value)
         self._step.zero_()
@@ -106,19 +108,19 @@ class StepGraphs:
         self._failed = False
 
     def prepare(
-        self, coefs: Tensor, schedule: Schedule, seeds: Tensor, latents: Tensor, history: History | None = None
+        self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor, history: History | None = None
     ) -> StepGraph | None:
         """Return the graph for these shapes, loaded with these values; None if the steps run without one.
 
         A shape's first rollout runs without one: recording costs as much as a few steps, and the shape may not recur.
         """
-        inputs = (coefs, schedule, seeds, latents, history)
+        inputs = (coefs, conditions, seeds, latents, history)
         self.policy.refresh()  # a replay does not do this
-        tokens = len(latents) * (latents[0, 0].numel() // self.policy.patch + schedule.tokens)
+        tokens = len(latents) * (latents[0, 0].numel() // self.policy.patch + conditions.tokens)
         if tokens > MAX_TOKENS:
             self._refuse(("tokens",), f"a step has {tokens:,} tokens; graphs pay off below {MAX_TOKENS:,}")
             return None
-        shapes = tuple((t.shape, t.dtype) for t in (coefs, *schedule.tensors(), seeds, latents, *(history or ())))
+        shapes = tuple((t.shape, t.dtype) for t in (coefs, *conditions.tensors(), seeds, latents, *(history or ())))
         key = (weights_key(self.policy), shapes)
         if key in self.refused or (self._failed and key not in self._graphs):
             return None
@@ -177,7 +179,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, run: Run) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
+    def __call__(self, run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
         """Record `run` after a warm-up, in which Triton compiles and cuBLAS allocates its workspace."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Conditions, Key
+from sage_fast.models.protocol import ConditionTable, Key
 from sage_fast.ops.philox import STREAM_INITIAL_LATENTS, philox_normal
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.step import History, denoise
@@ -24,7 +24,7 @@ Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """(step, x, x_next, log_prob, guided velocity) of a step; the next step may overwrite the tensors."""
 
 
-def equal_runs(lengths: Sequence[object], size: int) -> list[slice]:
+def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
     """Return consecutive slices of at most `size` samples with equal text lengths, so that no batch needs a mask.
 
     Args:
@@ -52,7 +52,7 @@ def rollout(
     policy: Policy,
     table: TransitionTable,
     coefs: Tensor,
-    conditioning: Conditions,
+    conditioning: ConditionTable,
     keys: Sequence[Key],
     seeds: Tensor,
     latents: Tensor,
@@ -78,10 +78,10 @@ def rollout(
     Returns:
         float32 `[B, C, T, H, W]`, the final samples (VAE-scaled).
     """
-    schedule = conditioning.of(keys)
+    conditions = conditioning.of(keys)
     seeds = seeds.to(policy.device)
     history = History.of(table, latents)
-    graph = graphs.prepare(coefs, schedule, seeds, latents, history) if graphs is not None else None
+    graph = graphs.prepare(coefs, conditions, seeds, latents, history) if graphs is not None else None
     steps = torch.arange(len(table), device=policy.device)
     x = latents
     for t in range(len(table)):
@@ -89,7 +89,7 @@ def rollout(
             if graph is not None:
                 x, x_next, log_prob, velocity = graph.step()
             else:
-                x_next, log_prob, velocity = denoise(policy, coefs, schedule, seeds, x, steps[t : t + 1], history)
+                x_next, log_prob, velocity = denoise(policy, coefs, conditions, seeds, x, steps[t : t + 1], history)
             if record is not None:
                 record(t, x, x_next, log_prob, velocity)
         x = x_next

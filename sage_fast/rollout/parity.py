@@ -1,4 +1,4 @@
-"""Check how much rounding disturbs the ratio, before the first update.
+"""Before the first update, check that the importance ratio is larger than rounding error.
 
 At the rollout's weights the ratio is exactly 1 if training reproduces the rollout's log-probs. After any update,
 however small, low precision rounds every activation differently: the velocity moves at random, and the log-ratio falls
@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import centres_ratio, is_off_policy, normalises_ratio, surrogate_of
-from sage_fast.config.schema import Config
+from sage_fast.algorithm.objective import Objective, StepConstants
+from sage_fast.config.schema import TrainConfig
 from sage_fast.models.policy import Policy
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.replay import Replay
@@ -38,14 +38,17 @@ Micro = Sequence[tuple[int, int]]
 """Transitions (sample, step) that are scored together: a micro-batch."""
 
 
-def check_parity(replay: Replay, batch: Batch, biases: Tensor, equalizer: Tensor) -> dict[str, float]:
+def check_parity(
+    replay: Replay, batch: Batch, constants: StepConstants, train: TrainConfig, seed: int
+) -> dict[str, float]:
     """Score stored transitions with the rollout's weights, and with moved weights if a limit will see an update.
 
     Args:
         replay: scores with the rollout's weights.
         batch: batch of the first iteration.
-        biases: minus the expected log-ratio by step, in units of the KL, `[T]`.
-        equalizer: S_t by step, `[T]`.
+        constants: those of all steps, `[T]`.
+        train: section `train`.
+        seed: of the run; draws the movement of the weights.
 
     Returns:
         `log_prob/parity` and, after a moved scoring, `log_prob/rounding`.
@@ -53,31 +56,34 @@ def check_parity(replay: Replay, batch: Batch, biases: Tensor, equalizer: Tensor
     Raises:
         ParityError: rounding would drown the ratio, or the KL that masks.
     """
-    config, policy = replay.config, replay.policy
-    row = surrogate_of(config.objective)
+    objective, policy = replay.objective, replay.policy
+    row = objective.surrogate
 
     def first(samples: int) -> list[Micro]:
         """Return micro-batches of the first samples that each step has."""
         by_step = itertools.groupby(batch.trajectories.trained, key=lambda transition: transition[1])
         transitions = [transition for _, of_step in by_step for transition in itertools.islice(of_step, samples)]
-        runs = replay.runs([batch.keys[i] for i, _ in transitions], config.train.batch_size)
+        runs = replay.runs([batch.keys[i] for i, _ in transitions], train.batch_size)
         micros = [transitions[rows] for rows in runs]
-        return [*micros, *micros[-1:] * policy.states.missing(len(micros))]
+        return [*micros, *micros[-1:] * policy.states.padding(len(micros))]
 
     def log_ratio(micro: Micro, v_old: Tensor | None = None) -> tuple[Tensor, Tensor]:
         log_prob, _, kl, *_ = replay.score(batch, micro, v_old)
         index = on_device([t for _, t in micro], policy.device)
         change = (log_prob - batch.trajectories.log_prob_old(micro, log_prob)).detach()
-        return change, kl if row.uses_kl else biases[index] * kl
+        return change, kl if row.uses_kl else constants.bias[index] * kl
 
     delta = float(all_reduce(torch.stack([log_ratio(micro)[0].abs().max() for micro in first(2)]).max(), "max"))
     metrics = {"log_prob/parity": delta}
     if row.uses_ratio:
-        check_replay(delta, config.objective.clip_range)
-    if is_off_policy(config) and (row.uses_ratio or row.uses_kl):
+        check_replay(delta, objective.settings.clip_range)
+    if objective.off_policy and (row.uses_ratio or row.uses_kl):
         velocity = functools.partial(replay.velocity, batch)
-        moments = moments_after_an_update(policy, config, first(4), len(biases), velocity, log_ratio)
-        metrics["log_prob/rounding"] = check_rounding(*moments, equalizer, config)
+        distance = min(train.learning_rate, LARGEST_MOVE)
+        moments = moments_after_an_update(
+            policy, first(4), len(constants.bias), velocity, log_ratio, distance=distance, seed=seed
+        )
+        metrics["log_prob/rounding"] = check_rounding(*moments, constants.equalizer, objective, distance)
     return metrics
 
 
@@ -113,30 +119,29 @@ def moved(state: Mapping[str, Tensor], distance: float, seed: int) -> dict[str, 
     }
 
 
-def _move(config: Config) -> float:
-    return min(config.train.learning_rate, LARGEST_MOVE)
-
-
 @torch.no_grad()
 def moments_after_an_update(
     policy: Policy,
-    config: Config,
     micros: Sequence[Micro],
     steps: int,
     velocity: Callable[[Micro], Tensor],
     log_ratio: Callable[[Micro, Tensor], tuple[Tensor, Tensor]],
+    *,
+    distance: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Measure the log-ratio with every weight moved, then moved twice as far; restore the weights afterwards.
 
-    The distance is the learning rate, at most LARGEST_MOVE. Collective.
+    Collective.
 
     Args:
         policy: its weights are moved.
-        config: settings of the run.
         micros: micro-batches to score.
         steps: T.
         velocity: micro-batch -> velocities under the present weights.
         log_ratio: (micro-batch, its `v_old`) -> log-ratio and minus its expectation, each `[B]`.
+        distance: of the first movement.
+        seed: draws its direction.
 
     Returns:
         For each distance float64 `[T, 2]` on the host: bias and squared noise by step, averaged over the samples of all
@@ -145,7 +150,7 @@ def moments_after_an_update(
     v_old = [velocity(micro) for micro in micros]
     near, far = (torch.zeros(steps, 3, dtype=torch.float64, device=policy.device) for _ in range(2))
     for sums, factor in ((near, 1), (far, 2)):
-        with policy.using(moved(policy.parts(), factor * _move(config), config.seed)):
+        with policy.using(moved(policy.parts(), factor * distance, seed)):
             for micro, v in zip(micros, v_old):
                 change, bias = log_ratio(micro, v)
                 found = torch.stack([bias, (change + bias).square(), torch.ones_like(bias)], dim=1)
@@ -166,13 +171,14 @@ def rounding_of(near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     return bias, torch.stack(squares).mean(0).sqrt()
 
 
-def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config) -> float:
+def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, objective: Objective, distance: float) -> float:
     """Report how much of the limit on the ratio or the KL rounding takes up after one update; raise if it is too much.
 
     Args:
         near, far: result of `moments_after_an_update`.
         equalizer: S_t by step, `[T]`.
-        config: settings of the run.
+        objective: the resolved settings.
+        distance: of the first movement.
 
     Returns:
         Rounding in the clipped log-ratio, or in the KL that masks, at the step where it is largest.
@@ -180,21 +186,20 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config)
     Raises:
         ParityError: rounding is above a third of the limit.
     """
-    objective = config.objective
     bias, noise = rounding_of(near, far)
-    if surrogate_of(objective).uses_kl:
+    if objective.surrogate.uses_kl:
         used, limited, setting = bias, "KL that masks", "kl_limit"
     else:
         used, limited, setting = bias + noise, "log-ratio that is clipped", "clip_range"
-        if centres_ratio(objective):
+        if objective.centres_ratio:
             used = noise
-        if normalises_ratio(objective):
+        if objective.normalises_ratio:
             used = used * equalizer.to(used)
-    step, limit = int(used.argmax()), getattr(objective, setting)
+    step, limit = int(used.argmax()), getattr(objective.settings, setting)
     value = float(used[step])
     share = value / limit
     found = (
-        f"rounding after an update of {_move(config):.0e} a weight: {value:.1e} in the {limited}, at "
+        f"rounding after an update of {distance:.0e} a weight: {value:.1e} in the {limited}, at "
         f"step {step} (bias {-float(bias[step]):.1e}, noise {float(noise[step]):.1e}), {share:.1e} of "
         f"objective.{setting} ({limit:.0e})"
     )
@@ -205,7 +210,7 @@ def check_rounding(near: Tensor, far: Tensor, equalizer: Tensor, config: Config)
         "a larger sampling.eta",
     ]
     if (
-        setting == "clip_range" and not centres_ratio(objective) and bias[step] > noise[step]
+        setting == "clip_range" and not objective.centres_ratio and bias[step] > noise[step]
     ):  # otherwise centring would change little
         remedies.insert(1, "objective.ratio = centred")
     advice = f"the limit acts on rounding, not on the policy. Use {', '.join(remedies[:-1])}, or {remedies[-1]}"

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import stores_rollout_velocities, surrogate_of
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import Transition
-from sage_fast.config.schema import Config
 from sage_fast.models.policy import Policy, State
 from sage_fast.models.protocol import Condition, Inputs, Key, pass_lengths
 from sage_fast.ops import transition_score
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.loop import equal_runs
+from sage_fast.rollout.loop import bucket_by_length
 from sage_fast.rollout.trajectories import on_device
 from sage_fast.util.console import progress
 
@@ -25,21 +24,25 @@ class Replay:
 
     Args:
         policy: the policy.
-        config: settings of the run.
+        objective: the resolved settings.
+        batch_size: largest number of samples of a forward without gradients.
         embeddings: key -> condition, for every training sample, including negative ones.
 
     Attributes:
         lengths: key -> condition length in each pass of a forward.
     """
 
-    def __init__(self, policy: Policy, config: Config, embeddings: Mapping[Any, Condition]) -> None:
+    def __init__(
+        self, policy: Policy, objective: Objective, batch_size: int, embeddings: Mapping[Any, Condition]
+    ) -> None:
         self.policy = policy
-        self.config = config
+        self.objective = objective
+        self.batch_size = batch_size
         self.lengths = pass_lengths(embeddings, guided=policy.uses_guidance)
 
     def runs(self, keys: Sequence[Key], size: int) -> list[slice]:
         """Return slices of neighbours that share a forward: at most `size` conditions of equal length, none padded."""
-        return equal_runs([self.lengths[key] for key in keys], size)
+        return bucket_by_length([self.lengths[key] for key in keys], size)
 
     @property
     def velocity_dtype(self) -> torch.dtype:
@@ -55,10 +58,10 @@ class Replay:
         stored = batch.trajectories
         x = stored.gather(stored.states, micro)
         v, step = self.velocity(batch, micro, x), on_device([t for _, t in micro], self.policy.device)
-        if v_old is None and stores_rollout_velocities(self.config):
+        if v_old is None and self.objective.stores_velocities:
             v_old = stored.gather(stored.velocities, micro)
-        x_next, v_anchor, objective = stored.next_states(micro), batch.anchor_of(micro), self.config.objective
-        beta = objective.nft_beta if surrogate_of(objective).uses_errors else None
+        x_next, v_anchor, objective = stored.next_states(micro), batch.anchor_of(micro), self.objective
+        beta = objective.settings.nft_beta if objective.surrogate.uses_errors else None
         return transition_score(x, x_next, v, batch.coefs, step, v_anchor, v_old, beta)
 
     def velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor | None = None) -> Tensor:
@@ -107,6 +110,6 @@ class Replay:
         `transitions` are ordered by step.
         """
         alike = [(t, self.lengths[batch.keys[i]]) for i, t in transitions]
-        work = [transitions[run] for run in equal_runs(alike, self.config.sampling.batch_size)]
-        work += work[-1:] * self.policy.states.missing(len(work))
+        work = [transitions[run] for run in bucket_by_length(alike, self.batch_size)]
+        work += work[-1:] * self.policy.states.padding(len(work))
         return progress(work, "anchor", len(work), "forward")

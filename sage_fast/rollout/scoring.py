@@ -52,7 +52,7 @@ class VideoScorer:
         decoder: decodes latents into videos.
         reward: scores the videos.
         watch: receives the times of `decode` and `reward`, without the parts hidden behind a rollout.
-        in_step: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
+        collective: other ranks' forwards wait for this rank's, so a reward failure is raised in `finish` only.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class VideoScorer:
         reward: Scorer,
         watch: Stopwatch,
         *,
-        in_step: bool = False,
+        collective: bool = False,
     ) -> None:
         self.decoder = decoder
         self.reward = reward
         self.watch = watch
-        self.in_step = in_step
+        self.collective = collective
         self._pending: tuple[PendingVideos, list[str]] | None = None
         self._submitted = 0
         self._failure: RewardError | None = None
@@ -77,7 +77,7 @@ class VideoScorer:
         """Score the previous chunk, then start to decode `latents [B, C, T, H, W]`.
 
         Raises:
-            RewardError: the reward failed on the previous chunk, with `on_failure = stop` and without `in_step`.
+            RewardError: the reward failed on the previous chunk, with `on_failure = stop` and without `collective`.
         """
         self._submitted += 1
         if (self._submitted - 1) % sequence_size() != sequence_rank():
@@ -90,7 +90,7 @@ class VideoScorer:
         """Score the last chunk and return the scores of all chunks in order.
 
         Raises:
-            RewardError: the reward failed on the last chunk (with `in_step`, on any) and `on_failure = stop`.
+            RewardError: the reward failed on the last chunk (with `collective`, on any) and `on_failure = stop`.
         """
         self._score_pending()
         if any(isinstance(scores, Pending) for scores in self._scores):
@@ -142,6 +142,6 @@ class VideoScorer:
                     self._fail(error)
 
     def _fail(self, error: RewardError) -> None:
-        if not self.in_step:
+        if not self.collective:
             raise error
         self._failure = error

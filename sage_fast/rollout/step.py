@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import Schedule
+from sage_fast.models.protocol import BatchConditions
 from sage_fast.ops import transition_step
 from sage_fast.ops.guidance import guided
 from sage_fast.util.profiling import annotate
@@ -37,7 +37,7 @@ class History(NamedTuple):
 def denoise(
     policy: Policy,
     coefs: Tensor,
-    schedule: Schedule,
+    conditions: BatchConditions,
     seeds: Tensor,
     x: Tensor,
     step: Tensor,
@@ -50,7 +50,7 @@ def denoise(
         history: of a second-order sampler; it then holds this step's velocity.
     """
     with annotate("transformer"):
-        v, v_uncond = policy.velocities(x, schedule.at(step))
+        v, v_uncond = policy.velocities(x, conditions.at(step))
     with annotate("transition"):
         guidance = None if v_uncond is None else torch.full((), policy.guidance_scale, device=x.device)
         if history is None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import stores_rollout_velocities, strategy_of, surrogate_of
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import Transition, longest_window
 from sage_fast.config.schema import Config
 from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
@@ -134,10 +134,10 @@ def on_device(values: float | Sequence[float] | Tensor, device: torch.device) ->
 
 def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
     """Return the bytes of stored states and of stored velocities: `samples` rollouts, `numel` elements per latent."""
-    trained = len(longest_window(config))
+    trained, objective = len(longest_window(config)), Objective.of(config)
     # With untrained steps in between, a trained transition stores up to two states of its own.
-    shared = config.train.timestep_fraction == 1 or not surrogate_of(config.objective).scores_rollout
+    shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
-    velocities = int(strategy_of(config.kl).anchor is not None) + int(stores_rollout_velocities(config))
+    velocities = int(objective.strategy.anchor is not None) + int(objective.stores_velocities)
     width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4
     return 4 * numel * samples * states, width * numel * samples * trained * velocities

@@ -26,7 +26,7 @@ from sage_fast.run.manifest import MANIFEST, checkpoints, digest, fault_of, iter
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RankError, UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, remove_folder, sync, write_json
-from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, rank, together, world_size
+from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, fail_together, rank, world_size
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def save_checkpoint(
         barrier()
         written = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
         names = broadcast_object(written, 0)
-        with together():
+        with fail_together():
             own = _describe(partial, _share(names))
         described = all_gather_object(own)
         if rank() == 0:

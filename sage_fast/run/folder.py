@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -16,12 +15,12 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from sage_fast.config.load import dump, load
-from sage_fast.config.redact import redacted
 from sage_fast.config.schema import Config
 from sage_fast.run.early import LOCK
 from sage_fast.run.resume import LAUNCHERS, began_here, differences, launcher
@@ -47,16 +46,15 @@ def locked(run: Path) -> Iterator[None]:
         UserError: on all ranks, if another run uses the folder.
     """
     made = [path for path in (run, *run.parents) if not path.exists()]
-    lock, user, failure = None, None, None
+    lock = FileLock(run / LOCK, timeout=0, fallback_to_soft=False)
+    refused, failure = None, None
     if rank() == 0:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            lock, user = _lock(run / LOCK)
-            if lock is not None:
-                _held.add(lock)
+            refused = _acquire(lock, run / LOCK)
         except OSError as error:  # raised only after the broadcast that the other ranks wait for
-            failure = error
-    refused = broadcast_object(user if failure is None else f"cannot be locked: {failure}", 0)
+            failure, refused = error, f"cannot be locked: {error}"
+    held, refused = rank() == 0 and refused is None, broadcast_object(refused, 0)
     try:
         if failure is not None:
             raise failure
@@ -67,52 +65,29 @@ def locked(run: Path) -> Iterator[None]:
             )
         yield
     finally:
-        if lock is not None:
-            if not (run / "config.yaml").exists():
-                (run / LOCK).unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # no longer empty
-                    for folder in made:
-                        folder.rmdir()
-            _held.discard(lock)
-            lock.close()
+        if held and not (run / "config.yaml").exists():
+            (run / LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # no longer empty
+                for folder in made:
+                    folder.rmdir()
+        lock.release()
 
 
-_held: set[BinaryIO] = set()
-
-
-def _let_go() -> None:
-    """Close the locks in a forked child, such as one that a reward leaves behind: any copy would keep the folder."""
-    for lock in _held:
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-def _lock(file: Path) -> tuple[BinaryIO | None, str | None]:
-    """Return the open lock file, or a description of its holder."""
-    while True:
-        opened = file.open("a+b", buffering=0)
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            opened.seek(0)
-            user = opened.read(200).decode(errors="replace").strip()
-            opened.close()
-            return None, f"another run is using it ({user or 'it has just begun'})"
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            log.info(
-                f"note: no locks on this file system ({error.strerror}): make sure that only one run uses {file.parent}"
-            )
-            return opened, None
-        if file.exists() and os.path.samestat(os.fstat(opened.fileno()), file.stat()):
-            break
-        opened.close()  # another run, which was refused, has just removed the file: try again
-    opened.truncate(0)
-    opened.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    return opened, None
+def _acquire(lock: FileLock, file: Path) -> str | None:
+    """Acquire the lock of a file and write into it who has it; return who has it already, if anyone."""
+    try:
+        lock.acquire()
+    except Timeout:
+        user = file.read_text(encoding="utf-8", errors="replace")[:200].strip() if file.exists() else ""
+        return f"another run is using it ({user or 'it has just begun'})"
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        log.info(
+            f"note: no locks on this file system ({error.strerror}): make sure that only one run uses {file.parent}"
+        )
+    file.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+    return None
 
 
 def claim_output(config: Config) -> None:
@@ -129,7 +104,7 @@ def claim_output(config: Config) -> None:
             raise UserError(f"output = {config.output!r}: another run began there while this one was loading")
         if named := sorted({name for name in launchers if name is not None}):
             write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
-        write_atomic(run / "config.yaml", dump(redacted(config)))
+        write_atomic(run / "config.yaml", dump(config))
     barrier()
 
 
@@ -152,7 +127,7 @@ def replace_settings(config: Config) -> None:
     if rank() == 0 and changed:
         before = settings.read_text(encoding="utf-8")
         write_atomic(run / f"config.until-{len(read_metrics(run / 'metrics.jsonl')):06d}.yaml", before)
-        write_atomic(settings, dump(redacted(config)))
+        write_atomic(settings, dump(config))
     barrier()
 
 

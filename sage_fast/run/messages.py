@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sage_fast.algorithm.objective import kl_acts
+from sage_fast.algorithm.objective import Objective
 from sage_fast.config.schema import Config, TrainConfig
 from sage_fast.eval.scores import format_number
 from sage_fast.util.metrics import REWARD_PART, straggler_line
@@ -48,7 +48,7 @@ def time_left(seconds: float) -> str:
 def guidance_warning(config: Config) -> str | None:
     """Return why evaluations at another guidance scale than training's will mislead; None if they will not."""
     trained, evaluated = config.sampling.guidance_scale, config.eval_guidance_scale
-    if trained == evaluated or kl_acts(config.kl):
+    if trained == evaluated or Objective.of(config).kl_acts:
         return None
     return (
         f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
@@ -57,15 +57,15 @@ def guidance_warning(config: Config) -> str | None:
     )
 
 
-def grace_warning(row: dict[str, Any], train: TrainConfig, *, in_step: bool) -> str | None:
+def grace_warning(row: dict[str, Any], train: TrainConfig, *, collective: bool) -> str | None:
     """Return what a signal loses, and the settings that save it; None if `train.grace_seconds` saves every iteration.
 
     Args:
         row: metrics of an iteration, with its times.
-        in_step: forwards are collective, so that a rollout cannot pause; an update never can.
+        collective: forwards are collective, so that a rollout cannot pause; an update never can.
     """
     update, before = row["time/train"] / train.optimizer_steps, row["time/total"] - row["time/train"]
-    seconds = max(update, before) if in_step else update
+    seconds = max(update, before) if collective else update
     if seconds <= train.grace_seconds / 2:
         return None
     enough = 10 * math.ceil(seconds / 4)  # a quarter more than twice as long

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
-from sage_fast.algorithm.objective import FEEDBACKS, equalizes, kl_acts, surrogate_of
+from sage_fast.algorithm.kl_weight import FEEDBACKS
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.transitions import SAMPLERS
-from sage_fast.config.schema import Config, KLConfig, ODESampler
+from sage_fast.config.schema import Config, ODESampler
 
 
 def method_of(config: Config) -> str:
@@ -14,8 +15,8 @@ def method_of(config: Config) -> str:
 
     It is SAGE-GRPO if a log-corrected SDE is scored with the equalizer.
     """
-    sampling, objective, row = config.sampling, config.objective, surrogate_of(config.objective)
-    sampler, equalized = sampling.sampler, equalizes(objective)
+    sampling, objective = config.sampling, Objective.of(config)
+    sampler, equalized, row = sampling.sampler, objective.equalizes, objective.surrogate
     own = row.scores_rollout and SAMPLERS[sampler].log_corrected and equalized
     noisy = sampler not in get_args(ODESampler)
     words = [f"{sampler} SDE, eta {sampling.eta:g}" if noisy else f"{sampler.upper()} rollouts"]
@@ -24,13 +25,14 @@ def method_of(config: Config) -> str:
     if equalized or row.scores_rollout:
         words.append("equalizer" if equalized else "no equalizer")
     if row.has_beta:
-        words.append(f"beta {objective.nft_beta:g}")
-    return f"{'SAGE-' * own}{row.title}: {', '.join(words)}, {_kl_in_words(config.kl)}"
+        words.append(f"beta {objective.settings.nft_beta:g}")
+    return f"{'SAGE-' * own}{row.title}: {', '.join(words)}, {_kl_in_words(objective)}"
 
 
-def _kl_in_words(kl: KLConfig) -> str:
-    if not kl_acts(kl):
+def _kl_in_words(objective: Objective) -> str:
+    if not objective.kl_acts:
         return "no KL"
+    kl = objective.kl
     row = FEEDBACKS[kl.feedback]
     if row.holds_share:
         return f"{kl.strategy} KL, {100 * kl.target_share:g} % of the gradient"

@@ -14,7 +14,6 @@ from typing import Any
 
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import keys_of, load
-from sage_fast.config.redact import redacted, restored
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError
 
@@ -33,8 +32,8 @@ and after training are not paired."""
 def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
     """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
 
-    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder, and
-    for the secrets that the folder hides: it may have changed since, and it lacks the options of the start.
+    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
+    may have changed since, and it lacks the options of the start.
 
     Returns:
         The settings, and one line for each setting of the file that is ignored.
@@ -45,8 +44,6 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     path = Path(source)
     own = path if path.is_dir() else path.parent
     is_run = path.is_dir() or (path.name == "config.yaml" and (own / "run.json").is_file())
-    if is_run:
-        check_run(own)
     file = own / "config.yaml" if is_run else path
     run = own if is_run and "output" not in overrides else Path(load(file, overrides).output)
     check_run(run)
@@ -54,14 +51,12 @@ def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config,
     lines = []
     if file.resolve() != (run / "config.yaml").resolve():
         given = load(file)
-        config = restored(config, given)
-        given, kept = redacted(given), redacted(config)
         names = [name for name in keys_of(file) if name not in ("output", *_settings_in(overrides))]
         lines = [
-            f"{name} stays {value_of(kept, name)!r} as in the run, not {value_of(given, name)!r} as in {file}; "
+            f"{name} stays {value_of(config, name)!r} as in the run, not {value_of(given, name)!r} as in {file}; "
             f"--{name} would change it"
             for name in names
-            if value_of(given, name) != value_of(kept, name)
+            if value_of(given, name) != value_of(config, name)
         ]
     return config, lines
 
@@ -82,7 +77,7 @@ def check_kept(config: Config) -> None:
     Raises:
         UserError: the run in `config.output` began with another value of one of them.
     """
-    begun, config = load(Path(config.output) / "config.yaml"), redacted(config)
+    begun = load(Path(config.output) / "config.yaml")
     for name in KEPT:
         old, new = value_of(begun, name), value_of(config, name)
         if _kept(begun, name) != _kept(config, name):
@@ -111,7 +106,6 @@ def _scored_by(entry: RewardEntry) -> dict[str, Any]:
 
 def differences(begun: Config, config: Config) -> list[str]:
     """Return one line for each setting that has changed."""
-    config = redacted(config)
     pairs = {name: (value_of(begun, name), value_of(config, name)) for name in settings_of(Config)}
     return [f"{name} = {new!r} from here on; it was {old!r}" for name, (old, new) in pairs.items() if old != new]
 

@@ -22,7 +22,7 @@ from sage_fast.util.ranks import all_reduce, world_size
 log = logging.getLogger(__name__)
 
 TWICE = 0.5
-"""Seconds within which a repeated signal counts as the same one: a terminal and torchrun both deliver it."""
+"""Debounce time of repeated signals in seconds: a terminal and torchrun both deliver one."""
 
 
 class Stop:

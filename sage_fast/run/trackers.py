@@ -15,7 +15,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from PIL import Image
 
 from sage_fast.config.load import dump
-from sage_fast.config.redact import redacted
 from sage_fast.config.schema import Config
 from sage_fast.util.errors import RunError, UserError, nearest
 
@@ -66,7 +65,7 @@ class Tracker:
         return kind(self.config.tracking.project, *[self.run] * kind.requires_logging_directory)
 
     def _store_settings(self) -> None:
-        self.tracker.store_init_configuration(dict(_flat(dataclasses.asdict(redacted(self.config)))))
+        self.tracker.store_init_configuration(dict(_flat(dataclasses.asdict(self.config))))
 
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
@@ -93,7 +92,7 @@ class TensorBoard(Tracker):
         return kind("tensorboard", logging_dir=self.run, purge_step=self.iteration + 1 if self.iteration else None)
 
     def _store_settings(self) -> None:  # its hyperparameter table would appear as a second run
-        self.tracker.log({"config": textwrap.indent(dump(redacted(self.config)), "    ")}, step=self.iteration)
+        self.tracker.log({"config": textwrap.indent(dump(self.config), "    ")}, step=self.iteration)
 
     def show(self, videos: Mapping[Path, str], sheet: Path, step: int) -> None:
         pixels = np.asarray(Image.open(sheet))[None]

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.flops import flops
-from sage_fast.algorithm.objective import equalizes
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
-from sage_fast.config.redact import hide_in_command
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.eval.hacking import verdict
@@ -41,7 +39,7 @@ from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
 from sage_fast.util.errors import RankError, Stopped
-from sage_fast.util.files import aside, read_json, write_atomic, write_json
+from sage_fast.util.files import atomic_path, read_json, write_atomic, write_json
 from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
 from sage_fast.util.videos import numbered
 
@@ -107,10 +105,16 @@ class Run:
         if world_size() > 1:
             log_to(self.folder / "logs" / f"rank-{rank():03d}.log")
         setup.encode(self.folder / "embeddings")
-        self.trainer = trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
-        if not trainer.policy.in_step:
-            trainer.pause = stop.pause
-        trainer.before_update = functools.partial(stop.before_update, trainer.device)
+        policy = setup.model.policy
+        self.trainer = trainer = Trainer(
+            config,
+            setup.model,
+            setup.reward,
+            setup.prompts,
+            setup.embeddings,
+            pause=(lambda: None) if policy.collective_forwards else stop.pause,
+            before_update=functools.partial(stop.before_update, policy.device),
+        )
         self._start_weights = trainer.policy.snapshot() if lacks_before else None
         if resume:
             self._resume()
@@ -156,7 +160,9 @@ class Run:
                     self.writer.write(row)
                 left = (time.monotonic() - began) / (self.done - first) * (config.train.iterations - self.done)
                 log.info(format_row(row, config.train.iterations, left))
-                if index == first and (warning := grace_warning(row, config.train, in_step=trainer.policy.in_step)):
+                if index == first and (
+                    warning := grace_warning(row, config.train, collective=trainer.policy.collective_forwards)
+                ):
                     log.warning(wrapped(f"warning: {warning}"))
                 if evaluated := self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
@@ -197,7 +203,7 @@ class Run:
             result = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
         if self.writer is not None:
             scores, sheet = result.to_json(), folder.with_suffix(".png")
-            with aside(sheet) as file:
+            with atomic_path(sheet) as file:
                 contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(file, "PNG")
             videos = [path for number, path in numbered(folder).items() if number < shown]
             (self.folder / "eval").mkdir(exist_ok=True)
@@ -237,7 +243,8 @@ class Run:
     def finish(self) -> None:
         """Save the final weights and evaluate them."""
         folder, engine = self.folder / "weights", self.trainer.engine
-        with engine.averaged_weights(), aside(folder) if rank() == 0 else contextlib.nullcontext(folder) as written:
+        place = atomic_path(folder) if rank() == 0 else contextlib.nullcontext(folder)
+        with engine.averaged_weights(), place as written:
             engine.save_weights(written)
             if rank() == 0:
                 write_manifest(written, self.done)
@@ -286,7 +293,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
     parameters = sum(numel(p) for name, p in trainer.policy.named_parameters() if ".lora_" not in name)
     trainable = sum(map(numel, trainer.engine.parameters))
     facts = environment(trainer.device, implementation(trainer.device)) | {
-        "command": command_line(hide_in_command(sys.argv)),
+        "command": command_line(sys.argv),
         "ranks": world_size(),
         "model_is_local": Path(trainer.model.spec.path).is_dir(),
         "attention": trainer.model.attention,
@@ -301,7 +308,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "notes": [*trainer.full_table.notes, *trainer.model.notes],
         "sigmas": trainer.full_table.sigmas.tolist(),
         "transition_std": trainer.full_table.c.tolist(),
-        "equalizer": trainer.equalizer.tolist() if equalizes(trainer.config.objective) else None,
+        "equalizer": trainer.constants.equalizer.tolist() if trainer.objective.equalizes else None,
     }
     if rank() == 0:
         facts = run_facts(run, facts, iteration)

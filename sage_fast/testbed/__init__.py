@@ -1,1 +1,1 @@
-"""The moving-shapes world: scenes and words, corruptions of a clip, and a judge network."""
+"""The moving-shapes world: scenes and words, the area that a shape covers, and a judge network."""

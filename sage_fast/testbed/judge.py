@@ -1,15 +1,14 @@
 """The held-out judge: a small network trained on examples, independent of the training reward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from diffusers import ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
-from sage_fast.testbed.corruptions import ATTRIBUTES
+from sage_fast.testbed.world import ATTRIBUTES
 
 JUDGE = Path(__file__).parent / "base" / "judge"  # the trained weights that ship with the package
 SIZES = {attribute: len(words) for attribute, words in ATTRIBUTES.items()}
@@ -54,27 +53,6 @@ class JudgeNetwork(ModelMixin, ConfigMixin):
         output = self.head(torch.cat([seen.mean((2, 3, 4)), seen.amax((2, 3, 4))], dim=1))
         *words, clean = output.split([*self.sizes.values(), 1], dim=1)
         return dict(zip(self.sizes, words)), clean[:, 0]
-
-
-def judge_loss(
-    network: JudgeNetwork, videos: Tensor, words: Mapping[str, Tensor], clean: Tensor, legible: Mapping[str, Tensor]
-) -> Tensor:
-    """Compute the cross-entropy with graded targets, from the true word (legible) to a uniform one (erased).
-
-    Args:
-        network: network in training.
-        videos: [B, F, 3, H, W].
-        words: what is classified -> int64 [B], the class.
-        clean: [B], from 1 for a rendered clip to 0 for a clip that is fully corrupted.
-        legible: what is classified -> [B], from 1 for a legible attribute to 0 for an erased one.
-    """
-    logits, clean_logit = network(videos)
-    loss = 4.0 * binary_cross_entropy_with_logits(clean_logit, clean)
-    for name, size in network.sizes.items():
-        share = legible[name][:, None]
-        target = share * one_hot(words[name], size) + (1 - share) / size
-        loss = loss - (target * logits[name].log_softmax(dim=1)).sum(dim=1).mean()
-    return loss
 
 
 def load_judge(folder: Path = JUDGE) -> JudgeNetwork:

@@ -2,7 +2,7 @@
 
 A scene is a point of a small grid (shape x colour x direction x speed, 96 captions). Its videos differ only in where
 the shape starts. Coordinates are in pixels, x to the right and y down; pixel `i` covers `[i, i + 1)`.
-`sage_fast.testbed.render` draws it. Imports nothing heavy.
+Imports nothing heavy.
 """
 
 import difflib
@@ -31,6 +31,12 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "blue": (0.15, 0.3, PEAK),
     "yellow": (PEAK, PEAK, 0.12),
 }
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "shape": SHAPES,
+    "color": tuple(COLORS),
+    "direction": tuple(DIRECTIONS),
+    "speed": tuple(SPEEDS),
+}
 BACKGROUND = 0.06
 
 # Sizes in pixels. The three shapes have the same area, so that size does not give the shape away.
@@ -39,17 +45,6 @@ CIRCLE_RADIUS = math.sqrt(AREA / math.pi)
 SQUARE_HALF = math.sqrt(AREA) / 2
 TRIANGLE_INRADIUS = math.sqrt(AREA / (3 * math.sqrt(3)))
 TRIANGLE_NORMALS = ((0.0, 1.0), (math.sqrt(3) / 2, -0.5), (-math.sqrt(3) / 2, -0.5))  # base below, apex above
-# Reach of each shape from its centroid: left, right, up, down.
-_EXTENT: dict[str, tuple[float, float, float, float]] = {
-    "circle": (CIRCLE_RADIUS,) * 4,
-    "square": (SQUARE_HALF,) * 4,
-    "triangle": (
-        TRIANGLE_INRADIUS * math.sqrt(3),
-        TRIANGLE_INRADIUS * math.sqrt(3),
-        TRIANGLE_INRADIUS * 2,
-        TRIANGLE_INRADIUS,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -137,14 +132,3 @@ def heldout_prompts() -> list[str]:
     """Return the 24 captions held out for evaluation, ordered so that the first few differ in every attribute."""
     captions = [scene.caption for scene in all_scenes() if _is_heldout(scene)]
     return [captions[7 * i % len(captions)] for i in range(len(captions))]
-
-
-def start_range(scene: Scene, frames: int = FRAMES) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the smallest and the largest start (x, y) from which the shape stays inside for all frames."""
-    left, right, up, down = _EXTENT[scene.shape]
-    travel_x, travel_y = (v * (frames - 1) for v in scene.velocity)
-    low = (left - min(travel_x, 0.0), up - min(travel_y, 0.0))
-    high = (WIDTH - right - max(travel_x, 0.0), HEIGHT - down - max(travel_y, 0.0))
-    if low[0] > high[0] or low[1] > high[1]:
-        raise ValueError(f'"{scene.caption}" leaves a {WIDTH} x {HEIGHT} frame within {frames} frames')
-    return low, high

@@ -42,7 +42,6 @@ OPTIONAL = {
     "flash-attn": ("an attention kernel", ATTENTION["flash"].install),
     "xformers": ("an attention kernel", ATTENTION["xformers"].install),
     "deepspeed": ("train.engine = zero1 to zero3, model.sequence_parallel", "pip install 'sage-fast[deepspeed]'"),
-    "bitsandbytes": ("train.optimizer = adamw8bit", "pip install 'sage-fast[bitsandbytes]'"),
     "wandb": ("a tracker", "pip install 'sage-fast[trackers]'"),
     "trackio": ("a tracker", "pip install 'sage-fast[trackers]'"),
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from sage_fast.algorithm.flops import flops, forwards
 from sage_fast.algorithm.iteration_samples import share_of
-from sage_fast.algorithm.objective import strategy_of
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import (
     check_trainable,
     longest_window,
@@ -120,7 +120,6 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
 
     samples = train.prompts_per_iteration * train.group_size
     steps = longest_window(config)
-    trained, anchored = len(steps), len(position_steps(config, steps, 0))
     mine = len(share_of(samples, ranks // sharing, 0))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     decoder = float(config.model.element_bytes * cost.decoder_weights)
@@ -129,14 +128,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     if asked == "auto":
         mode = fitting_mode(config, spec, policy, gpu_memory - decoder, ranks=ranks, on_gpu=True)
     held = held_bytes(config, policy, ranks)
-    counted = forwards(
-        config,
-        samples=samples,
-        steps=s.steps,
-        stored=samples * trained,
-        trained=samples * trained,
-        anchored=samples * anchored * (strategy_of(config.kl).anchor is not None),
-    )
+    counted = _forwards(config, samples, steps)
     of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}
@@ -160,7 +152,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         ranks=ranks,
         iterations=train.iterations,
         samples=samples,
-        trained_steps=trained,
+        trained_steps=len(steps),
         forwards=counted,
         flops={"forward": cost.forward, **of_parts},
         memory=memory,
@@ -169,6 +161,21 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         host_memory=float((config.model.element_bytes if config.model.trains_adapter else 4) * base) + decoder,
         checkpoint=checkpoint_bytes(config, policy),
         gpu_memory=gpu_memory,
+    )
+
+
+def _forwards(config: Config, samples: int, steps: Sequence[int]) -> dict[str, int]:
+    """Return part -> forwards of an iteration that trains `steps` of each sample, where the anchor is never free."""
+    objective, transitions = Objective.of(config), samples * len(steps)
+    anchored = samples * len(position_steps(config, steps, 0)) * (objective.strategy.anchor is not None)
+    return forwards(
+        objective,
+        passes=1 if config.sampling.guidance_scale == 1 else 2,
+        samples=samples,
+        steps=config.sampling.steps,
+        stored=transitions,
+        trained=transitions,
+        anchored=anchored,
     )
 
 

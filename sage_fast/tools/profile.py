@@ -29,7 +29,7 @@ from sage_fast.ops import implementation
 from sage_fast.tools.harness import head_line, matmul_ceiling
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
-from sage_fast.util.console import hush, progress
+from sage_fast.util.console import progress, quiet
 from sage_fast.util.environment import environment, format_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import write_json
@@ -107,11 +107,11 @@ def profile_iteration(
         log.info("loading the model")
         setup = load_setup(config)
         folder.mkdir(parents=True, exist_ok=True)
-        with hush():
+        with quiet():
             setup.encode(folder / "embeddings")
         trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
         for index in progress(range(warmup), "warm-up", warmup, "iteration"):
-            with hush():
+            with quiet():
                 trainer.iteration(index)
         log.info("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
@@ -157,7 +157,7 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     if cuda is not None:
         torch.cuda.synchronize()
         cuda.cudaProfilerStart()
-    with hush(), annotate("iteration", index):
+    with quiet(), annotate("iteration", index):
         row = trainer.iteration(index)
     if cuda is not None:
         torch.cuda.synchronize()

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.schema import SamplingConfig
-from sage_fast.models.attention import ATTENTION, fastest, measure_attention, try_attention, usable
+from sage_fast.models.attention import ATTENTION, usable
+from sage_fast.models.attention_trial import fastest, measure_attention, try_attention
 from sage_fast.models.load import find_spec
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Condition
@@ -24,7 +25,7 @@ from sage_fast.tools.doctor import Check, tried
 from sage_fast.tools.harness import host_timer, matmul_ceiling, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
 from sage_fast.tools.replays import replay_problem
-from sage_fast.util.console import hush
+from sage_fast.util.console import quiet
 from sage_fast.util.errors import in_one_line
 
 PROMPT = "a red circle moves left quickly"
@@ -188,7 +189,7 @@ def transformer_forward(device: torch.device) -> tuple[Callable[[], Tensor], int
     x = torch.randn(count, *spec.latent_shape(sampling), device=device)
     tokens = spec.tokens(x.shape[1:]) + known[PROMPT].tokens
     if (shape := spec.attention_shape(sampling)) is not None:
-        policy.serve(ATTENTION[fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))])
+        policy.set_attention(ATTENTION[fastest(measure_attention((count, tokens, *shape[1:]), device, policy.dtype))])
     with torch.no_grad():
         table = policy.conditioning_table(torch.tensor([0.7]), known)
         inputs = table.of([PROMPT] * count).at(torch.zeros(1, dtype=torch.int64, device=device))
@@ -206,7 +207,7 @@ def transformer(device: torch.device, ceiling: float) -> Check:
     return _speed("transformer, speed", share, "transformer", found, device)
 
 
-@hush()
+@quiet()
 def graphs(device: torch.device, recorder: Callable[[], Recorder] = CudaRecorder) -> Check:
     """Check that a rollout replayed from a CUDA graph equals the one without a graph bit for bit.
 

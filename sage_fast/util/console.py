@@ -1,8 +1,8 @@
 """What a process shows: messages of Python's `logging` on stdout, progress of long work, and the log file.
 
-Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING. Nothing is shown until `show`,
-which each command calls once. On a terminal and in a notebook, progress is a bar. Elsewhere it is a plain line now and
-then: a log gets no carriage returns, and long work is never silent.
+Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING. Nothing is shown until
+`log_to_screen`, which each command calls once. On a terminal and in a notebook, progress is a bar. Elsewhere it is a
+plain line now and then: a log gets no carriage returns, and long work is never silent.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Hidden(logging.Handler):
 _screen, _hidden = _Screen(), _Hidden()
 
 
-def show(*, quiet: bool = False) -> None:
+def log_to_screen(*, quiet: bool = False) -> None:
     """Print the package's messages and progress from here on. `quiet`, or a rank other than 0, prints only errors."""
     first = os.environ.get("RANK", "0") == "0"
     _screen.setLevel(logging.INFO if first and not quiet else logging.ERROR)
@@ -69,7 +69,7 @@ def show(*, quiet: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def hush() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Print only errors within the block."""
     before = _screen.level
     _screen.setLevel(max(before, logging.ERROR))

@@ -1,4 +1,4 @@
-"""What sage-fast needs of DeepSpeed beyond its documented interface. No other file reaches for it.
+"""All uses of DeepSpeed's private API.
 
 Written for the minor version `TESTED`. Another version warns once, and fails only where something is missing.
 """

@@ -37,7 +37,7 @@ class ParityError(RunError):
 
 
 class RankError(RunError):
-    """A failure of another rank, raised on all the others by `sage_fast.util.ranks.together`."""
+    """A failure of another rank, raised on all the others by `sage_fast.util.ranks.fail_together`."""
 
     on_all_ranks = True
 

@@ -64,7 +64,7 @@ def _share(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def aside(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder; on exit fsync it and rename it to `path`.
 
     A kill, a full disk or a loss of power never leaves a part of it at `path`.
@@ -93,8 +93,8 @@ def aside(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file atomically through `aside`; text is encoded as UTF-8."""
-    with aside(path) as partial, partial.open("wb") as file:
+    """Write a file atomically through `atomic_path`; text is encoded as UTF-8."""
+    with atomic_path(path) as partial, partial.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

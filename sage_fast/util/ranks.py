@@ -171,13 +171,13 @@ def fails_alone() -> bool:
 
 
 @contextlib.contextmanager
-def together(in_step: bool = False) -> Iterator[None]:
+def fail_together(collective: bool = False) -> Iterator[None]:
     """Fail on every rank if a block without collectives fails on one, so that no rank hangs. Collective.
 
     Args:
-        in_step: the block's forwards are collective. Only a RewardError or OSError, which such a block raises after its
-            last forward, is shared. Any other error may leave the other ranks inside a forward, so it is raised on this
-            rank alone, and `run.fail_fast` ends the others.
+        collective: the block's forwards are collective. Only a RewardError or OSError, which such a block raises after
+            its last forward, is shared. Any other error may leave the other ranks inside a forward, so it is raised on
+            this rank alone, and `run.fail_fast` ends the others.
 
     Raises:
         RankError: another rank failed; raised where this rank's block finished or was stopped.
@@ -190,7 +190,7 @@ def together(in_step: bool = False) -> Iterator[None]:
     try:
         yield
     except (Exception, Stopped) as error:
-        if in_step and not isinstance(error, (RewardError, OSError)):
+        if collective and not isinstance(error, (RewardError, OSError)):
             raise
         failure = error
     number = failure.number if isinstance(failure, Stopped) else 0

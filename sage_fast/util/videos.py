@@ -15,7 +15,7 @@ import torch
 from PIL import Image, features
 from torch import Tensor
 
-from sage_fast.util.files import aside
+from sage_fast.util.files import atomic_path
 from sage_fast.util.ranks import rank
 
 MIN_SIDE = 128
@@ -69,7 +69,7 @@ def write_video(path: str | Path, video: Tensor, fps: float) -> None:
     if path.suffix == ".mp4":
         return save_mp4(path, video, fps)
     first, *rest = (Image.fromarray(frame) for frame in _enlarged(video, fps))
-    with aside(path) as file:
+    with atomic_path(path) as file:
         first.save(file, path.suffix[1:], save_all=True, append_images=rest, duration=1000 / fps, loop=0, lossless=True)
 
 
@@ -106,7 +106,7 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
     # faststart: playback can begin before the download ends. bitexact: deterministic bytes.
     coded = ["-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "18", "-movflags", "+faststart"]
     exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-f", "mp4"]
-    with aside(Path(path)) as file:
+    with atomic_path(Path(path)) as file:
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *coded, *exact, str(file)]
         # Own process group: Ctrl-C must not reach ffmpeg.
         done = subprocess.run(command, input=frames.tobytes(), capture_output=True, process_group=0)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sage_fast.cli import guarded
-from sage_fast.util.console import show
+from sage_fast.util.console import log_to_screen
 from studies.command import folders_of, study_parser, workers_of
 
 log = logging.getLogger("sage_fast.studies")
@@ -20,7 +20,7 @@ testbed, a tiny HunyuanVideo 1.5 of moving shapes; not on the 8.3 B model. `pyth
 
 
 def _study(options: argparse.Namespace) -> int:
-    show(quiet=options.quiet)
+    log_to_screen(quiet=options.quiet)
     log.info("loading PyTorch and diffusers")
     from studies import page
     from studies.demo import findings, runs

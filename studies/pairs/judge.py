@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.corruptions import CLEAN_SHARE, CORRUPTIONS, TWICE_SHARE
-from sage_fast.testbed.judge import JudgeNetwork, judge_loss, load_judge
+from sage_fast.testbed.judge import JudgeNetwork, load_judge
 from sage_fast.testbed.world import COLORS, DIRECTIONS, SHAPES
 from studies.pairs.world import BASE, Thing, paint, parse, paths, scenes
+from studies.testbed.corruptions import CLEAN_SHARE, CORRUPTIONS, TWICE_SHARE
+from studies.testbed.judge import judge_loss
 
 KINDS = {"shape": SHAPES, "direction": tuple(DIRECTIONS)}
 SIZES = [(f"{color} {kind}", len(words) + 1) for color in COLORS for kind, words in KINDS.items()]

@@ -68,7 +68,7 @@ def velocity(policy: HunyuanVideo15Policy, size: float, seed: int, own_forward: 
     if not own_forward:
         return policy.velocity(x, conditioning).double()
     for projection in policy.forward.projections:
-        projection.room, projection._adapters = 0, []
+        projection.pad, projection._adapters = 0, []
     return policy.forward(x.to(policy.dtype), conditioning).double()
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sage_fast.testbed.render import coverage, render
-from sage_fast.testbed.world import BACKGROUND, COLORS, FRAMES, Scene, all_scenes, start_range
+from sage_fast.testbed.render import coverage
+from sage_fast.testbed.world import BACKGROUND, COLORS, FRAMES, Scene, all_scenes
+from studies.testbed.render import render, start_range
 
 SPACING = 1.0
 """Pixels between the start positions of the first search; a shape is ten pixels wide."""
@@ -25,7 +25,8 @@ CANDIDATES = 12
 HALVINGS = 10
 
 
-class NearestClip(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NearestClip:
     """The true clip nearest to a video.
 
     Attributes:
@@ -82,7 +83,7 @@ def nearest_clips(videos: Tensor) -> list[NearestClip]:
         [(_, scene, start)] = left
         x, y = start.tolist()
         distance = float((videos[b] - render(scene, start=(x, y))).double().square().mean().sqrt())
-        found.append(NearestClip(distance, scene, (x, y)))
+        found.append(NearestClip(distance=distance, scene=scene, start=(x, y)))
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from sage_fast.algorithm.objective import KLController
+from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import Feedback, KLConfig
 from sage_fast.report.charts import COLORS, GREY

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from sage_fast.loading import Setup
 
 NOISY = ("sage", "flow", "dance", "cps", "exact")
+"""`exact` is the sampler `precise`, as the study's variants call it."""
 COLOR = dict(zip(NOISY, COLORS)) | {"ode": GREY}
+
+
+def _table(sigmas: Tensor, name: str, eta: float) -> TransitionTable:
+    return transition_table(sigmas, "precise" if name == "exact" else name, eta)
+
 
 # -- step-noise -------------------------------------------------------------------------------------------------------
 
@@ -48,7 +54,7 @@ def step_noise(steps: int, shift: float, regime: str) -> dict[str, Tensor]:
     The regimes only differ for `sage` and `flow`.
     """
     sigmas = sigma_schedule(steps, shift)
-    std = {name: transition_table(sigmas, name, STEP_ETA).c for name in NOISY}
+    std = {name: _table(sigmas, name, STEP_ETA).c for name in NOISY}
     s, n = sigmas[:-1], sigmas[1:]
     if regime == "a":  # sigma_0 = sigma_max = sigma_1
         s = torch.where(s == 1, n, s)
@@ -168,7 +174,7 @@ def find_excess_noise(material: Material) -> Finding:
     """Check Figures 1 and 2."""
     etas = QUICK_ETAS if material.quick else ETAS
     sigmas = sigma_schedule(STEPS, SHIFT)
-    tables = {(name, eta): transition_table(sigmas, name, eta) for name in NOISY for eta in etas}
+    tables = {(name, eta): _table(sigmas, name, eta) for name in NOISY for eta in etas}
     tables["ode", 0.0] = transition_table(sigmas, "ode", 0.0)
     mixture, videos, floor = _on_mixture(tables, 1000 if material.quick else 4000), *_on_testbed(tables, material.quick)
     worlds = {"mixture": mixture, "testbed": videos}
@@ -239,7 +245,7 @@ def _on_testbed(
     """Return distances of the base model's videos for held-out prompts, and of true clips after the autoencoder."""
     from sage_fast.loading import load_setup
     from sage_fast.models.testbed.model import allow_batches
-    from scripts.pretrain_testbed import WORLDS, encode_prompts
+    from studies.testbed.pretrain import WORLDS, encode_prompts
 
     setup = load_setup(shipped("recipes/paper"), rewards=False)
     setup.encode()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from sage_fast.cli import guarded
-from sage_fast.util.console import show
+from sage_fast.util.console import log_to_screen
 from sage_fast.util.errors import UserError, nearest
 from studies.command import folders_of, study_parser, workers_of
 
@@ -24,7 +24,7 @@ in a second small world; not on the 8.3 B model. A recipe that wins here may los
 
 
 def _study(options: argparse.Namespace) -> int:
-    show(quiet=options.quiet)
+    log_to_screen(quiet=options.quiet)
     log.info("loading PyTorch and diffusers")
     from studies import page
     from studies.finding import Material

@@ -139,7 +139,10 @@ def _same_weights(raced: Mapping[str, Raced], first: str) -> str:
     if first == other or other not in raced:
         return ""
     above = difference(raced[first].final, raced[other].final)
-    return f"On the seeds of the table it ends {above} above {other}, the reference's method over all weights. "
+    return (
+        f"On the seeds of the table it ends {above} above {other}, the reference's method over all weights "
+        "(uncorrected). "
+    )
 
 
 def _not_the_budget(raced: Mapping[str, Raced]) -> str:
@@ -216,16 +219,19 @@ def _ends(raced: Mapping[str, Raced]) -> str:
 
 def _find_judge(raced: Mapping[str, Raced], material: Material) -> Finding:
     first = ahead(raced)
-    rises = {name: judge_gain(one.confirmation or one.final) for name, one in raced.items()}
+    compared = comparisons(raced[first].best.world)
+    runs = {name: one.confirmation or one.final for name, one in raced.items()}
+    rises = {name: judge_gain(own).widened(len(own), compared) for name, own in runs.items()}
     text = (
-        f"Of {first}, which gains most, both scores of the judge together gain {rises[first]}. Recipes that were "
-        "confirmed have the seeds of the confirmation, the others those of the table."
+        f"Of {first}, which gains most, both scores of the judge together gain {rises[first]} (95 % interval, "
+        f"corrected for {compared} comparisons). Recipes that were confirmed have the seeds of the confirmation, the "
+        "others those of the table."
     )
     rows = [{"recipe": name, "gain": d.value, "low": d.low, "high": d.high, "p": d.p} for name, d in rises.items()]
 
     def draw(figure: Figure) -> None:
         shown = {name: rise.interval for name, rise in rises.items()}
-        draw_intervals(figure.subplots(), shown, "gain of the judge, which no run trains on, 95 % interval")
+        draw_intervals(figure.subplots(), shown, "gain of the judge, which no run trains on, corrected 95 % interval")
 
     return Finding(verdict=judge_above(rises[first]), text=text, draw=draw, rows=rows)
 

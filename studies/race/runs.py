@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.algorithm.objective import kl_acts, spares_anchor, strategy_of
+from sage_fast.algorithm.objective import Objective
 from sage_fast.config.load import read_yaml
 from sage_fast.config.schema import Config
 from studies.race.ratio import gains, mean_of
@@ -69,7 +69,7 @@ class Cell:
 
 def cells(recipe: str) -> list[Cell]:
     """Return the cells of a recipe's search in the first world."""
-    weights = _protocol()["search"]["kl_weight"] if kl_acts(_shipped(recipe).kl) else [0.0]
+    weights = _protocol()["search"]["kl_weight"] if Objective.of(_shipped(recipe)).kl_acts else [0.0]
     return [Cell(recipe, rate, weight) for rate in _rates(recipe) for weight in weights]
 
 
@@ -118,9 +118,9 @@ def cost(recipe: str, world: str = FIRST) -> float:
 def used(recipe: str, world: str = FIRST, count: int = 0) -> float:
     """Return exaFLOPs of `count` iterations, or of a whole run: without the anchor in those after its refresh."""
     config, parts = _shipped(recipe, world), exaflops(_shipped(recipe, world))
-    count = count or iterations(recipe, world)
+    count, objective = count or iterations(recipe, world), Objective.of(config)
     cycle = math.ceil(config.kl.anchor_interval / config.train.optimizer_steps)
-    free = math.ceil(count / cycle) * (strategy_of(config.kl).moves and spares_anchor(config))
+    free = math.ceil(count / cycle) * (objective.strategy.moves and objective.reuses_velocities)
     return count * sum(parts.values()) - free * parts["anchor"]
 
 

@@ -37,7 +37,7 @@ SHIPPED: tuple[int, ...] = ARCHITECTURES if "SAGE_FAST_SOAK" in os.environ else 
 PROGRAM = """
 import dataclasses, json, sys
 from sage_fast.benchmarks.compile_report import SPECIALISATIONS, Specialisation, compile_report
-from sage_fast.models.lora_linear import room_for
+from sage_fast.models.lora_linear import padding_for
 
 names = ("_transition_step_fwd_kernel", "_transition_score_fwd_kernel", "_transition_score_bwd_kernel")
 odd = [
@@ -46,14 +46,14 @@ odd = [
     for numel in ("1", "i64")
 ]
 of_rank_8 = [
-    Specialisation(kernel=kernel, x="bf16", residual="bwd" in kernel, gated=gated, room=room)
+    Specialisation(kernel=kernel, x="bf16", residual="bwd" in kernel, gated=gated, pad=pad)
     for kernel, gated in (
         ("_norm_modulate_fwd_kernel", False),
         ("_gated_norm_fwd_kernel", False),
         ("_norm_modulate_bwd_kernel", False),
         ("_norm_modulate_bwd_kernel", True),
     )
-    for room in (8, 24, room_for(8, 2))
+    for pad in (8, 24, padding_for(8, 2))
 ]
 shipped = compile_report(architectures=json.loads(sys.argv[1]))
 rows = {"shipped": shipped + compile_report(odd, [90]), "rank 8": compile_report(of_rank_8, [90])}
@@ -160,10 +160,10 @@ def test_normalisations_move_16_bytes_a_thread(rows):
 
 
 def test_an_adapter_of_rank_8_costs_no_vector(compiled):
-    """With the room that it gets. Rows with room for just one or three, 2056 and 2072 wide, are moved in pieces."""
+    """With the padding that it gets. Rows padded for just one or three, 2056 and 2072 wide, are moved in pieces."""
     rows = compiled["rank 8"]
     assert len(rows) == 4 * 3
-    padded = [row for row in rows if row.specialisation.endswith("room 64")]
+    padded = [row for row in rows if row.specialisation.endswith("padding 64")]
     assert len(padded) == 4
     narrow = [row for row in padded if {*row.loads, *row.stores} != {16}]
     assert not narrow, "\n" + format_table(narrow)

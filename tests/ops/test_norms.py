@@ -1,4 +1,4 @@
-"""The normalisations as declared: against diffusers' and PyTorch's, room and spare rows, autograd, messages."""
+"""The normalisations as declared: against diffusers' and PyTorch's, padding, autograd, messages."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FP32, BF16 = torch.float32, torch.bfloat16
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
-@pytest.mark.parametrize(("room", "spare"), [(1, 0), (24, 0), (8, 3)])
-def test_norm_modulate_leaves_room_and_spare_rows(kernels: tuple[Kernels, torch.device], room: int, spare: int) -> None:
-    """The output has the same bits with any room; spare rows are zero; the backward reads the gradient of neither."""
+@pytest.mark.parametrize(("pad", "pad_rows"), [(1, 0), (24, 0), (8, 3)])
+def test_norm_modulate_leaves_padding(kernels: tuple[Kernels, torch.device], pad: int, pad_rows: int) -> None:
+    """The output has the same bits with any padding; padding rows are zero; the backward reads neither."""
     functions, device = kernels
     x, scale, shift, _ = inputs("norm_modulate", (2, 5, 64), (BF16,), device)
-    out = functions("norm_modulate")(x, scale, shift, 1e-6, room, spare)
-    assert out.shape == (2, 5 + spare, 64 + room)
+    out = functions("norm_modulate")(x, scale, shift, 1e-6, pad, pad_rows)
+    assert out.shape == (2, 5 + pad_rows, 64 + pad)
     assert out.is_contiguous()
     assert torch.equal(out[:, :5, :64], functions("norm_modulate")(x, scale, shift, 1e-6))
     assert not out[:, 5:].any()
     grad = torch.randn_like(x)
-    wide = F.pad(grad, (0, room, 0, spare), value=torch.nan)
+    wide = F.pad(grad, (0, pad, 0, pad_rows), value=torch.nan)
     for mine, plain in zip(
         functions("norm_modulate_backward")(wide, x, scale, 1e-6, True),
         functions("norm_modulate_backward")(grad, x, scale, 1e-6, True),
@@ -54,11 +54,11 @@ def test_the_residual_stream_and_its_norm() -> None:
     """The gradient is the sum of the gradients through both outputs."""
     x, scale, shift = torch.randn(2, 5, 8), torch.randn(2, 8), torch.randn(2, 8)
     inputs = [t.double().requires_grad_() for t in (x, scale, shift)]
-    same, out = residual_norm(*inputs, room=2, spare=1)
+    same, out = residual_norm(*inputs, pad=2, pad_rows=1)
     assert torch.equal(same, inputs[0])
-    assert torch.equal(out, norm_modulate(*inputs, room=2, spare=1))
+    assert torch.equal(out, norm_modulate(*inputs, pad=2, pad_rows=1))
     upstream = torch.randn_like(same), torch.randn_like(out)
-    expected = torch.autograd.grad((inputs[0] * 1, norm_modulate(*inputs, room=2, spare=1)), inputs, upstream)
+    expected = torch.autograd.grad((inputs[0] * 1, norm_modulate(*inputs, pad=2, pad_rows=1)), inputs, upstream)
     for mine, theirs in zip(torch.autograd.grad((same, out), inputs, upstream), expected):
         torch.testing.assert_close(mine, theirs)
 

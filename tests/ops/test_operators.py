@@ -143,7 +143,7 @@ def test_outputs_are_those_of_the_fake(operator: str, dtype: torch.dtype, layout
     arguments = inputs(operator, SHAPES[operator], (dtype,), layout=LAYOUTS[layout])
     list(check(operator, recorded, arguments, LAYOUTS[layout]))
     if operator == "norm_modulate":
-        calls.append((operator, (*arguments, 2, 1)))  # with room and spare rows
+        calls.append((operator, (*arguments, 2, 1)))  # with padding
     assert {name for name, _ in calls} >= {operator} | {f"{operator}_backward"} - {"transition_step_backward"}
     for name, given in calls:
         torch.library.opcheck(registered(name), given, test_utils=("test_schema", "test_faketensor"))

@@ -10,11 +10,11 @@ from sage_fast.config.schema import RewardConfig
 from sage_fast.rewards import Judge, load_reward
 from sage_fast.rewards.judge import TestbedJudge
 from sage_fast.rewards.testbed import TestbedReward, measure, motion_quality, text_alignment, visual_quality
-from sage_fast.testbed.corruptions import ATTRIBUTES, CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
 from sage_fast.testbed.judge import JUDGE as WEIGHTS
-from sage_fast.testbed.render import render
-from sage_fast.testbed.world import BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse
+from sage_fast.testbed.world import ATTRIBUTES, BACKGROUND, FRAMES, Scene, all_scenes, heldout_prompts, parse
 from sage_fast.util.errors import RewardError, UserError
+from studies.testbed.corruptions import CORRUPTIONS, SCENE_CORRUPTIONS, draw, random_clip
+from studies.testbed.render import render
 
 JUDGE = TestbedJudge()
 SCENES = all_scenes()

@@ -16,10 +16,10 @@ from sage_fast.models.testbed.model import TestbedTransformer, load_vae
 from sage_fast.models.testbed.text import embed
 from sage_fast.rewards.judge import TestbedJudge
 from sage_fast.rewards.testbed import TestbedReward
-from sage_fast.testbed.render import render
 from sage_fast.testbed.world import FRAMES, Scene, heldout_prompts, parse, train_prompts
 from sage_fast.util.seeding import sample_seeds
-from scripts.pretrain_testbed import WORLDS, Steps, pretrain
+from studies.testbed.pretrain import WORLDS, Steps, pretrain
+from studies.testbed.render import render
 from tests.tiny import embeddings
 
 REWARD = TestbedReward()

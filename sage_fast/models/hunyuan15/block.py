@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.models.attention import Attention
-from sage_fast.models.lora_linear import Projection, gelu, with_room
+from sage_fast.models.lora_linear import Projection, gelu, padded
 from sage_fast.ops.gated_norm import gated_norm
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
@@ -55,8 +55,8 @@ class FeedForward(nn.Module):
         self.up, self.down = Projection(ff.net[0], "proj"), Projection(ff.net, "2")
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., d + up.room]` -> `[..., d]`."""
-        return self.down(gelu(self.up(x), self.down.room))
+        """`[..., d + up.pad]` -> `[..., d]`."""
+        return self.down(gelu(self.up(x), self.down.pad))
 
 
 def block_forward(
@@ -88,16 +88,16 @@ def block_forward(
     )
     text_shift, text_scale, text_gate, text_ff_shift, text_ff_scale, text_ff_gate = text_modulation
 
-    video, video_in = residual_norm(video, scale, shift, room=block.video_qkv.room, spare=text.shape[1])
-    text, text_in = residual_norm(text, text_scale, text_shift, room=block.text_qkv.room)
+    video, video_in = residual_norm(video, scale, shift, pad=block.video_qkv.pad, pad_rows=text.shape[1])
+    text, text_in = residual_norm(text, text_scale, text_shift, pad=block.text_qkv.pad)
     video_out, text_out = joint_attention(block, video_in, text_in, mask, rotary, attention)
-    video_out = block.video_out(with_room(video_out, block.video_out.room))
-    video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, room=block.video_ff.up.room)
+    video_out = block.video_out(padded(video_out, block.video_out.pad))
+    video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=block.video_ff.up.pad)
     video = torch.addcmul(video, ff_gate[:, None], block.video_ff(normed))
     if is_last:
         return video, text
-    text_out = block.text_out(with_room(text_out, block.text_out.room))
-    text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, room=block.text_ff.up.room)
+    text_out = block.text_out(padded(text_out, block.text_out.pad))
+    text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=block.text_ff.up.pad)
     return video, torch.addcmul(text, text_ff_gate[:, None], block.text_ff(normed))
 
 
@@ -106,7 +106,7 @@ def joint_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend among video and text tokens; return `[B, N, d]`, `[B, L, d]`, before the output projections.
 
-    `video` has L spare rows after its N tokens, for the text.
+    `video` has L padding rows after its N tokens, for the text.
     """
     attn = block.attn
     joint, text_heads = (

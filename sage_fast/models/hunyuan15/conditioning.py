@@ -1,6 +1,6 @@
 """Inputs of a forward besides the latents: AdaLN of every block, and the prompt as it enters the first one.
 
-Both depend only on the timestep and the prompt, and a rollout knows its timesteps in advance. `ConditioningTable`
+Both depend only on the timestep and the prompt, and a rollout knows its timesteps in advance. `ConditionTable`
 computes them once per schedule. If their weights are frozen, as under LoRA on the blocks, training reads the same
 table.
 """
@@ -20,8 +20,8 @@ from sage_fast.models.protocol import Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Conditioning:
-    """Conditioning of one forward of B samples; a single row stands for B equal ones.
+class Inputs:
+    """Inputs of one forward of B samples; a single row stands for B equal ones.
 
     Attributes:
         modulation: `[1 or B, layers, 2, 6, d]`: per block, for video and text: shift, scale and gate of attention, then
@@ -36,18 +36,18 @@ class Conditioning:
     final: Tensor
     context: Tensor
     mask: Tensor | None
-    negative: Conditioning | None = None
+    negative: Inputs | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConditioningSchedule:
-    """Conditioning of B samples at T steps: as `Conditioning`, with a leading dimension T on all but the mask."""
+class BatchConditions:
+    """Conditions of B samples at T steps: as `Inputs`, with a leading dimension T on all but the mask."""
 
     modulation: Tensor
     final: Tensor
     context: Tensor
     mask: Tensor | None
-    negative: ConditioningSchedule | None = None
+    negative: BatchConditions | None = None
 
     @property
     def tokens(self) -> int:
@@ -59,7 +59,7 @@ class ConditioningSchedule:
         own = [self.modulation, self.final, self.context, *([] if self.mask is None else [self.mask])]
         return own + ([] if self.negative is None else self.negative.tensors())
 
-    def clone(self) -> ConditioningSchedule:
+    def clone(self) -> BatchConditions:
         return dataclasses.replace(
             self,
             modulation=self.modulation.clone(),
@@ -69,14 +69,14 @@ class ConditioningSchedule:
             negative=None if self.negative is None else self.negative.clone(),
         )
 
-    def at(self, steps: Tensor) -> Conditioning:
+    def at(self, steps: Tensor) -> Inputs:
         """Return the rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`, without synchronising."""
         if len(steps) == 1:
             context = self.context.index_select(0, steps)[0]
         else:
             sample = torch.arange(len(steps), device=steps.device) if self.context.shape[1] > 1 else 0
             context = self.context[steps, sample]
-        return Conditioning(
+        return Inputs(
             modulation=self.modulation.index_select(0, steps),
             final=self.final.index_select(0, steps),
             context=context,
@@ -85,8 +85,8 @@ class ConditioningSchedule:
         )
 
 
-class ConditioningTable:
-    """Conditioning at every step of a schedule; each prompt's part is computed on first use.
+class ConditionTable:
+    """Conditions at every step of a rollout; each prompt's part is computed on first use.
 
     Args:
         modulation: `[T, layers, 2, 6, d]`.
@@ -104,7 +104,7 @@ class ConditioningTable:
         embeddings: Mapping[Any, TextEmbedding],
         contextualize: Callable[[Sequence[TextEmbedding]], Tensor],
         uses_guidance: bool,
-        trained: Callable[[Sequence[Key], Tensor], Conditioning] | None = None,
+        trained: Callable[[Sequence[Key], Tensor], Inputs] | None = None,
     ) -> None:
         self.modulation = modulation
         self.final = final
@@ -114,24 +114,24 @@ class ConditioningTable:
         self.trained = trained
         self._contexts: dict[Key, Tensor] = {}
 
-    def of(self, keys: Sequence[Key]) -> ConditioningSchedule:
-        """Return the schedule of a batch; prompts of different lengths are padded and masked."""
+    def of(self, keys: Sequence[Key]) -> BatchConditions:
+        """Return the conditions of a batch; prompts of different lengths are padded and masked."""
         negatives = [self.embeddings[key].negative for key in keys]
-        negative = self._schedule(negatives) if self.uses_guidance else None
-        return dataclasses.replace(self._schedule(keys), negative=negative)
+        negative = self._batch(negatives) if self.uses_guidance else None
+        return dataclasses.replace(self._batch(keys), negative=negative)
 
-    def at(self, keys: Sequence[Key], steps: Tensor) -> Conditioning:
+    def at(self, keys: Sequence[Key], steps: Tensor) -> Inputs:
         """Return rows of the table; if the weights behind it are trained, recompute them with gradients."""
         return self.of(keys).at(steps) if self.trained is None else self.trained(keys, steps)
 
-    def _schedule(self, keys: Sequence[Key]) -> ConditioningSchedule:
+    def _batch(self, keys: Sequence[Key]) -> BatchConditions:
         self._fill(keys)
         if len(set(keys)) == 1:
             context, mask = self._contexts[keys[0]][:, None], None
         else:
             padded, mask = pad([self._contexts[key].transpose(0, 1) for key in keys])  # [B, L, T, d]
             context = padded.permute(2, 0, 1, 3)
-        return ConditioningSchedule(modulation=self.modulation, final=self.final, context=context, mask=mask)
+        return BatchConditions(modulation=self.modulation, final=self.final, context=context, mask=mask)
 
     @torch.no_grad()
     def _fill(self, keys: Sequence[Key]) -> None:

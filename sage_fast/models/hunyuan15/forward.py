@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sage_fast.models.attention import ATTENTION, REFERENCE, Attention
 from sage_fast.models.hunyuan15.block import TextToVideoBlock, block_forward
-from sage_fast.models.hunyuan15.conditioning import Conditioning
+from sage_fast.models.hunyuan15.conditioning import Inputs
 from sage_fast.models.hunyuan15.text import TextBatch
 from sage_fast.models.lora_linear import Projection
 from sage_fast.models.sequence import SequenceParallel
@@ -56,7 +56,7 @@ class TextToVideoForward(nn.Module):
         for projection in self.projections:
             projection.refresh(self.dtype)
 
-    def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
+    def forward(self, x: Tensor, conditioning: Inputs) -> Tensor:
         """Return the velocity, `[B, C, T, H, W]`.
 
         Args:
@@ -85,7 +85,7 @@ class TextToVideoForward(nn.Module):
             else:
                 hidden, context = block(*arguments)
         scale, shift = conditioning.final.expand(batch, 2, -1).unbind(1)
-        out = self.out(norm_modulate(hidden, scale, shift, room=self.out.room))
+        out = self.out(norm_modulate(hidden, scale, shift, pad=self.out.pad))
         if sequence is not None:
             out = sequence.whole(out, tokens)
 

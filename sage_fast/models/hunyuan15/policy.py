@@ -12,7 +12,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from sage_fast.models.attention import Attention
-from sage_fast.models.hunyuan15.conditioning import Conditioning, ConditioningTable
+from sage_fast.models.hunyuan15.conditioning import ConditionTable, Inputs
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
 from sage_fast.models.hunyuan15.text import TextBatch, TextEmbedding, collate
 from sage_fast.models.policy import Policy
@@ -42,10 +42,10 @@ class HunyuanVideo15Policy(Policy):
     def attention(self) -> Attention:
         return self.forward.attention
 
-    def serve(self, attention: Attention) -> None:
+    def set_attention(self, attention: Attention) -> None:
         self.forward.attention = attention
 
-    def share_samples(self, sequence: SequenceParallel) -> None:
+    def enable_sequence_parallel(self, sequence: SequenceParallel) -> None:
         self.forward.sequence = sequence
 
     def use_all_weights(self) -> None:
@@ -54,12 +54,12 @@ class HunyuanVideo15Policy(Policy):
     def refresh(self) -> None:
         self.forward.refresh()
 
-    def velocity(self, x: Tensor, inputs: Conditioning) -> Tensor:
+    def velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
         self.forward.refresh()
         with self._autocast():
             return self.forward(x.to(self.dtype), inputs)
 
-    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Conditioning:
+    def condition(self, sigma: Tensor, text: TextBatch, negative: TextBatch | None = None) -> Inputs:
         """Compute the conditioning of B samples, differentiably.
 
         Args:
@@ -70,16 +70,16 @@ class HunyuanVideo15Policy(Policy):
         with self._autocast():
             modulation, final = self.forward.modulation(1000 * sigma, self.dtype)
 
-            def conditioning(batch: TextBatch) -> Conditioning:
+            def conditioning(batch: TextBatch) -> Inputs:
                 context, mask = self.forward.context(1000 * sigma, batch)
-                return Conditioning(modulation=modulation, final=final, context=context.to(self.dtype), mask=mask)
+                return Inputs(modulation=modulation, final=final, context=context.to(self.dtype), mask=mask)
 
             return dataclasses.replace(
                 conditioning(text), negative=conditioning(negative) if negative is not None else None
             )
 
     @torch.no_grad()
-    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> ConditioningTable:
+    def conditioning_table(self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding]) -> ConditionTable:
         """Compute the conditioning of every prompt at every noise level with the present weights.
 
         Args:
@@ -99,11 +99,11 @@ class HunyuanVideo15Policy(Policy):
         with self._autocast():
             modulation, final = self.forward.modulation(timesteps, self.dtype)
         trained = None if self.forward.conditioning_is_frozen else functools.partial(self._trained, sigmas, embeddings)
-        return ConditioningTable(modulation, final, embeddings, contextualize, self.uses_guidance, trained)
+        return ConditionTable(modulation, final, embeddings, contextualize, self.uses_guidance, trained)
 
     def _trained(
         self, sigmas: Tensor, embeddings: Mapping[Any, TextEmbedding], keys: Sequence[Key], steps: Tensor
-    ) -> Conditioning:
+    ) -> Inputs:
         """Compute the conditioning at `steps` with gradients."""
         sigma = sigmas[steps].expand(len(keys))
         negatives = [embeddings[key].negative for key in keys]

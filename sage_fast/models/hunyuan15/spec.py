@@ -22,24 +22,24 @@ from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder, ra
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
 from sage_fast.models.hunyuan15.text import TextEmbedding
-from sage_fast.models.lora_linear import room_for
+from sage_fast.models.lora_linear import padding_for
 from sage_fast.models.protocol import Encoder
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.spec import Cost, Spec
 from sage_fast.util.errors import UserError
 
-# Activations that autograd keeps per token, in units of d plus the adapters' room, for mlp ratio 4 and the default LoRA
+# Activations that autograd keeps per token, in units of d plus the adapters' pad, for mlp ratio 4 and the default LoRA
 # targets; the same in float32 and bfloat16. tests/test_plan.py counts each: change them together with the block.
 KEPT_BY_BLOCK, KEPT_BY_TRAINED_BLOCK = 17, 18
 """Kept per video token from a block's forward to its backward, in addition to the block's input and attention's output:
 the normed rows of both matmuls and the video stream after attention (3), q, k, v, and q and k after rotation (5),
 attention's output as a matmul's input (1), the feed-forward before and after GELU (8). Four of them are inputs of
-matmuls with room for adapters: one has room for three adapters, three have room for one. If all weights are trained,
+matmuls with padding for adapters: one for three adapters, three for one. If all weights are trained,
 attention's output is not copied, but the operands of both gates are kept (-1, +2). Text tokens keep less, and are few.
 """
 GRADIENTS = 5
 """Gradients alive per token at the peak of one block's backward: that of the stream (1), and that of the feed-forward's
-inner rows (4, plus room for one adapter)."""
+inner rows (4, plus padding for one adapter)."""
 
 
 Architecture = Mapping[str, Any]
@@ -276,14 +276,14 @@ def activation_bytes(
     d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
     stream = bytes_per_value * d  # a block's input, or its output, which is recomputed too
     attention = attention_output_bytes(architecture, bytes_per_value)
-    room, room_of_three = (room_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
-    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + room_of_three + 3 * room)
+    pad, padding_of_three = (padding_for(adapters * rank, bytes_per_value) for adapters in (1, 3))
+    inner = bytes_per_value * ((KEPT_BY_BLOCK if rank else KEPT_BY_TRAINED_BLOCK) * d + padding_of_three + 3 * pad)
     kept, recomputed = {
         "none": (stream + attention + inner, 0),
         "attention": (stream + attention, inner + stream),
         "full": (stream, attention + inner + stream),
     }[mode]
-    gradients = bytes_per_value * (GRADIENTS * d + room)
+    gradients = bytes_per_value * (GRADIENTS * d + pad)
     return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + recomputed + gradients))
 
 

@@ -11,26 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, grid_sample, interpolate
 
-from sage_fast.testbed.render import coverage, paint, random_start, render
-from sage_fast.testbed.world import (
-    BACKGROUND,
-    COLORS,
-    DIRECTIONS,
-    FRAMES,
-    HEIGHT,
-    SHAPES,
-    SPEEDS,
-    WIDTH,
-    Scene,
-    all_scenes,
-)
+from sage_fast.testbed.render import coverage
+from sage_fast.testbed.world import ATTRIBUTES, BACKGROUND, FRAMES, HEIGHT, SHAPES, WIDTH, Scene, all_scenes
+from studies.testbed.render import paint, random_start, render
 
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "shape": SHAPES,
-    "color": tuple(COLORS),
-    "direction": tuple(DIRECTIONS),
-    "speed": tuple(SPEEDS),
-}
 CLEAN_SHARE, TWICE_SHARE = 0.2, 0.3  # shares of clips with no corruption and with two
 
 Pixels = Callable[[Tensor, float, torch.Generator], Tensor]

@@ -1,4 +1,4 @@
-"""Pre-train a small world's base model: python scripts/pretrain_testbed.py FOLDER [--world pairs]
+"""Pre-train a small world's base model: python -m studies.testbed.pretrain FOLDER [--world pairs]
 
 The testbed's weights ship in sage_fast/models/testbed/base and sage_fast/testbed/base; those of the world of pairs are
 in studies/pairs/base.
@@ -18,7 +18,6 @@ import dataclasses
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,21 +25,18 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))  # for `studies`, which is not installed
-
 from sage_fast.models.testbed import text
 from sage_fast.models.testbed.model import TestbedTransformer, allow_batches, load_vae, tiny_vae
-from sage_fast.testbed import judge, render
 from sage_fast.testbed import world as testbed
-from sage_fast.testbed.corruptions import ATTRIBUTES, random_clip
-from sage_fast.testbed.judge import JudgeNetwork
+from sage_fast.testbed.judge import JudgeNetwork, load_judge
 from sage_fast.testbed.world import BACKGROUND
-from sage_fast.util.console import progress, show
+from sage_fast.util.console import log_to_screen, progress
 from studies.pairs import judge as pairs_judge
 from studies.pairs import model as pairs_model
 from studies.pairs import world as pairs
+from studies.testbed import judge, render
 
-log = logging.getLogger("sage_fast.pretrain_testbed")
+log = logging.getLogger("sage_fast.studies")
 
 SHIFT = 3.0  # sigma = SHIFT u / (1 + (SHIFT - 1) u) for u uniform: more training at high noise, as in the real model
 PROMPT_DROPOUT = 0.1  # share of samples trained without a prompt, for classifier-free guidance
@@ -88,19 +84,6 @@ class World:
     steps: Steps
 
 
-def _judge_loss(network: JudgeNetwork, batch: int, generator: torch.Generator) -> Tensor:
-    """Loss on clips of all 96 captions, clean and corrupted."""
-    scenes = testbed.all_scenes()
-    chosen = [scenes[i] for i in torch.randint(len(scenes), (batch,), generator=generator).tolist()]
-    videos, clean, visible = zip(*(random_clip(scene, generator) for scene in chosen))
-    visible_by_attribute = {name: torch.tensor([row[name] for row in visible]) for name in ATTRIBUTES}
-    words = {
-        name: torch.tensor([known.index(getattr(scene, name)) for scene in chosen])
-        for name, known in ATTRIBUTES.items()
-    }
-    return judge.judge_loss(network, torch.stack(videos), words, torch.tensor(clean), visible_by_attribute)
-
-
 def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
     """The testbed's autoencoder: it is convolutional and knows the shapes; only the scale of the latents differs."""
     vae = allow_batches(tiny_vae())
@@ -111,7 +94,7 @@ def _testbed_vae() -> AutoencoderKLHunyuanVideo15:
 def _judge_of_pairs() -> JudgeNetwork:
     """A judge that begins with what the testbed's sees."""
     network = JudgeNetwork(sizes=pairs_judge.SIZES)
-    network.body.load_state_dict(judge.load_judge().body.state_dict())
+    network.body.load_state_dict(load_judge().body.state_dict())
     return network
 
 
@@ -123,7 +106,7 @@ _TESTBED = World(
     vae=lambda: allow_batches(tiny_vae()),
     transformer=TestbedTransformer,
     judge=JudgeNetwork,
-    judge_loss=_judge_loss,
+    judge_loss=judge.loss_of_clips,
     steps=Steps(vae_steps=9000, decoder_steps=6000, steps=1300, videos_per_prompt=32, judge_steps=2500),
 )
 _PAIRS = World(
@@ -164,7 +147,7 @@ def pretrain(folder: Path, world: World, *, seed: int = 0) -> None:
             transformer.half().save_pretrained(folder / "transformer")
 
     record = {
-        "command": f"python scripts/pretrain_testbed.py FOLDER --world {world.name} --seed {seed}",
+        "command": f"python -m studies.testbed.pretrain FOLDER --world {world.name} --seed {seed}",
         "seed": seed,
         **dataclasses.asdict(world.steps),
         "torch": torch.__version__.split("+")[0],
@@ -322,5 +305,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args()
-    show(quiet=options.quiet)
+    log_to_screen(quiet=options.quiet)
     pretrain(options.folder, WORLDS[options.world], seed=options.seed)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.load import make_trainable
-from sage_fast.models.lora_linear import Projection, gelu, with_room
+from sage_fast.models.lora_linear import Projection, gelu, padded
 from sage_fast.models.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda
@@ -35,7 +35,7 @@ def layers(up: float, dtype: torch.dtype, outs: tuple[int, ...] = (24, 17, 24), 
 def projected(model: nn.Sequential, x: Tensor) -> tuple[Projection, tuple[Tensor, ...]]:
     projection = Projection(model, *model._modules)
     projection.refresh(x.dtype)
-    return projection, split(model, projection(with_room(x, projection.room)))
+    return projection, split(model, projection(padded(x, projection.pad)))
 
 
 def split(model: nn.Sequential, y: Tensor) -> tuple[Tensor, ...]:
@@ -71,17 +71,17 @@ def test_values_and_gradients(dtype: torch.dtype, up: float, shape: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rank", "room"),
+    ("dtype", "rank", "pad"),
     [(torch.bfloat16, 4, 64), (torch.bfloat16, 33, 128), (torch.float16, 32, 64), (torch.float32, 4, 8)],
     ids=str,
 )
-def test_rows_of_16_bits_stay_whole_vectors(dtype: torch.dtype, rank: int, room: int) -> None:
-    """Two adapters; what is left of the room is zeros, whatever stood there, and has no gradient."""
+def test_rows_of_16_bits_stay_whole_vectors(dtype: torch.dtype, rank: int, pad: int) -> None:
+    """Two adapters; what is left of the padding is zeros, whatever stood there, and has no gradient."""
     model = layers(0.1, dtype, rank=rank)
     projection = Projection(model, *model._modules)
     projection.refresh(dtype)
-    assert projection.room == room
-    x = torch.full((5, 33 + room), torch.nan, dtype=dtype)
+    assert projection.pad == pad
+    x = torch.full((5, 33 + pad), torch.nan, dtype=dtype)
     x[:, :33].normal_()
     y = projection(x.requires_grad_())
     assert y.isfinite().all()
@@ -139,7 +139,7 @@ def test_it_follows_the_layers() -> None:
 
     def check() -> None:
         projection.refresh(torch.float32)
-        for y, layer in zip(split(model, projection(with_room(x, projection.room))), model):
+        for y, layer in zip(split(model, projection(padded(x, projection.pad))), model):
             torch.testing.assert_close(y, layer(x))
 
     check()
@@ -160,13 +160,13 @@ def test_it_follows_the_layers() -> None:
     check()
     model[0].enable_adapters(False)
     check()
-    assert projection.room == 0
+    assert projection.pad == 0
     model[0].enable_adapters(True)
     check()
-    assert projection.room == 8
+    assert projection.pad == 8
     model[0].merge()
     check()
-    assert projection.room == 0
+    assert projection.pad == 0
 
 
 def test_an_adapter_that_comes_later_is_heard() -> None:
@@ -211,7 +211,7 @@ def test_other_adapters_run_as_peft_runs_them(options: dict[str, Any]) -> None:
     model = layers(0.1, torch.float32, **options).eval()
     x = torch.randn(3, 33)
     projection, ys = projected(model, x)
-    assert projection.room == 0
+    assert projection.pad == 0
     assert all(torch.equal(y, layer(x)) for y, layer in zip(ys, model))
 
 
@@ -219,7 +219,7 @@ def test_trained_layers_keep_their_own_gradient() -> None:
     model = layers(0.1, torch.float32)
     model[1].requires_grad_(True)
     projection, ys = projected(model, torch.randn(3, 33))
-    assert projection.room == 0
+    assert projection.pad == 0
     ys[1].sum().backward()
     assert model[1].weight.grad is not None
 
@@ -227,7 +227,7 @@ def test_trained_layers_keep_their_own_gradient() -> None:
 def test_full_tuning_has_no_room() -> None:
     policy = tiny_model(settings(model__tuning="full")).policy
     policy.forward.refresh()
-    assert not any(projection.room for projection in policy.forward.projections)
+    assert not any(projection.pad for projection in policy.forward.projections)
 
 
 def test_states_are_swapped_between_two_forwards() -> None:
@@ -248,12 +248,12 @@ def test_states_are_swapped_between_two_forwards() -> None:
     assert torch.equal(velocity(), moved)
 
 
-@pytest.mark.parametrize("room", [0, 3])
-def test_gelu(room: int) -> None:
+@pytest.mark.parametrize("pad", [0, 3])
+def test_gelu(pad: int) -> None:
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
     expected = nn.functional.gelu(x, approximate="tanh")
-    y = gelu(x, room)
-    assert y.shape == (2, 5, 16 + room)
+    y = gelu(x, pad)
+    assert y.shape == (2, 5, 16 + pad)
     torch.testing.assert_close(y[..., :16], expected)
     upstream = torch.randn_like(y)
     (grad,) = torch.autograd.grad(y, x, upstream)

@@ -1,0 +1,71 @@
+"""Advantages of the samples of a group, from their rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sage_fast.config.schema import AdvantageStd
+
+ROUNDING = 8 * torch.finfo(torch.float32).eps
+"""Rewards of a group that differ by less than this share of their size are equal."""
+
+
+def group_advantages(
+    rewards: Tensor, valid: Tensor, *, std: AdvantageStd = "group", clamp: float = 5.0, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Return A_i = (R_i - group mean) / (std + eps), clamped (Eq. 10).
+
+    Args:
+        rewards: float `[P, G]`, one row per group.
+        valid: bool `[P, G]`; False excludes a sample from all statistics and gives it advantage 0.
+        std: population std of each `group`, or over the `batch` of all unequal groups about their means.
+        clamp: bound on |A|.
+        eps: epsilon of Eq. 10.
+
+    Returns:
+        Advantages `[P, G]`, and bool `[P]`, True for groups whose valid rewards are equal up to rounding (or fewer than
+        two).
+    """
+    count = valid.sum(1, keepdim=True)
+    filled = torch.where(valid, rewards, 0.0)
+    equal = (count[:, 0] < 2) | (_spread(rewards, valid) <= ROUNDING * filled.abs().amax(1))
+    mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
+    centred = torch.where(valid & ~equal[:, None], rewards - mean, 0.0)
+    squares, size = centred.square().sum(1, keepdim=True), count
+    if std == "batch":
+        squares, size = squares.sum(), count[~equal].sum()
+    advantages = torch.where(equal[:, None], 0.0, centred / ((squares / size.clamp(min=1)).sqrt() + eps))
+    return advantages.clamp(-clamp, clamp), equal
+
+
+def _spread(values: Tensor, valid: Tensor) -> Tensor:
+    """Return largest - smallest valid value of each group, `[P]`; -inf without one."""
+    return torch.where(valid, values, -torch.inf).amax(1) - torch.where(valid, values, torch.inf).amin(1)
+
+
+def balanced_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float], valid: Tensor) -> Tensor:
+    """Return sum of weight x part normalised by its group, float64 `[P, G]`; 0 for a failed sample.
+
+    It is 0 for a whole group where the parts cancel up to rounding. GDPO (arXiv 2601.05242) divides the sum by its
+    deviation over the batch: `group_advantages` with `std="batch"`.
+
+    Args:
+        parts: part -> float32 `[P G]`; a part without a weight is left out.
+        weights: weight of each part.
+        valid: bool `[P, G]`, as for `group_advantages`.
+    """
+    total = torch.zeros(valid.shape, dtype=torch.float64)
+    rounding = total[:, 0]
+    for name, flat in parts.items():
+        if weight := weights.get(name, 0.0):
+            values = flat.view_as(valid).double()  # without an eps, which would keep parts from cancelling
+            normalised, equal = group_advantages(values, valid, clamp=math.inf, eps=0.0)
+            total = total + weight * normalised
+            scale = _spread(normalised, valid) / _spread(values, valid)
+            largest = torch.where(valid, values, 0.0).abs().amax(1)
+            rounding = rounding + torch.where(equal, 0.0, ROUNDING * abs(weight) * scale * largest)
+    return torch.where((_spread(total, valid) <= rounding)[:, None], 0.0, total)

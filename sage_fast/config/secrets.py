@@ -1,0 +1,62 @@
+"""Secrets in the arguments of rewards: files hold `${NAME}`, a reward gets the environment variable NAME.
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sage_fast.util.errors import UserError
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_WORD = (
+    r"(?:^|[-_ .?&]|(?=[A-Z]))"
+    r"(?i:token|bearer|authorization|passwd|passphrase|pwd|(?:(?:api)?key|secret|password|credential)s?"
+    r"|(?:access|api|auth|bearer|hf|hub|refresh|session)[-_ ]?tokens)"
+)
+"""Last word of a name for secrets: `api_key`, `apiKey` and `access_tokens`, but not `num_tokens`, which is a count."""
+_SECRET = re.compile(rf"{_WORD}(?:\.|$)")
+_ADDRESS = re.compile(rf"://(?:[^/\s@]+@|\S*[?&][^=&\s]*{_WORD}=)")
+"""An address with a user or with a secret in its query."""
+
+
+def from_environment(value: Any, name: str) -> Any:
+    """Replace each `${NAME}` in a value, at any depth, by the environment variable NAME.
+
+    Args:
+        name: of the value, for messages.
+
+    Raises:
+        UserError: there is no such variable.
+    """
+    if isinstance(value, Mapping):
+        return {key: from_environment(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_environment(item, f"{name}.{place}") for place, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    for variable in _VARIABLE.findall(value):
+        if variable not in os.environ:
+            raise UserError(f"{name} = {value!r}: there is no environment variable {variable}")
+    return _VARIABLE.sub(lambda found: os.environ[found[1]], value)
+
+
+def refuse_secrets(value: Any, name: str) -> None:
+    """Check that no secret is written out in a value, at any depth, since settings are kept and shown.
+
+    Raises:
+        UserError: an entry is named like a secret, or an address holds one; does not repeat the value.
+    """
+    if isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            refuse_secrets(item, f"{name}.{key}")
+        return
+    given = value and not isinstance(value, bool) and not _VARIABLE.search(str(value))
+    if given and (_SECRET.search(name) or _ADDRESS.search(str(value))):
+        raise UserError(
+            f"{name}: the run folder would keep a secret; write '${{NAME}}' and set the environment variable NAME"
+        )

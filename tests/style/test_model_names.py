@@ -1,0 +1,76 @@
+"""Only its folder, its benchmarks and a line of the registry name a model."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "sage_fast"
+ITS_OWN = ("models/hunyuan15/", "models/testbed/")
+"""The model, and a tiny instance of it."""
+KNOWN = re.compile(r"hunyuan|models\.testbed\.(model|text)", re.IGNORECASE)
+NEEDED = {
+    "cli.py": ["Align HunyuanVideo 1.5 with reward models by SAGE-GRPO."],
+    "models/registry.py": ["HunyuanVideo15Transformer3DModel", "sage_fast.models.hunyuan15.spec:HunyuanVideo15",
+                           "sage_fast.models.testbed.model:Testbed"],
+    "tools/replays.py": ["sage_fast.models.testbed.model.LATENT_SHAPE"],
+}  # fmt: skip
+"""File -> names of the model that it needs: what users read first, the families that ship, the latents of a check."""
+
+
+def names(source: str) -> Iterator[str]:
+    """Every name in code: identifiers, arguments, keywords, modules with what is imported, strings; no docstrings."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.alias(asname=str(name)):
+                yield name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                yield text
+
+
+def models_named(source: str) -> list[str]:
+    return [name for name in names(source) if KNOWN.search(name)]
+
+
+def test_only_its_folder_its_benchmarks_and_a_line_of_the_registry_name_a_model() -> None:
+    configs = re.compile("|".join(path.stem for path in (REPOSITORY / "configs").glob("*hunyuan*.yaml")))
+    found = {
+        str(file.relative_to(PACKAGE)): models_named(file.read_text())
+        for file in PACKAGE.rglob("*.py")
+        if not str(file.relative_to(PACKAGE)).startswith(ITS_OWN)
+    }
+    found["cli.py"] = [name for name in found["cli.py"] if KNOWN.search(configs.sub("", name))]
+    assert {file: told for file, told in found.items() if told} == NEEDED
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from sage_fast.models.hunyuan15.text import collate",
+        "import sage_fast.models.testbed.text",
+        "from sage_fast.models.testbed import model",
+        "import models as hunyuan",
+        "make(hunyuan_blocks=2)",
+        "def make(hunyuan): ...",
+        "published = 'a folder of HunyuanVideo 1.5'",
+        "print(f'{path}: no HunyuanVideo checkpoint')",
+        "if spec.title == 'HunyuanVideo 1.5': ...",
+    ],
+)
+def test_model_name_outside_its_package_is_detected(source: str) -> None:
+    assert models_named(source)
+
+
+def test_a_docstring_may_name_a_model_as_an_example() -> None:
+    assert not models_named('"""As for HunyuanVideo 1.5."""\nMOST = 8192\n"""54 blocks of HunyuanVideo 1.5."""')
