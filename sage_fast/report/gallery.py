@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.videoset import Key, SetRow, VideoSet, format_interval, gains_of, shown_name, summary
+from sage_fast.eval.scores import PairedRow
+from sage_fast.eval.text import summary
+from sage_fast.eval.videoset import Key, SetRow, VideoSet, gains_of, shown_name
 from sage_fast.report.html import cell_of, render
 from sage_fast.report.shown import extremes
 from sage_fast.util.files import write_atomic
@@ -22,7 +24,7 @@ def write_gallery(
     count: int,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
-    own: Mapping[tuple[str, str], SetRow] | None = None,
+    own: Mapping[tuple[str, str], PairedRow] | None = None,
     drawn: Sequence[str] = (),
     settings: Sequence[tuple[str, Sequence[str]]] = (),
     labels: Sequence[str] = (),
@@ -46,10 +48,9 @@ def write_gallery(
         "gallery.html.j2",
         title=title,
         groups=[(shown_name(score), [row for row in rows if row.score == score]) for score in scores],
-        gains=any(row.gain is not None for row in rows),
+        gains=rows[0].label if any(row.gain is not None for row in rows) else None,
         own=own or {},
         summary=summary(rows) if rows else "",
-        interval=format_interval,
         notes=notes,
         warnings=warnings,
         charts=drawn,

@@ -20,7 +20,6 @@ def render(template: str | Path, **values: Any) -> str:
     loader = jinja2.FileSystemLoader([file.parent, here])
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["number"] = shown_number
-    environment.filters["dash"] = lambda text: text.replace("-", "\N{MINUS SIGN}") or "\N{EN DASH}"
     return environment.get_template(file.name).render(**values)
 
 

@@ -146,8 +146,8 @@ class Check:
 def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | None = None) -> list[Check]:
     """Return the checks to read before believing a rising reward; checks without data are skipped.
 
-    Shares are means over the last quarter of the run. A part has risen or fallen if it changed by more than 2 standard
-    errors; without a standard error it is not judged.
+    Shares are means over the last quarter of the run. A part has risen or fallen if the interval of its change excludes
+    0; without an interval it is not judged.
 
     Args:
         rows: iterations.
@@ -181,24 +181,23 @@ def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | 
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
         look("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
-    known = {row.name: row.standard_errors for row in table[1:] if row.standard_errors is not None}
-    parts = {name: change for name, change in known.items() if not name.startswith(JUDGE_PART)}
+    parts = [row for row in table[1:] if row.margin is not None and not row.name.startswith(JUDGE_PART)]
     if len(parts) > 1:
-        risen = [name for name, change in parts.items() if change > 2]
-        fallen = [name for name, change in parts.items() if change < -2]
+        risen, fallen = ([row.name for row in parts if row.direction == way] for way in ("up", "down"))
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         look("One part bought with another (held-out)", text, bool(risen and fallen))
-    judged = [f"{name.removeprefix(JUDGE_PART)} {change:+.1f}" for name, change in known.items() if name not in parts]
+    judged = [row for row in table if row.margin is not None and row.name.startswith(JUDGE_PART)]
     if judged:
         hacked = judge_hacked(table) or since
-        text = hacked or f"judge by {', '.join(judged)} standard errors"
-        look("Held-out reward against the judge", text, hacked is not None)
-    composite = table[0].standard_errors if table else None
+        change = [
+            f"{row.name.removeprefix(JUDGE_PART)} {format_number(row.difference, 3, sign=True)}" for row in judged
+        ]
+        look("Held-out reward against the judge", hacked or f"judge: {', '.join(change)}", hacked is not None)
     start, end = early("reward/mean"), late("reward/mean")
-    if long_enough and composite is not None and start is not None and end is not None:
+    if long_enough and table and table[0].margin is not None and start is not None and end is not None:
         rise, fall = (format_number(change, 3, sign=True) for change in (end - start, table[0].difference))
         text = f"training {rise} from first to last quarter, held-out {fall}"
-        look("Training reward against held-out reward", text, end > start and composite < -2)
+        look("Training reward against held-out reward", text, end > start and table[0].direction == "down")
     if rows:
         gaps = sum(1 for row in rows if any(_is_gap(value) for value in row.values()))
         look("Iterations with a value that is not finite", str(gaps), gaps > 0)
