@@ -1,7 +1,5 @@
 """The report is made from written-out run folders, whole and damaged."""
 
-import base64
-import io
 import json
 import math
 import re
@@ -9,12 +7,10 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
-import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from sage_fast.config.load import build
 from sage_fast.eval.scores import paired_table
@@ -142,18 +138,9 @@ def test_every_video_can_be_stopped_and_none_starts_by_itself(run):
     for attrs in videos:
         assert {"controls", "loop", "muted", "playsinline"} <= attrs.keys()
         assert "autoplay" not in attrs
-        assert attrs["poster"].startswith("data:image/jpeg;base64,")
     assert {attrs["aria-label"] for attrs in videos} >= {"before: a <b>red</b> circle", "after: a blue square"}
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert script.index("prefers-reduced-motion: reduce") < script.index(".play()")
-
-
-def test_poster_is_the_first_frame(run):
-    attrs = next(attrs for tag, attrs in Outline(write_report(run).read_text()).tags if tag == "video")
-    image = Image.open(io.BytesIO(base64.b64decode(attrs["poster"].partition(",")[2])))
-    frames = iio.imread(run / "videos" / "before" / "00-a-b-red-b-circle.mp4").astype(float)
-    first, *others = np.abs(np.asarray(image) - frames).mean((1, 2, 3))  # of random pixels
-    assert first < 20 < 60 < min(others)
 
 
 def test_no_table_header_is_empty(run):
@@ -250,7 +237,7 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
     page = write_report(run).read_text()
     assert "<td>judge/alignment</td>" in page
     assert "Held-out judge: alignment by iteration" in page
-    assert "<span>alignment 0.80</span>" in page
+    assert "<span>judge/alignment 0.80</span>" in page
     assert "+0.70:" in page  # two videos of six: nothing is the largest
     assert "+0.50:" in page
     table = paired_table(*(json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after")))

@@ -1,6 +1,7 @@
 """Means, intervals and paired differences: by hand, against scipy, by how often they cover the truth, and as text."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from scipy import stats
 from sage_fast.eval.scores import format_number, judge_hacked, mean_and_margin, paired_table
 from sage_fast.eval.text import format_paired_table, format_table
 from sage_fast.eval.videoset import of_scores, table
-from sage_fast.report.shown import shown_pairs
+from sage_fast.report.shown import choose
 from studies.differences import means_by_prompt
 
 
@@ -149,8 +150,10 @@ def test_gains_medians_and_losses_are_shown():
     names = [str(i) for i in range(9)]
     before, after = evaluation(names, [1.0] * 9), evaluation(names, [1.5, 0.2, 1.1, 1.2, 3.0, 0.9, None, 1.3, 1.4])
 
-    def shown(count, available=range(9)):
-        return list(shown_pairs(before, after, available, count).items())
+    def shown(count, available=range(9), sides=(before, after)):
+        files = {number: Path(str(number)) for number in available}
+        sets = [of_scores(str(i), side, files) for i, side in enumerate(sides)]
+        return [(int(prompt), why) for (prompt, _), why in choose(sets, count).items()]
 
     assert shown(6) == [
         (4, "largest gain +2.00"),
@@ -164,7 +167,9 @@ def test_gains_medians_and_losses_are_shown():
     assert [i for i, _ in shown(1)] == [7]
     assert shown(2, [0, 3, 8]) == [(0, "+0.50"), (3, "+0.20")], "of a few that are left nothing is the largest"
     assert [i for i, _ in shown(20)] == [4, 0, 8, 7, 3, 2, 5, 1]
-    assert shown_pairs({}, {}, [3, 1], 6) == {1: "", 3: ""}
+    unknown = evaluation(names, [None] * 9)
+    assert shown(6, [3, 1], (unknown, unknown)) == [(1, ""), (3, "")]
+    assert shown(3, sides=(after,)) == [(4, ""), (7, ""), (1, "")], "best, median and worst"
 
 
 def test_small_numbers_keep_their_digits():

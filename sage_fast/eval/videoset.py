@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_fast.eval.hacking import Evaluations
 from sage_fast.eval.scores import (
     as_float,
     columns_of,
+    composite,
     direction,
     hacking,
     mean_and_margin,
@@ -82,9 +84,14 @@ def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) 
     )
 
 
-def of_run(label: str, run: Path, evaluation: str, scores: Mapping[str, Any]) -> VideoSet:
-    """Build a set from an evaluation in a run folder, with the videos the run kept."""
-    return of_scores(label, scores, numbered(run / "videos" / evaluation))
+def of_run(run: Path, evaluations: Evaluations, labels: Mapping[str, str]) -> list[VideoSet]:
+    """Build a set from each of a run's evaluations that `labels` names, with the videos the run kept.
+
+    All composites are under the weights of the last one, since a resume may have changed the weights.
+    """
+    weights = evaluations[[*labels][-1]].get("weights") if labels else None
+    named = {name: {**evaluations[name], "reward": composite(evaluations[name], weights)} for name in labels}
+    return [of_scores(labels[name], scores, numbered(run / "videos" / name)) for name, scores in named.items()]
 
 
 # -- a folder with videos.csv -----------------------------------------------------------------------------------------

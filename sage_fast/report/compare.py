@@ -40,7 +40,7 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, RunFiles], list[Vi
         if newest is None:
             notes.append(f"{label} has no evaluation yet.")
             continue
-        sets.append(of_run(label, path, newest, run.evaluations[newest]))
+        sets += of_run(path, run.evaluations, {newest: label})
         if newest != "after":
             notes.append(f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}.")
     for videos in sets[1:]:

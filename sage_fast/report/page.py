@@ -24,15 +24,15 @@ from sage_fast.eval.scores import (
     paired_table,
     read_evaluations,
 )
+from sage_fast.eval.videoset import VideoSet, of_run
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
-from sage_fast.report.html import cell_of, render
-from sage_fast.report.shown import scores_of, shown_pairs
+from sage_fast.report.html import render
+from sage_fast.report.shown import cards
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
-from sage_fast.util.videos import numbered
 
 STEPS = ("sigmas", "transition_std", "equalizer")
 """Lists of `run.json` with a value for each step of a rollout."""
@@ -230,7 +230,8 @@ def write_report(run: Path) -> Path:
         UserError: as `read_run`.
     """
     data = read_run(Path(run))
-    videos = _videos(data)
+    count = data.settings.get("eval.num_videos")
+    videos = cards(_sides(data), count if isinstance(count, int) and count > 0 else 6, data.left_out)
     before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
     table = paired_table(before, last) if before and last else []
     page = render(
@@ -397,35 +398,11 @@ def points_of(data: RunFiles, name: str) -> dict[int, tuple[float, float]]:
     return points
 
 
-def _videos(data: RunFiles) -> list[dict[str, Any]]:
-    """Return the videos to show: prompt, reason, and label, scores and file for each side (before and after).
+def _sides(data: RunFiles) -> list[VideoSet]:
+    """Return the videos before training and of the last evaluation, of those that exist.
 
-    A damaged video is left out, with a note in `data.left_out`. Only finished evaluations are used: the files of one
-    in progress may be incomplete.
+    Only finished evaluations are used: the files of one in progress may be incomplete.
     """
-    sides = {"before": "before"} if "before" in data.evaluations else {}
-    sides |= {data.last: _label(data, data.last)} if data.last else {}
-    if not sides:
-        return []
-    files = {side: numbered(data.folder / "videos" / side) for side in sides}
-    scores = {side: data.evaluations[side] for side in sides}
-    numbers = [set(found) for found in files.values()]
-    available = set.intersection(*numbers) or set.union(*numbers)
-    last = scores[data.last] if data.last else {}
-    count = data.settings.get("eval.num_videos")
-    shown = []
-    chosen = shown_pairs(
-        scores.get("before", {}), last, available, count if isinstance(count, int) and count > 0 else 6
-    )
-    for index, why in sorted(chosen.items()):
-        cells = []
-        for side, label in sides.items():
-            cells.append({"label": label, "scores": scores_of(scores[side], index)})
-            try:
-                cells[-1] |= cell_of(files[side].get(index))
-            except UserError as error:
-                data.left_out.append(f"left out, since it is damaged: {error}")
-        known = next((list(side["prompts"]) for side in scores.values() if side), [])
-        name = next(found[index].stem for found in files.values() if index in found)
-        shown.append({"prompt": known[index] if index < len(known) else name, "why": why, "cells": cells})
-    return shown
+    labels = {"before": "before"} if "before" in data.evaluations else {}
+    labels |= {data.last: _label(data, data.last)} if data.last else {}
+    return of_run(data.folder, data.evaluations, labels)
