@@ -22,7 +22,6 @@ from sage_fast.eval.scores import paired_table
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
 from sage_fast.loading import load_scoring
-from sage_fast.report.page import changes
 from sage_fast.report.playback import for_browser, read_video
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4
@@ -382,15 +381,6 @@ def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> No
 def test_a_judge_that_falls_from_the_start() -> None:
     run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
     assert verdict(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
-
-
-def test_reward_and_judge_are_drawn_on_one_axis() -> None:
-    run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
-    found = changes(run)
-    assert list(found) == ["reward", "judge: x"]
-    assert found["reward"][0][0] == 0
-    assert found["reward"][20][0] > 0 > found["judge: x"][20][0]
-    assert changes({"before": scores((1, 2))}) == {}
 
 
 def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:

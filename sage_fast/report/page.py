@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sage_fast.config.load import leaves, read_yaml
-from sage_fast.eval.hacking import Evaluations, in_order, judge_parts, verdict
+from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import (
     TOO_FEW,
     PairedRow,
-    as_float,
     columns_of,
     format_number,
     judge_hacked,
@@ -83,29 +81,17 @@ def read_run(folder: Path) -> RunFiles:
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
     evaluations, left_out = read_evaluations(folder)
-    with _advising("remove the file for a page without its facts"):
-        facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
-        _check_facts(facts, folder / "run.json")
-    with _advising("put a copy of it there"):
-        settings = leaves(read_yaml(folder / "config.yaml"))
+    facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    _check_facts(facts, folder / "run.json")
     return RunFiles(
         folder=folder,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
-        settings=settings,
+        settings=leaves(read_yaml(folder / "config.yaml")),
         facts=facts,
         rows=read_metrics(folder / "metrics.jsonl"),
         evaluations=evaluations,
         left_out=left_out,
     )
-
-
-@contextlib.contextmanager
-def _advising(what: str) -> Iterator[None]:
-    """Add what to do to an error of the block."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{error}; {what}") from error
 
 
 def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
@@ -114,21 +100,15 @@ def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
     Raises:
         UserError: a field does not hold what a run writes.
     """
-    notes, starts = (facts.get(name) or [] for name in ("notes", "resumed"))
-    texts = [facts, *(starts if isinstance(starts, list) else [])]
-    sound = {
-        "notes": isinstance(notes, list) and all(isinstance(note, str) for note in notes),
-        "resumed": isinstance(starts, list) and all(isinstance(s, dict) and "iteration" in s for s in starts),
-    }
-    for name in STEPS:
+    kinds: dict[str, Any] = {"notes": str, "resumed": dict} | dict.fromkeys(STEPS, int | float)
+    for name, kind in kinds.items():
         values = facts.get(name) or []
-        sound[name] = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
-    sound |= {
-        name: all(isinstance(start.get(name), str | None) for start in texts if isinstance(start, dict))
-        for name in ("date", "commit", "command", "method")
-    }
-    if wrong := [name for name, right in sound.items() if not right]:
-        raise UserError(f"{file}: {wrong[0]!r} does not hold what it should")
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise UserError(f"{file}: {name!r} does not hold what it should")
+    for start in (facts, *(facts.get("resumed") or [])):
+        for name in ("date", "commit", "command", "method"):
+            if not isinstance(start.get(name), str | None):
+                raise UserError(f"{file}: {name!r} does not hold what it should")
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------
@@ -239,7 +219,6 @@ def write_report(run: Path) -> Path:
         name=data.folder.resolve().name,
         status=_status(data),
         method=data.facts.get("method"),
-        settings=_settings(data),
         table=table,
         only=_only(before) if before and not table else [],
         last=_label(data, data.last),
@@ -274,25 +253,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _settings(data: RunFiles) -> dict[str, str]:
-    """Return the few settings that distinguish runs."""
-    keys = {
-        "model": "model.path",
-        "tuning": "model.tuning",
-        "surrogate": "objective.surrogate",
-        "sampler": "sampling.sampler",
-        "eta": "sampling.eta",
-        "steps": "sampling.steps",
-        "shift": "sampling.shift",
-        "group": "train.group_size",
-        "KL": "kl.strategy",
-        "learning rate": "train.learning_rate",
-        "seed": "seed",
-    }
-    found = {label: data.settings.get(key) for label, key in keys.items()}
-    return {label: str(value) for label, value in found.items() if value is not None}
-
-
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
     """Return (sigma, std of the noise, S_t if there is an equalizer) for each step, if the sampler adds noise."""
     sigmas, noise, equalizer = (facts.get(name) or [] for name in STEPS)
@@ -304,7 +264,7 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     found = []
     starts = [("started", facts), *(("resumed", start) for start in facts.get("resumed") or [])]
     for label, start in starts:
-        after = f"after {start['iteration']} iterations" if label == "resumed" else None
+        after = f"after {start.get('iteration')} iterations" if label == "resumed" else None
         commit = f"commit {start['commit']}" if start.get("commit") else None
         text = ", ".join(part for part in (after, start.get("date"), commit) if part)
         found += [(label, text, start.get("command", ""))] if text else []
@@ -332,10 +292,8 @@ def _charts(data: RunFiles) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows = data.rows
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
-    against = changes(data.evaluations)
     drawn = [
         charts.held_out({"reward": points_of(data, "reward")}),
-        charts.held_out(against, "Reward against the judge", "change, in standard deviations", least=2),
     ]
     for part in sorted({part for scores in data.evaluations.values() for part in scores["parts"]}):
         if part.startswith(JUDGE_PART):
@@ -353,39 +311,10 @@ def _charts(data: RunFiles) -> list[str]:
         *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
         charts.ratio(rows),
         *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm", "update/relative")),
-        charts.gradient_map(rows),
         charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
         charts.phases(rows),
     ]
     return [chart for chart in drawn if chart is not None]
-
-
-def changes(evaluations: Evaluations) -> dict[str, dict[int, tuple[float, float]]]:
-    """Return score -> iteration -> (change, half-width of its 95 % interval), for the composite and the judge's parts.
-
-    Changes are paired differences to the first evaluation, in units of the score's standard deviation over the first
-    evaluation's videos, so that all fit one axis. Empty without a judge. A score that is constant over those videos is
-    skipped.
-    """
-    ordered = in_order(evaluations)
-    judges = judge_parts(evaluations)
-    if not ordered or not judges:
-        return {}
-    first = ordered[0]
-    tables: dict[int, list[PairedRow]] = {scores["iteration"]: paired_table(first, scores) for scores in ordered}
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for name in ("reward", *judges):
-        finite = [value for value in map(as_float, columns_of(first).get(name, [])) if math.isfinite(value)]
-        unit = float(np.std(finite)) if finite else 0.0
-        rows = {i: row for i, table in tables.items() for row in table if row.name == name}
-        points = {
-            i: (row.difference / unit, (math.nan if row.margin is None else row.margin) / unit)
-            for i, row in rows.items()
-            if unit > 0 and math.isfinite(row.difference)
-        }
-        if points:
-            found[name.replace(JUDGE_PART, "judge: ")] = points
-    return found
 
 
 def points_of(data: RunFiles, name: str) -> dict[int, tuple[float, float]]:
