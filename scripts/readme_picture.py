@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sage_fast.eval.videoset import of_run
 from sage_fast.report.charts import BLUE, picture
 from sage_fast.report.page import points_of, read_run
 from sage_fast.report.playback import read_video
-from sage_fast.report.shown import shown_pairs
-from sage_fast.util.videos import numbered
+from sage_fast.report.shown import choose
 
 FRAMES = 3
 """Frames of a video: the first, the last, and those between at equal distances."""
@@ -22,20 +22,19 @@ FRAMES = 3
 
 def main(run: Path, output: Path) -> None:
     data = read_run(run)
-    before, after = data.evaluations["before"], data.evaluations["after"]
-    sides = {side: numbered(run / "videos" / side) for side in ("before", "after")}
-    largest, _, *medians, _, _ = shown_pairs(before, after, sides["after"], 6)
+    sides = of_run(run, data.evaluations, {"before": "before", "after": "after"})
+    largest, _, *medians, _, _ = choose(sides, 6)
     points = points_of(data, "reward")
 
     def draw(figure: Any) -> None:
         figure.set_layout_engine("constrained", w_pad=0.015, h_pad=0.03, wspace=0.01, hspace=0.01)
         *blocks, chart = figure.subfigures(1, 4, width_ratios=[1, 1, 1, 1.15], wspace=0.05)
-        for number, block in zip((largest, *medians), blocks):
+        for key, block in zip((largest, *medians), blocks):
             grid = block.subplots(2, FRAMES)
-            block.suptitle(before["prompts"][number], fontsize=9.5)
-            for row, (side, files) in zip(grid, sides.items()):
-                video = read_video(files[number])
-                row[0].set_ylabel(side, fontsize=10)
+            block.suptitle(key[0], fontsize=9.5)
+            for row, side in zip(grid, sides):
+                video = read_video(side.shown[key])
+                row[0].set_ylabel(side.label, fontsize=10)
                 for i, axes in enumerate(row):
                     frame = video[i * (len(video) - 1) // (FRAMES - 1)]
                     axes.imshow(frame.permute(1, 2, 0).numpy(), interpolation="nearest")

@@ -87,3 +87,12 @@ def holm(differences: Mapping[str, Difference]) -> dict[str, Difference]:
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of independent values and the half-width of its interval by Student's t."""
     return fmean(values), t_quantile(len(values)) * math.sqrt(clustered_variance(values, range(len(values))))
+
+
+def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """Return prompt -> mean of its finite values; prompts without one are skipped."""
+    found: dict[str, list[float]] = {}
+    for prompt, value in zip(prompts, values):
+        if math.isfinite(value):
+            found.setdefault(prompt, []).append(value)
+    return {prompt: fmean(finite) for prompt, finite in found.items()}

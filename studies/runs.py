@@ -18,14 +18,13 @@ from typing import Any
 from sage_fast.cli import guarded
 from sage_fast.config.load import build, dump, leaves, load, parse_yaml
 from sage_fast.config.schema import Config
-from sage_fast.eval.scores import means_by_prompt
 from sage_fast.models.spec import Spec
 from sage_fast.ops import implementation
 from sage_fast.util.console import log_to_screen, quiet, shows
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, write_json
 from sage_fast.util.metrics import JUDGE_PART
-from studies.differences import Difference, difference_of_runs, mean_and_half
+from studies.differences import Difference, difference_of_runs, mean_and_half, means_by_prompt
 from studies.processes import run_many
 
 log = logging.getLogger("sage_fast.studies")

@@ -88,7 +88,8 @@ def test_every_command_of_the_page(
     assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert "resumed after 2 iterations" in printed["ranks"]
     table = Path("evaluation/evaluation.md").read_text()
-    assert "| mq | mq_raw | ta | ta_raw | vq | vq_raw |" in table
+    rows = {line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")}
+    assert {"mq", "mq_raw", "ta", "ta_raw", "vq", "vq_raw"} <= rows
     assert Path("evaluation/evaluation.html").is_file()
     assert Path("evaluation-6/evaluation.md").read_text() != table  # guided
     assert (Path("exported") / LORA_FILE).is_file()

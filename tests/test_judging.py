@@ -19,19 +19,9 @@ from sage_fast.commands.sources import labelled
 from sage_fast.eval.evaluation import score_videos
 from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import paired_table
-from sage_fast.eval.videoset import (
-    VideoSet,
-    as_json,
-    format_table,
-    hacked,
-    markdown,
-    of_scores,
-    read_folder,
-    table,
-    write_folder,
-)
+from sage_fast.eval.text import format_table
+from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
 from sage_fast.loading import load_scoring
-from sage_fast.report.page import changes
 from sage_fast.report.playback import for_browser, read_video
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4
@@ -142,24 +132,25 @@ def test_videos_of_another_program_are_scored_as_they_are(evaluated: tuple[Path,
     assert result["parts"]["vq"] == pytest.approx(TestbedReward()(videos, result["prompts"])["vq"].tolist(), rel=1e-4)
 
 
-def test_the_table_is_printed_and_written_in_three_forms(evaluated: tuple[Path, str]) -> None:
+def test_the_table_is_printed_and_written(evaluated: tuple[Path, str]) -> None:
     folder, printed = evaluated
     out = folder / "out"
-    lines = printed.splitlines()
-    assert max(map(len, lines[lines.index(next(line for line in lines if line.startswith("overall"))) :])) <= 90
-    with (out / "evaluation.csv").open(newline="") as file:
-        rows = {(line["source"], line["score"]): line for line in csv.DictReader(file)}
-    result = json.loads((folder / "all.json").read_text())["sources"]
+    content = json.loads((folder / "all.json").read_text())
+    rows = {(line["label"], line["score"]): line for line in content["table"]}
+    result = content["sources"]
     mean = sum(result["trained"]["reward"]) / 5
-    assert float(rows["trained", "reward"]["mean"]) == pytest.approx(mean)
+    assert rows["trained", "reward"]["mean"] == pytest.approx(mean)
     gain = [y - x for x, y in zip(result["base"]["reward"], result["trained"]["reward"])]
-    assert float(rows["trained", "reward"]["gain"]) == pytest.approx(sum(gain) / 5)
-    low, high = (float(rows["trained", "reward"][key]) for key in ("gain_low", "gain_high"))
-    assert low < sum(gain) / 5 < high
-    assert rows["base", "reward"]["gain"] == ""
-    assert rows["theirs", "reward"]["pairs"] == "4"
-    assert rows["theirs", "reward"]["gain_low"] == "", "of four prompts"
-    assert f"| trained | {mean:.4f} (" in (out / "evaluation.md").read_text()
+    assert rows["trained", "reward"]["gain"] == pytest.approx(sum(gain) / 5)
+    assert rows["trained", "reward"]["gain_margin"] > 0
+    assert rows["base", "reward"]["gain"] is None
+    assert rows["theirs", "reward"]["pairs"] == 4
+    assert rows["theirs", "reward"]["gain_margin"] is None, "of four prompts"
+    text = (out / "evaluation.md").read_text()
+    assert text in printed
+    means, gains = (line.split("|") for line in text.splitlines() if line.startswith("| overall"))
+    assert means[3].split()[:2] == [f"{mean:.4f}", "±"]
+    assert gains[2].split()[:2] == [f"{sum(gain) / 5:+.4f}", "±"]
     page = (out / "evaluation.html").read_text()
     assert page.count("<video ") == 4 * 3  # those that all four have
     assert not [a for a in page.split('src="')[1:] if not a.startswith("data:")]
@@ -265,8 +256,12 @@ def test_damaged_folders_of_videos_are_named(
     damage(name)(folder)
     assert main(["eval", str(folder), "--reward.name", "testbed"]) == 2
     assert message in capsys.readouterr().err
-    assert main(["compare", str(folder), "--folder", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
+    unreadable = message.startswith("0.mp4: cannot be read")
+    assert main(["compare", str(folder), "--folder", str(tmp_path / "out")]) == (0 if unreadable else 2)
+    if unreadable:
+        assert message in (tmp_path / "out" / "comparison.html").read_text()
+    else:
+        assert message in capsys.readouterr().err
 
 
 def test_labels_are_the_shortest_that_differ() -> None:
@@ -286,15 +281,15 @@ def video_set(label: str, reward: list[float], prompts: list[str] | None = None,
 
 
 def test_table_by_hand() -> None:
-    """Two videos of each of five prompts, one without a score: its pair does not count, and each prompt counts once."""
+    """Two videos of each of five prompts, one without a score: its pair does not count."""
     prompts = [prompt for prompt in "abcde" for _ in range(2)]
     first = video_set("x", [0.0, 2.0, *[1.0] * 8], prompts)
     second = video_set("y", [3.0, math.nan, *[2.0] * 8], prompts, vq=[1.0] * 10)
     one, two, part = table([first, second])
     assert (one.mean, one.videos, one.prompts, one.gain) == (1.0, 10, 5, None)
-    assert two.mean == pytest.approx((3 + 4 * 2) / 5)
-    assert two.gain == pytest.approx((3 + 4 * 1) / 5)
-    assert (two.videos, two.pairs, two.pair_prompts) == (9, 9, 5)
+    assert two.mean == pytest.approx((3 + 8 * 2) / 9)
+    assert two.gain == pytest.approx((3 + 8 * 1) / 9)
+    assert (two.videos, two.pairs) == (9, 9)
     assert two.direction == "up"
     assert (part.label, part.score, part.mean, part.gain) == ("y", "vq", 1.0, None)
     assert "up to" in format_table([one, two])
@@ -303,28 +298,25 @@ def test_table_by_hand() -> None:
 def test_videos_are_paired_by_prompt_and_not_by_place() -> None:
     first = video_set("x", [1.0, 2.0, 3.0], ["a", "b", "a"])
     second = video_set("y", [30.0, 20.0, 10.0], ["a", "b", "a"][::-1])
-    assert table([first, second])[1].gain == pytest.approx(((29 + 7) / 2 + 18) / 2)
+    assert table([first, second])[1].gain == pytest.approx((29 + 7 + 18) / 3)
 
 
 def test_a_source_without_any_score_has_dashes() -> None:
     rows = table([video_set("x", [1.0] * 5), video_set("y", [math.nan] * 5)])
     assert math.isnan(rows[1].mean)
-    assert "| y | - |" in markdown(rows)
-    assert "nan" in format_table(rows)
-    plain = json.dumps([as_json(row) for row in rows], allow_nan=False)
-    assert [(row["mean"], row["gain"]) for row in json.loads(plain)] == [(1.0, None), (None, None)]
+    means, gains = (line.split() for line in format_table(rows).splitlines() if line.startswith("| overall"))
+    assert means == ["|", "overall", "|", "1.0000", "±", "0.0000", "|", "-", "|"]
+    assert gains == ["|", "overall", "|", "-", "|"]
 
 
 def test_one_prompt_has_no_interval() -> None:
     rows = table([video_set("x", [1.0, 2.0], ["a", "a"]), video_set("y", [2.0, 3.0], ["a", "a"])])
-    assert [row.interval for row in rows] == [None, None]
-    assert "2 videos of 1 prompt each; gains" in format_table(rows)
-    assert "no interval from fewer than 5 prompts" in " ".join(format_table(rows).split())
+    assert [row.margin for row in rows] == [None, None]
+    assert format_table(rows).endswith("2 videos of 1 prompt each; no interval from fewer than 5 prompts")
 
 
 def test_labels_do_not_break_the_markdown() -> None:
-    text = markdown(table([video_set("a|b\n<i>", [1.0] * 5)]))
-    assert "| a\\|b \\<i> | 1.0000" in text
+    assert "a\\|b \\<i> |" in format_table(table([video_set("a|b\n<i>", [1.0] * 5)]))
 
 
 def test_prompts_of_any_kind_survive_the_csv(tmp_path: Path) -> None:
@@ -389,15 +381,6 @@ def test_judge_that_falls_from_its_best_is_reported_even_above_its_start() -> No
 def test_a_judge_that_falls_from_the_start() -> None:
     run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
     assert verdict(run) == "reward rose while judge/x fell: look at the videos (reward hacking)"
-
-
-def test_reward_and_judge_are_drawn_on_one_axis() -> None:
-    run = {"before": judged(0, 1.0, 0.5), "after": judged(20, 2.0, 0.3)}
-    found = changes(run)
-    assert list(found) == ["reward", "judge: x"]
-    assert found["reward"][0][0] == 0
-    assert found["reward"][20][0] > 0 > found["judge: x"][20][0]
-    assert changes({"before": scores((1, 2))}) == {}
 
 
 def test_a_source_that_hacks_the_reward_is_reported_by_eval() -> None:

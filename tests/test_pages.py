@@ -3,7 +3,6 @@
 Skipped if there is no browser.
 """
 
-import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -84,19 +83,6 @@ def sound(page: Any, complaints: list[str], videos: int) -> None:
 def test_pages_open_and_play(name: str, videos: int, width: int, browser: Any, folder: Path) -> None:
     page, complaints = opened(browser, folder / f"{name}.html", width)
     sound(page, complaints, videos)
-    page.close()
-
-
-def test_videos_are_sorted_by_what_is_chosen(browser: Any, folder: Path) -> None:
-    page, complaints = opened(browser, folder / "comparison.html", 1400)
-    prompts = functools.partial(page.evaluate, "[...document.querySelectorAll('.prompt')].map((p) => p.textContent)")
-    options = page.evaluate("[...document.querySelectorAll('option')].map((option) => option.textContent)")
-    assert options[:2] == ["overall: gain of <3>", "overall: gain of two"]
-    by_third = prompts()
-    assert "plain" in by_third[0], "its gain is the largest"
-    page.select_option("#order", label="overall: gain of two")
-    assert prompts() == by_third[::-1]
-    assert complaints == []
     page.close()
 
 

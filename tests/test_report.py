@@ -1,7 +1,5 @@
 """The report is made from written-out run folders, whole and damaged."""
 
-import base64
-import io
 import json
 import math
 import re
@@ -9,12 +7,10 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
-import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from sage_fast.config.load import build
 from sage_fast.eval.scores import paired_table
@@ -123,7 +119,7 @@ def test_the_page_is_whole_and_loads_nothing(run):
     tags = Outline(page).tags
     names = [tag for tag, _ in tags]
     assert names.count("video") == 4
-    assert names.count("svg") == 15
+    assert names.count("svg") == 14
     loading = ("src", "href", "xlink:href", "data", "action", "poster", "srcset")
     addresses = [value for _, attrs in tags for key, value in attrs.items() if key in loading]
     assert addresses
@@ -142,18 +138,9 @@ def test_every_video_can_be_stopped_and_none_starts_by_itself(run):
     for attrs in videos:
         assert {"controls", "loop", "muted", "playsinline"} <= attrs.keys()
         assert "autoplay" not in attrs
-        assert attrs["poster"].startswith("data:image/jpeg;base64,")
     assert {attrs["aria-label"] for attrs in videos} >= {"before: a <b>red</b> circle", "after: a blue square"}
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert script.index("prefers-reduced-motion: reduce") < script.index(".play()")
-
-
-def test_poster_is_the_first_frame(run):
-    attrs = next(attrs for tag, attrs in Outline(write_report(run).read_text()).tags if tag == "video")
-    image = Image.open(io.BytesIO(base64.b64decode(attrs["poster"].partition(",")[2])))
-    frames = iio.imread(run / "videos" / "before" / "00-a-b-red-b-circle.mp4").astype(float)
-    first, *others = np.abs(np.asarray(image) - frames).mean((1, 2, 3))  # of random pixels
-    assert first < 20 < 60 < min(others)
 
 
 def test_no_table_header_is_empty(run):
@@ -204,7 +191,6 @@ def test_fewer_than_five_prompts_are_not_judged(run):
         (run / "eval" / f"{name}.json").write_text(json.dumps(content))
     page = write_report(run).read_text()
     assert "±" not in page
-    assert "in std. errors" not in page
     assert "no interval from fewer than 5 prompts: no difference is judged" in page
     (run / "eval" / "after.json").unlink()
     page = write_report(run).read_text()
@@ -250,8 +236,8 @@ def test_the_judge_stands_in_table_chart_and_captions(run):
         (run / "eval" / f"{name}.json").write_text(json.dumps(found))
     page = write_report(run).read_text()
     assert "<td>judge/alignment</td>" in page
-    assert "Held-out judge: alignment by iteration" in page
-    assert "<span>alignment 0.80</span>" in page
+    assert "Held-out judge: alignment" in page
+    assert "<span>judge/alignment 0.80</span>" in page
     assert "+0.70:" in page  # two videos of six: nothing is the largest
     assert "+0.50:" in page
     table = paired_table(*(json.loads((run / "eval" / f"{name}.json").read_text()) for name in ("before", "after")))
@@ -285,7 +271,7 @@ def test_gaps_nulls_and_missing_keys_do_not_break_it(run):
         r.pop("time/total", None)
     write_rows(run, rows)
     page = write_report(run).read_text()
-    assert page.count("<svg") == 14
+    assert page.count("<svg") == 13
     assert "KL weight" not in page
     assert not re.search(r"[ML] ?nan", page)
 
@@ -346,13 +332,13 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.yaml", "- a", "expected a mapping of settings; put a copy of it there"),
-        ("run.json", '{"a": ', "not valid JSON: .*; remove the file for a page without its facts"),
-        ("run.json", '{"notes": 3}', "'notes' does not hold what it should; remove the file for a page"),
+        ("config.yaml", "- a", "expected a mapping of settings"),
+        ("run.json", '{"a": ', "not valid JSON"),
+        ("run.json", '{"notes": 3}', "'notes' does not hold what it should"),
         ("metrics.jsonl", "[]\n", "line 1: not a row of metrics: .*; remove the line to continue"),
     ],
 )
-def test_a_damaged_file_is_named_with_what_to_do(run, name, content, message):
+def test_a_damaged_file_is_named(run, name, content, message):
     (run / name).write_text(content)
     with pytest.raises(UserError, match=rf"{name}.*{message}"):
         write_report(run)
@@ -433,7 +419,7 @@ def test_a_chart_without_data_is_none():
     assert charts.lines({"x": ([row(0)], charts.column([row(0)], "nothing"))}, name="a", title="A", ylabel="y") is None
     assert charts.ratio([{"iteration": 0}]) is None
     assert charts.phases([{"iteration": 0}]) is None
-    assert charts.gradient_map([row(0, velocity_grad_norm=[None, None])]) is None
+    assert charts.gradient_by_sigma([row(0, velocity_grad_norm=[None, None])], None) is None
     assert charts.held_out({"x": {0: (1.0, 0.1), 10: (1.1, 0.1)}}) is None
 
 

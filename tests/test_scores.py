@@ -1,14 +1,17 @@
 """Means, intervals and paired differences: by hand, against scipy, by how often they cover the truth, and as text."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from sage_fast.eval.scores import format_number, judge_hacked, mean_and_margin, means_by_prompt, paired_table
-from sage_fast.eval.text import format_paired_table, format_scores
-from sage_fast.report.shown import shown_pairs
+from sage_fast.eval.scores import format_number, judge_hacked, mean_and_margin, paired_table
+from sage_fast.eval.text import format_paired_table, format_table
+from sage_fast.eval.videoset import of_scores, table
+from sage_fast.report.shown import choose
+from studies.differences import means_by_prompt
 
 
 def scores(reward, iteration=0, prompts=6):
@@ -46,8 +49,7 @@ def test_paired_table_by_hand():
     prompts = ["a", "b", "c", "d", "e"]
     (line,) = paired_table(evaluation(prompts, [1, 2, 3, 4, 5]), evaluation(prompts, [1, 3, 5, 7, 9]))
     assert (line.before, line.after, line.difference) == (3, 5, 2)
-    assert line.standard_error == pytest.approx(math.sqrt(2.5 / 5))  # differences 0, 1, 2, 3, 4: variance 2.5
-    assert line.standard_errors == pytest.approx(2 / math.sqrt(0.5))
+    assert line.margin == pytest.approx(2.776445 * math.sqrt(2.5 / 5))  # differences 0 to 4: variance 2.5; t with 4
     assert (line.pairs, line.prompts) == (5, 5)
 
 
@@ -56,30 +58,28 @@ def test_seeds_of_a_prompt_are_averaged_before_the_standard_error():
     after = np.array([1.0, 3.0, 0.0, 0.0, 5.0, 3.0, 2.0, 7.0, 1.0, 1.0])
     (line,) = paired_table(evaluation(prompts, [0.0] * 10), evaluation(prompts, after.tolist()))
     means = after.reshape(5, 2).mean(1)
-    assert line.standard_error == pytest.approx(means.std(ddof=1) / math.sqrt(5))
-    assert line.margin == pytest.approx(2.776445 * line.standard_error)  # Student's t with 4 degrees of freedom
+    assert line.margin == pytest.approx(2.776445 * means.std(ddof=1) / math.sqrt(5))  # t with 4 degrees of freedom
     assert line.direction == ("up" if line.difference > line.margin else "")
     assert (line.pairs, line.prompts) == (10, 5)
 
 
-def test_identical_evaluations_have_no_ratio():
+def test_identical_evaluations_have_a_margin_of_zero():
     (line,) = paired_table(scores((1.0, 2.0)), scores((1.0, 2.0)))[:1]
-    assert line.standard_error == 0
-    assert line.standard_errors is None
+    assert line.margin == 0
+    assert line.direction == ""
     assert "±" in format_paired_table([line])
 
 
-def test_fewer_than_five_prompts_have_no_standard_error():
+def test_fewer_than_five_prompts_have_no_margin():
     """More seeds do not replace prompts."""
     before, after = (repeated(scores(reward, prompts=4), 3) for reward in ((1.0, 2.0), (1.5, 2.7)))
-    table = paired_table(before, after)
-    assert all(line.standard_error is None for line in table)
-    text = format_paired_table(table)
-    assert "std. errors" not in text
+    rows = paired_table(before, after)
+    assert all(line.margin is None for line in rows)
+    text = format_paired_table(rows)
     assert "±" not in text
     assert text.endswith("12 videos of 4 prompts, same seeds; no interval from fewer than 5 prompts")
-    assert format_scores(before).endswith("no interval from fewer than 5 prompts")
-    assert "±" not in format_scores(before)
+    assert one_source(before).endswith("no interval from fewer than 5 prompts")
+    assert "±" not in one_source(before)
 
 
 def test_pairs_with_a_failed_score_are_skipped():
@@ -96,21 +96,24 @@ def test_different_prompts_or_seeds_are_refused():
         paired_table(evaluation(["a"], [0]), other)
 
 
+def one_source(evaluation):
+    return format_table(table([of_scores("base", evaluation, {})]))
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
 def test_tables_for_the_terminal():
     text = format_paired_table(paired_table(scores((1.0, 2.0)), scores((1.5, 2.7))))
-    assert text.splitlines()[1].split() == [
-        "reward",
-        "1.5000",
-        "2.1000",
-        "+0.6000",
-        "±",
-        "0.1150",
-        "+13.4",
-    ]  # t = 2.5706
-    assert len({len(line) for line in text.splitlines()[:-1]}) == 1
-    assert "difference ± 95 %" in text
-    assert format_scores(scores((1.0, 2.0))).endswith("; ± is a 95 % interval")
-    assert format_scores(scores((1.0, 2.0))).splitlines()[0].split() == ["reward", "1.5000", "±", "0.5748"]
+    head, rule, first, *_ = text.splitlines()
+    assert cells(head) == ["held-out", "before", "after", "difference ± 95 %"]
+    assert cells(first) == ["reward", "1.5000", "2.1000", "+0.6000 ± 0.1150"]  # t = 2.5706
+    assert set(rule) == {"|", "-", ":", " "}
+    assert len({len(line) for line in text.splitlines()[:5]}) == 1
+    text = one_source(scores((1.0, 2.0)))
+    assert text.endswith("6 videos of 6 prompts each; ± is a 95 % interval")
+    assert [cells(line) for line in text.splitlines()[::2][:2]] == [["mean", "base"], ["overall", "1.5000 ± 0.5748"]]
 
 
 def judged(reward, alignment):
@@ -138,18 +141,19 @@ def test_a_reward_that_rises_while_the_judge_falls_is_called_hacking():
 def test_the_parts_of_the_judge_stand_in_the_tables():
     before, after = judged((1.0, 2.0), 0.5), judged((1.5, 2.7), 0.6)
     lines = format_paired_table(paired_table(before, after)).splitlines()
-    assert lines[4].split()[:3] == ["judge/alignment", "0.5250", "0.6250"]
-    assert len({len(line) for line in lines[:-1]}) == 1
+    assert cells(lines[5])[:3] == ["judge/alignment", "0.5250", "0.6250"]
     assert max(map(len, lines)) <= 80
-    assert "judge/alignment" in format_scores(before)
+    assert "judge/alignment" in one_source(before)
 
 
 def test_gains_medians_and_losses_are_shown():
     names = [str(i) for i in range(9)]
     before, after = evaluation(names, [1.0] * 9), evaluation(names, [1.5, 0.2, 1.1, 1.2, 3.0, 0.9, None, 1.3, 1.4])
 
-    def shown(count, available=range(9)):
-        return list(shown_pairs(before, after, available, count).items())
+    def shown(count, available=range(9), sides=(before, after)):
+        files = {number: Path(str(number)) for number in available}
+        sets = [of_scores(str(i), side, files) for i, side in enumerate(sides)]
+        return [(int(prompt), why) for (prompt, _), why in choose(sets, count).items()]
 
     assert shown(6) == [
         (4, "largest gain +2.00"),
@@ -163,12 +167,14 @@ def test_gains_medians_and_losses_are_shown():
     assert [i for i, _ in shown(1)] == [7]
     assert shown(2, [0, 3, 8]) == [(0, "+0.50"), (3, "+0.20")], "of a few that are left nothing is the largest"
     assert [i for i, _ in shown(20)] == [4, 0, 8, 7, 3, 2, 5, 1]
-    assert shown_pairs({}, {}, [3, 1], 6) == {1: "", 3: ""}
+    unknown = evaluation(names, [None] * 9)
+    assert shown(6, [3, 1], (unknown, unknown)) == [(1, ""), (3, "")]
+    assert shown(3, sides=(after,)) == [(4, ""), (7, ""), (1, "")], "best, median and worst"
 
 
 def test_small_numbers_keep_their_digits():
-    (_, line, *_) = format_paired_table(paired_table(scores((1e-5, 3e-5)), scores((4e-5, 7e-5)))).splitlines()
-    assert line.split() == ["reward", "2e-05", "5.5e-05", "+3.5e-05", "±", "5.7e-06", "+15.7"]
+    (_, _, line, *_) = format_paired_table(paired_table(scores((1e-5, 3e-5)), scores((4e-5, 7e-5)))).splitlines()
+    assert cells(line) == ["reward", "2e-05", "5.5e-05", "+3.5e-05 ± 5.7e-06"]
     numbers = [format_number(x, 3) for x in (0, 0.0004, -0.0006, 0.001, math.nan)]
     assert numbers == ["0.000", "0.0004", "-0.0006", "0.001", "nan"]
 

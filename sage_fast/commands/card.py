@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from sage_fast import __version__
 from sage_fast.config.schema import Config
-from sage_fast.eval.scores import TOO_FEW, PairedRow, paired_table, read_evaluations
-from sage_fast.eval.text import cells_of
+from sage_fast.eval.scores import paired_table, read_evaluations
+from sage_fast.eval.text import format_paired_table
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.models.registry import split_path
 from sage_fast.models.spec import Spec
@@ -107,17 +107,7 @@ def _evaluation(run: Path, iteration: int) -> str:
             f"{scores['iteration']}."
         )
     rows = paired_table(found["before"], scores)
-    return f"{_table(rows)}\n\n{_prompts(scores['prompts'])}"
-
-
-def _table(rows: Sequence[PairedRow]) -> str:
-    judged = any(row.margin is not None for row in rows)
-    lines = [f"| score | before | after | difference{' ± 95 %' if judged else ''} |", "|---|---|---|---|"]
-    for row in rows:
-        before, after, difference = cells_of(row)
-        lines.append(f"| {row.name} | {before} | {after} | {difference} |")
-    count = f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds before and after"
-    return "\n".join([*lines, "", f"{count}{'' if judged else f'; {TOO_FEW}'}."])
+    return f"{format_paired_table(rows)}\n\n{_prompts(scores['prompts'])}"
 
 
 def _prompts(prompts: Sequence[str]) -> str:

@@ -16,27 +16,15 @@ from torch import Tensor
 from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
-from sage_fast.eval.text import format_scores
-from sage_fast.eval.videoset import (
-    VideoSet,
-    as_csv,
-    as_json,
-    check_prompts,
-    format_table,
-    hacked,
-    markdown,
-    of_scores,
-    read_folder,
-    table,
-    write_folder,
-)
+from sage_fast.eval.text import format_table
+from sage_fast.eval.videoset import VideoSet, check_prompts, hacked, of_scores, read_folder, table, write_folder
 from sage_fast.loading import Setup, configured_prompts, load_scoring, load_setup
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge
 from sage_fast.run.folder import save_video
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import VIDEOS, write_atomic, write_json, writing
+from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json, writing
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import initialize, rank
 from sage_fast.util.videos import numbered
@@ -58,7 +46,7 @@ def run_eval(
         sources: gains are relative to the first.
         config: samples and scores all sources; only the `model` section of each source's own settings is used.
         scorers: additional rewards, named as in `reward.name`; their parts do not count in the composite.
-        folder: where to write the videos, `evaluation.md`, `evaluation.csv` and `evaluation.html`; new or empty.
+        folder: where to write the videos, `evaluation.md` and `evaluation.html`; new or empty.
         json: file for all scores.
 
     Raises:
@@ -241,19 +229,16 @@ def _finish(
 ) -> None:
     rows = table(sets)
     warnings = hacked(rows, judges)
-    if len(sets) == 1:
-        print(format_scores(next(iter(evaluations.values()))))
-    else:
-        wrapped = [textwrap.fill(line, 80, break_on_hyphens=False) for line in (*notes, *warnings)]
-        print(format_table(rows), *wrapped, sep="\n")
+    text = format_table(rows)
+    print(text, *(textwrap.fill(line, 80, break_on_hyphens=False) for line in (*notes, *warnings)), sep="\n")
     if json is not None:
         one = next(iter(evaluations.values()))
-        several = {"sources": evaluations, "table": [as_json(row) for row in rows]}
+        lines = [{name: json_value(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
+        several = {"sources": evaluations, "table": lines}
         write_json(one if len(sets) == 1 else several, json)
     if folder is None:
         return
-    write_atomic(folder / "evaluation.md", markdown(rows))
-    write_atomic(folder / "evaluation.csv", as_csv(rows))
+    write_atomic(folder / "evaluation.md", f"{text}\n")
     page = folder / "evaluation.html"
     title = " · ".join(videos.label for videos in sets)
     write_gallery(page, title=title, sets=sets, rows=rows, count=count, notes=notes, warnings=warnings)

@@ -14,7 +14,7 @@ Evaluations = Mapping[str, Mapping[str, Any]]
 """Name (`before`, `iteration-000010`, `after`) -> scores."""
 
 
-def in_order(evaluations: Evaluations) -> list[Mapping[str, Any]]:
+def _in_order(evaluations: Evaluations) -> list[Mapping[str, Any]]:
     """Return one evaluation per iteration, in order, keeping only those with the prompts and seeds of the last."""
     by_iteration = {scores["iteration"]: scores for _, scores in sorted(evaluations.items(), reverse=True)}
     ordered = [by_iteration[iteration] for iteration in sorted(by_iteration)]
@@ -27,13 +27,13 @@ def verdict(evaluations: Evaluations) -> str | None:
     The last evaluation is compared with the first, then with the one where that part peaked: a judge that rises first
     and falls later is also over-optimisation. None if neither comparison shows it.
     """
-    ordered = in_order(evaluations)
+    ordered = _in_order(evaluations)
     if len(ordered) < 2:
         return None
     first, *_, last = ordered
     if found := judge_hacked(paired_table(first, last)):
         return found
-    for part in judge_parts(evaluations):
+    for part in sorted({part for s in ordered for part in s["parts"] if part.startswith(JUDGE_PART)}):
         means = [mean_and_margin(s["prompts"], s["parts"].get(part, []))[0] for s in ordered[:-1]]
         if np.isnan(means).all():
             continue
@@ -42,7 +42,3 @@ def verdict(evaluations: Evaluations) -> str | None:
         if found := judge_hacked(rows):
             return f"since iteration {best['iteration']}: {found}"
     return None
-
-
-def judge_parts(evaluations: Evaluations) -> list[str]:
-    return sorted({part for scores in evaluations.values() for part in scores["parts"] if part.startswith(JUDGE_PART)})

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -120,11 +119,6 @@ def clustered_variance(values: Sequence[float] | np.ndarray, clusters: Sequence[
     return float(count / (count - 1) * np.square(list(sums.values())).sum() / len(array) ** 2)
 
 
-def _standard_error(prompts: Sequence[str], values: np.ndarray) -> float | None:
-    """Standard error of the mean, clustered by prompt; None with fewer than `MIN_PROMPTS`."""
-    return math.sqrt(clustered_variance(values, prompts)) if len(set(prompts)) >= MIN_PROMPTS else None
-
-
 def mean_and_margin(prompts: Sequence[str], values: Sequence[float | None]) -> tuple[float, float | None]:
     """Return the mean of the finite `values` and the half-width of its 95 % interval over prompts.
 
@@ -134,20 +128,9 @@ def mean_and_margin(prompts: Sequence[str], values: Sequence[float | None]) -> t
     if not kept:
         return math.nan, None
     array, names = np.array([value for _, value in kept]), [prompt for prompt, _ in kept]
-    return float(array.mean()), _margin(_standard_error(names, array), len(set(names)))
-
-
-def _margin(standard_error: float | None, prompts: int) -> float | None:
-    return None if standard_error is None else t_quantile(prompts) * standard_error
-
-
-def means_by_prompt(prompts: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    """Return prompt -> mean of its finite values; prompts without one are skipped."""
-    found: dict[str, list[float]] = {}
-    for prompt, value in zip(prompts, values):
-        if math.isfinite(value):
-            found.setdefault(prompt, []).append(value)
-    return {prompt: fmean(finite) for prompt, finite in found.items()}
+    count = len(set(names))
+    margin = t_quantile(count) * math.sqrt(clustered_variance(array, names)) if count >= MIN_PROMPTS else None
+    return float(array.mean()), margin
 
 
 def t_quantile(count: int) -> float:
@@ -167,8 +150,7 @@ class PairedRow:
         before: mean score before.
         after: mean score after, on the same prompts and seeds.
         difference: mean of after - before.
-        standard_error: standard error of the difference over prompts (seeds of a prompt are averaged first, since they
-            share its difficulty); None with fewer than `MIN_PROMPTS`.
+        margin: half-width of the 95 % interval of the difference over prompts; None with fewer than `MIN_PROMPTS`.
         pairs: number of pairs with finite scores; others are skipped.
         prompts: number of distinct prompts among them.
     """
@@ -177,19 +159,9 @@ class PairedRow:
     before: float
     after: float
     difference: float
-    standard_error: float | None
+    margin: float | None
     pairs: int
     prompts: int
-
-    @property
-    def standard_errors(self) -> float | None:
-        """The difference in units of its standard error; None if the error is unknown or zero."""
-        return self.difference / self.standard_error if self.standard_error else None
-
-    @property
-    def margin(self) -> float | None:
-        """Half-width of the 95 % interval of the difference (Student's t over prompts)."""
-        return _margin(self.standard_error, self.prompts)
 
     @property
     def direction(self) -> str:
@@ -212,27 +184,19 @@ def paired_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Pa
     for part, values in before["parts"].items():
         if part in after["parts"]:
             scores[part] = (values, after["parts"][part])
-    return [_paired_row(name, before["prompts"], *pair) for name, pair in scores.items()]
+    return [paired_row(name, before["prompts"], *pair) for name, pair in scores.items()]
 
 
-def _paired_row(name: str, prompts: Sequence[str], before: Sequence[float], after: Sequence[float]) -> PairedRow:
-    pairs = np.array([(as_float(x), as_float(y)) for x, y in zip(before, after)]).reshape(-1, 2)
-    kept = np.isfinite(pairs).all(1)
-    pairs = pairs[kept]
-    names = [prompt for prompt, keep in zip(prompts, kept) if keep]
-    if not names:
-        return PairedRow(
-            name=name, before=math.nan, after=math.nan, difference=math.nan, standard_error=None, pairs=0, prompts=0
-        )
-    difference = pairs[:, 1] - pairs[:, 0]
+def paired_row(
+    name: str, prompts: Sequence[str], before: Sequence[float | None], after: Sequence[float | None]
+) -> PairedRow:
+    """Compare the scores of pairs of videos; a pair without both scores does not count."""
+    scores = zip(prompts, map(as_float, before), map(as_float, after), strict=True)
+    kept = [(prompt, x, y, y - x) for prompt, x, y in scores if math.isfinite(y - x)]
+    names, *columns = zip(*kept) if kept else ((), (), (), ())
+    (x, _), (y, _), (difference, margin) = (mean_and_margin(names, column) for column in columns)
     return PairedRow(
-        name=name,
-        before=float(pairs[:, 0].mean()),
-        after=float(pairs[:, 1].mean()),
-        difference=float(difference.mean()),
-        standard_error=_standard_error(names, difference),
-        pairs=len(names),
-        prompts=len(set(names)),
+        name=name, before=x, after=y, difference=difference, margin=margin, pairs=len(kept), prompts=len(set(names))
     )
 
 

@@ -1,67 +1,71 @@
-"""Scores of evaluations as aligned text for a terminal."""
+"""Scores as Markdown tables, aligned for a terminal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from sage_fast.eval.scores import (
-    TOO_FEW,
-    PairedRow,
-    as_float,
-    columns_of,
-    format_number,
-    judge_hacked,
-    mean_and_margin,
-)
-
-
-def _name_width(names: Iterable[str]) -> int:
-    return max([12, *(len(name) + 2 for name in names)])
-
-
-def cells_of(row: PairedRow) -> tuple[str, str, str]:
-    """Format the score before, the score after, and the difference with its margin if there is one."""
-    difference = format_number(row.difference, 4, sign=True)
-    if row.margin is not None:
-        difference += f" ± {format_number(row.margin, 4)}"
-    return format_number(row.before, 4), format_number(row.after, 4), difference
+from sage_fast.eval.scores import TOO_FEW, PairedRow, format_number, judge_hacked
+from sage_fast.eval.videoset import SetRow, shown_name
 
 
 def format_paired_table(rows: Sequence[PairedRow]) -> str:
-    """Format the comparison as aligned text for a terminal."""
-    judged = any(row.standard_error is not None for row in rows)
-    width = 22 if judged else 12
-    left = _name_width(row.name for row in rows)
-    lines = [
-        f"{'held-out':<{left}}{'before':>10}{'after':>10}{'difference ± 95 %' if judged else 'difference':>{width}}"
-        + f"{'std. errors':>13}" * judged
-    ]
+    """Format scores before and after training: a row per score."""
+    judged = any(row.margin is not None for row in rows)
+    lines = [["held-out", "before", "after", "difference" + " ± 95 %" * judged]]
     for row in rows:
-        before, after, difference = cells_of(row)
-        line = f"{row.name:<{left}}{before:>10}{after:>10}{difference:>{width}}"
-        ratio = f"{row.standard_errors:+.1f}" if row.standard_errors is not None else "-"
-        lines.append(line + f"{ratio:>13}" * judged)
-    if rows:
-        why = "" if judged else f"; {TOO_FEW}"
-        lines.append(f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds{why}")
+        difference = _with_margin(row.difference, row.margin, sign=True)
+        lines.append([row.name, format_number(row.before, 4), format_number(row.after, 4), difference])
+    why = "" if judged else f"; {TOO_FEW}"
+    text = [*_grid(lines), "", f"{rows[0].pairs} videos of {rows[0].prompts} prompts, same seeds{why}"]
     if verdict := judge_hacked(rows):
-        lines.append(verdict)
-    return "\n".join(lines)
+        text.append(verdict)
+    return "\n".join(text)
 
 
-def format_scores(scores: Mapping[str, Any]) -> str:
-    """Format one evaluation (`eval/*.json`) as aligned text: means with 95 % intervals over prompts."""
-    lines, judged = [], False
-    left = _name_width(scores["parts"])
-    for name, values in columns_of(scores).items():
-        mean, margin = mean_and_margin(scores["prompts"], values)
-        judged = judged or margin is not None
-        width = f" ± {format_number(margin, 4)}" if margin is not None else ""
-        lines.append(f"{name:<{left}}{format_number(mean, 4):>10}{width}")
-    why = "; ± is a 95 % interval" if judged else f"; {TOO_FEW}"
-    count, scored = len(scores["prompts"]), sum(math.isfinite(as_float(value)) for value in scores["reward"])
-    counted = f"{scored} of {count}" if scored < count else f"{count}"
-    lines.append(f"{counted} videos of {len(set(scores['prompts']))} prompts{why}")
-    return "\n".join(lines)
+def format_table(rows: Sequence[SetRow]) -> str:
+    """Format the scores of sources: a row per score and a column per source, then the same of the gains."""
+    labels, scores = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("label", "score"))
+    means = {(row.score, row.label): _with_margin(row.mean, row.margin) for row in rows}
+    gains = {
+        (row.score, row.label): _with_margin(row.gain, row.gain_margin, sign=True)
+        for row in rows
+        if row.gain is not None
+    }
+
+    def lines(title: str, cells: dict[tuple[str, str], str], labels: Sequence[str]) -> list[list[str]]:
+        body = [[shown_name(score), *(cells.get((score, label), "-") for label in labels)] for score in scores]
+        return [[title, *labels], *body]
+
+    text = [*_grid(lines("mean", means, labels)), ""]
+    if gains:
+        text += [*_grid(lines(f"gain over {labels[0]}", gains, labels[1:])), ""]
+    return "\n".join([*text, summary(rows)])
+
+
+def summary(rows: Sequence[SetRow]) -> str:
+    """Describe the numbers of the table in one line."""
+    counts = {(row.videos, row.prompts) for row in rows}
+    videos, prompts = max(counts, default=(0, 0))
+    fewer = "" if len(counts) < 2 else "up to "
+    intervals = "± is a 95 % interval" if any(row.margin is not None for row in rows) else TOO_FEW
+    return f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each; {intervals}"
+
+
+def _with_margin(value: float, margin: float | None, *, sign: bool = False) -> str:
+    if math.isnan(value):
+        return "-"
+    return format_number(value, 4, sign=sign) + (f" ± {format_number(margin, 4)}" if margin is not None else "")
+
+
+def _grid(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out cells, of which the first line is the header, as an aligned Markdown table."""
+    cells = [[_escaped(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    first, *others = widths
+    cells.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    return [f"| {' | '.join([line[0].ljust(first), *map(str.rjust, line[1:], others)])} |" for line in cells]
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<")

@@ -12,21 +12,19 @@ import functools
 import io
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sage_fast.eval.hacking import Evaluations
 from sage_fast.eval.scores import (
-    TOO_FEW,
-    Interval,
     as_float,
     columns_of,
+    composite,
     direction,
-    format_number,
     hacking,
     mean_and_margin,
-    means_by_prompt,
+    paired_row,
 )
 from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, write_atomic
@@ -86,9 +84,14 @@ def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) 
     )
 
 
-def of_run(label: str, run: Path, evaluation: str, scores: Mapping[str, Any]) -> VideoSet:
-    """Build a set from an evaluation in a run folder, with the videos the run kept."""
-    return of_scores(label, scores, numbered(run / "videos" / evaluation))
+def of_run(run: Path, evaluations: Evaluations, labels: Mapping[str, str]) -> list[VideoSet]:
+    """Build a set from each of a run's evaluations that `labels` names, with the videos the run kept.
+
+    All composites are under the weights of the last one, since a resume may have changed the weights.
+    """
+    weights = evaluations[[*labels][-1]].get("weights") if labels else None
+    named = {name: {**evaluations[name], "reward": composite(evaluations[name], weights)} for name in labels}
+    return [of_scores(labels[name], scores, numbered(run / "videos" / name)) for name, scores in named.items()]
 
 
 # -- a folder with videos.csv -----------------------------------------------------------------------------------------
@@ -150,14 +153,10 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
     writer.writerow(["file", "prompt", *(["seed"] if videos.seeds else []), *videos.scores])
     for i, (file, prompt) in enumerate(zip(videos.files, videos.prompts, strict=True)):
         assert file is not None
-        numbers = [_number(values[i]) for values in videos.scores.values()]
+        numbers = [repr(values[i]) if math.isfinite(values[i]) else "" for values in videos.scores.values()]
         seed = [videos.seeds[i]] if videos.seeds else []
         writer.writerow([os.path.relpath(file, folder), prompt, *seed, *numbers])
     write_atomic(folder / VIDEOS, table.getvalue())
-
-
-def _number(value: float | None) -> str:
-    return repr(value) if value is not None and math.isfinite(value) else ""
 
 
 def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
@@ -193,11 +192,11 @@ class SetRow:
     Attributes:
         score: name of the score; `reward` for the composite.
         label: label of the source.
-        mean: mean over prompts of the means over each prompt's videos.
-        margin: half-width of the mean's 95 % interval; None with fewer than `MIN_PROMPTS` prompts.
-        gain, gain_margin: mean paired difference to the first source and its margin; None for the first source.
+        mean, margin: mean over the videos and the half-width of its 95 % interval over prompts (None with fewer than
+            `MIN_PROMPTS`).
         videos, prompts: numbers of videos and prompts with this score.
-        pairs, pair_prompts: numbers of pairs and prompts with this score in both sources.
+        gain, gain_margin: mean paired difference to the first source and its margin; None for the first source.
+        pairs: number of pairs with this score in both sources.
     """
 
     score: str
@@ -209,26 +208,11 @@ class SetRow:
     gain: float | None = None
     gain_margin: float | None = None
     pairs: int = 0
-    pair_prompts: int = 0
-
-    @property
-    def interval(self) -> Interval | None:
-        """95 % interval of the mean."""
-        return _interval(self.mean, self.margin)
-
-    @property
-    def gain_interval(self) -> Interval | None:
-        """95 % interval of the gain."""
-        return None if self.gain is None else _interval(self.gain, self.gain_margin)
 
     @property
     def direction(self) -> str:
         """`up` or `down` if the interval of the gain excludes 0, else an empty string."""
         return "" if self.gain is None else direction(self.gain, self.gain_margin)
-
-
-def _interval(value: float, margin: float | None) -> Interval | None:
-    return None if margin is None else (value - margin, value + margin)
 
 
 def table(sets: Sequence[VideoSet]) -> list[SetRow]:
@@ -239,20 +223,16 @@ def table(sets: Sequence[VideoSet]) -> list[SetRow]:
 
 
 def _row(name: str, videos: VideoSet, first: VideoSet) -> SetRow:
-    values = videos.by_key(name)
-    mean, margin, prompts = _over_prompts(values)
-    row = SetRow(score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=prompts)
+    values, base = videos.by_key(name), first.by_key(name)
+    prompts = [prompt for prompt, _ in values]
+    mean, margin = mean_and_margin(prompts, list(values.values()))
+    row = SetRow(
+        score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=len(set(prompts))
+    )
     if videos is first or name not in first.scores:
         return row
-    gains = gains_of(name, first, videos)
-    gain, margin, prompts = _over_prompts(gains)
-    return dataclasses.replace(row, gain=gain, gain_margin=margin, pairs=len(gains), pair_prompts=prompts)
-
-
-def _over_prompts(values: Mapping[Key, float]) -> tuple[float, float | None, int]:
-    """Return the mean over prompts, where each counts once, its margin, and their number."""
-    means = means_by_prompt([prompt for prompt, _ in values], list(values.values()))
-    return *mean_and_margin(list(means), list(means.values())), len(means)
+    paired = paired_row(name, prompts, [base.get(key) for key in values], list(values.values()))
+    return dataclasses.replace(row, gain=paired.difference, gain_margin=paired.margin, pairs=paired.pairs)
 
 
 def gains_of(name: str, first: VideoSet, videos: VideoSet) -> dict[Key, float]:
@@ -273,96 +253,3 @@ def hacked(rows: Sequence[SetRow], judges: Sequence[str]) -> list[str]:
 def shown_name(score: str) -> str:
     """Return a score's name in tables: `overall` for the composite, as in the paper."""
     return "overall" if score == "reward" else score
-
-
-def format_interval(interval: Interval | None, *, sign: bool = False) -> str:
-    if interval is None:
-        return ""
-    return " to ".join(format_number(value, 3, sign=sign) for value in interval)
-
-
-def format_table(rows: Sequence[SetRow]) -> str:
-    """Format for the terminal: one block per score, one line per source."""
-    width = max([12, *(len(_cut(row.label)) + 2 for row in rows), *(len(shown_name(row.score)) for row in rows)])
-    lines = []
-    for score in dict.fromkeys(row.score for row in rows):
-        lines.append(f"{shown_name(score):<{width}}{'mean':>9}  {'95 % interval':<18}{'gain':>9}  95 % interval")
-        for row in (row for row in rows if row.score == score):
-            line = (
-                f"  {_cut(row.label):<{width - 2}}{format_number(row.mean, 3):>9}  {format_interval(row.interval):<18}"
-            )
-            if row.gain is not None:
-                line += f"{format_number(row.gain, 3, sign=True):>9}  {format_interval(row.gain_interval, sign=True)}"
-            lines.append(line.rstrip())
-    return "\n".join([*lines, textwrap.fill(summary(rows), 80, break_on_hyphens=False)])
-
-
-def _cut(label: str) -> str:
-    return label if len(label) <= 28 else "..." + label[-25:]
-
-
-def summary(rows: Sequence[SetRow]) -> str:
-    """Describe the numbers of the table in one line."""
-    counts = {(row.videos, row.prompts) for row in rows}
-    videos, prompts = max(counts, default=(0, 0))
-    fewer = "" if len(counts) < 2 else "up to "
-    first = rows[0].label if rows else ""
-    gains = f"gains: paired differences to {first}; " if any(row.gain is not None for row in rows) else ""
-    few = all(row.interval is None for row in rows)
-    intervals = TOO_FEW if few else "95 % intervals over prompts"
-    counted = f"{fewer}{videos} video{'s' * (videos != 1)} of {prompts} prompt{'s' * (prompts != 1)} each"
-    return f"{counted}; {gains}{intervals}"
-
-
-def markdown(rows: Sequence[SetRow]) -> str:
-    """Format as in the paper: a table with one row per source and one column per score, then one of the gains."""
-    scores = list(dict.fromkeys(row.score for row in rows))
-    labels = list(dict.fromkeys(row.label for row in rows))
-    found = {(row.label, row.score): row for row in rows}
-
-    def lines(cell: Any) -> list[str]:
-        header = ["", *(_cell(shown_name(score)) for score in scores)]
-        body = [[_cell(label), *(cell(found.get((label, score))) for score in scores)] for label in labels]
-        return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
-
-    def mean(row: SetRow | None) -> str:
-        if row is None or math.isnan(row.mean):
-            return "-"
-        return format_number(row.mean, 4) + (f" ({format_interval(row.interval)})" if row.interval else "")
-
-    def gain(row: SetRow | None) -> str:
-        if row is None or row.gain is None or math.isnan(row.gain):
-            return "-"
-        interval = f" ({format_interval(row.gain_interval, sign=True)})" if row.gain_interval else ""
-        return format_number(row.gain, 4, sign=True) + interval
-
-    text = [*lines(mean), "", summary(rows), ""]
-    if any(row.gain is not None for row in rows):
-        text += [f"Gain over {_cell(labels[0])}, pair by pair:", "", *lines(gain), ""]
-    return "\n".join(text)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "\\<")
-
-
-def as_csv(rows: Sequence[SetRow]) -> str:
-    """Format as CSV: one line per score and source, numbers in full precision."""
-    table = io.StringIO(newline="")
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(
-        ["source", "score", "mean", "low", "high", "videos", "prompts", "gain", "gain_low", "gain_high", "pairs"]
-    )
-    for row in rows:
-        low, high = row.interval or (None, None)
-        gain_low, gain_high = row.gain_interval or (None, None)
-        numbers = [_number(value) for value in (row.mean, low, high)]
-        gains = [_number(value) for value in (row.gain, gain_low, gain_high)]
-        writer.writerow([row.label, row.score, *numbers, row.videos, row.prompts, *gains, row.pairs or ""])
-    return table.getvalue()
-
-
-def as_json(row: SetRow) -> dict[str, Any]:
-    """Return a row as JSON, with null for NaN."""
-    fields = dataclasses.asdict(row) | {"interval": row.interval, "gain_interval": row.gain_interval}
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in fields.items()}

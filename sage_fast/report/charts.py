@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from sage_fast.eval.scores import LARGEST
 from sage_fast.util.profiling import PHASES, WAIT
@@ -61,6 +61,15 @@ _ON_WHITE: Any = {
     key: "#22252a" if "color" in key.lower() and "grid" not in key else value for key, value in STYLE.items()
 } | {"grid.color": "#b9bcc0", "axes.edgecolor": "#8a8f98", "xtick.color": "#8a8f98", "ytick.color": "#8a8f98"}
 
+_CHART: Any = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.formatter.limits": (-3, 4),
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    "text.parse_math": False,  # a reward's part may hold a "$"
+}
+
 METRICS: dict[str, tuple[str, str, dict[str, bool]]] = {
     "reward/mean": ("Training reward", "mean over the batch", {}),
     "reward/std": ("Reward spread within a group", "standard deviation", {}),
@@ -91,14 +100,6 @@ def _number(value: object) -> float:
 def _iterations(rows: Sequence[MetricsRow]) -> np.ndarray:
     """Return the number of iterations completed at each row; 1 for the first."""
     return np.array([row["iteration"] + 1 for row in rows], dtype=np.float64)
-
-
-def _figure() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(4.3, 2.8), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
-    axes.patch.set_alpha(0)
-    return figure, axes
 
 
 def themed_svg(figure: Figure, name: str, description: str) -> str:
@@ -144,34 +145,26 @@ def _drawn(draw: Draw, size: tuple[float, float]) -> Figure:
     return figure
 
 
-def _finish_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
-    low, high = axes.get_xlim()
-    if high - low < 1:  # a single iteration
-        axes.set_xlim((low + high - 1) / 2, (low + high + 1) / 2)
-    if axes.get_yscale() == "linear":
-        formatter = ScalarFormatter(useMathText=False)
-        formatter.set_powerlimits((-3, 4))
-        axes.yaxis.set_major_formatter(formatter)
-    else:
-        axes.yaxis.set_major_formatter(LogFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter())
-    axes.tick_params(length=3)
+def _chart(draw: Callable[[Axes], object], name: str, title: str, ylabel: str, xlabel: str = "iteration") -> str:
+    """Render what `draw` puts on the axes, with a legend if it labels several things; `name` is unique on the page."""
+    with matplotlib.rc_context({**STYLE, **_CHART}):
+        figure = Figure(figsize=(4.3, 2.8), layout="constrained")
+        axes = figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=xlabel == "iteration", min_n_ticks=1))
+        draw(axes)
+        if axes.get_yscale() == "log":
+            axes.yaxis.set_major_formatter(LogFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter())
+        if (count := len(axes.get_legend_handles_labels()[1])) > 1:
+            figure.legend(loc="outside lower left", ncols=min(count, 4), handlelength=1.2, columnspacing=1.4)
+        return themed_svg(figure, name, html.escape(title))
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred running mean over `window` rows, ignoring NaN; a NaN input stays NaN."""
-    if window <= 1:
-        return values
-    half = window // 2
-    padded = np.pad(values, half, constant_values=np.nan)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
-    present = ~np.isnan(windows)
-    sums = np.where(present, windows, 0).sum(1)
-    means = np.divide(sums, present.sum(1), out=np.full(len(values), np.nan), where=present.any(1))
-    return np.where(np.isnan(values), np.nan, means)
+    """Centred running mean over `window` rows, at most as many as there are, ignoring NaN; a NaN input stays NaN."""
+    present = ~np.isnan(values)
+    sums, counts = (np.convolve(x, np.ones(window), "same") for x in (np.where(present, values, 0), present))
+    return np.where(present, sums / np.maximum(counts, 1), np.nan)
 
 
 def spans_decades(values: np.ndarray) -> bool:
@@ -203,30 +196,17 @@ def lines(
     if not data:
         return None
     log = log and spans_decades(np.concatenate([values for _, values in data.values()]))
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
+
+    def draw(axes: Axes) -> None:
+        if log:
+            axes.set_yscale("log", nonpositive="mask")
         for color, (label, (rows, values)) in zip(COLORS * 3, data.items()):
-            if log:
-                values = np.where(values > 0, values, np.nan)
-            x = _iterations(rows)
-            window = len(rows) // 15 if smoothed and len(rows) >= 30 else 1
-            marker: Any = _marker(rows)
+            x, window = _iterations(rows), len(rows) // 15 if smoothed and len(rows) >= 30 else 1
             if window > 1:
                 axes.plot(x, values, color=color, alpha=0.3, linewidth=0.9)
-                marker = {}
-            axes.plot(x, smooth(values, window), color=color, label=_plain(label), **marker)
-        if log:
-            axes.set_yscale("log")
-        axes.set_title(_plain(title))
-        if len(data) > 1:
-            _legend(axes, len(data))
-        _finish_axes(axes, "iteration", ylabel)
-        return themed_svg(figure, name, html.escape(title))
+            axes.plot(x, smooth(values, window), color=color, label=label, **_marker(rows))
 
-
-def _plain(text: str) -> str:
-    """Escape `$`, which starts mathtext, and a leading `_`, which would hide the label from the legend."""
-    return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
+    return _chart(draw, name, title, ylabel)
 
 
 def _marker(rows: Sequence[MetricsRow]) -> dict[str, Any]:
@@ -234,55 +214,41 @@ def _marker(rows: Sequence[MetricsRow]) -> dict[str, Any]:
     return {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
 
 
-def _legend(axes: Axes, count: int) -> None:
-    assert isinstance(axes.figure, Figure)
-    axes.figure.legend(loc="outside lower left", ncols=min(count, 4), handlelength=1.2, columnspacing=1.4)
-
-
 def ratio(rows: Sequence[MetricsRow]) -> str | None:
     """Draw the importance ratio minus 1: minimum to maximum as a band, the mean as a line."""
     low, mean, high = (column(rows, f"ratio/{key}") - 1 for key in ("min", "mean", "max"))
     if np.isnan(mean).all() and np.isnan(low).all():
         return None
-    x = _iterations(rows)
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        marker = _marker(rows)
+    x, marker = _iterations(rows), _marker(rows)
+
+    def draw(axes: Axes) -> None:
         axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
         axes.plot(x, high, color=BLUE, linewidth=0.9, alpha=0.7, label="max", **marker)
         axes.plot(x, mean, color=BLUE, label="mean", **marker)
         axes.plot(x, low, color=BLUE, linewidth=0.9, alpha=0.7, linestyle="--", label="min", **marker)
-        axes.set_title("Importance ratio")
-        _legend(axes, 3)
-        _finish_axes(axes, "iteration", "ratio - 1")
-        return themed_svg(figure, "ratio", "Importance ratio")
+
+    return _chart(draw, "ratio", "Importance ratio", "ratio - 1")
 
 
 def phases(rows: Sequence[MetricsRow]) -> str | None:
-    """Draw seconds per iteration as bars stacked by phase; at most 60 bars, each a mean over adjacent iterations."""
-    keys = [key for key in (*PHASES, WAIT) if not np.isnan(column(rows, f"time/{key}")).all()]
-    if not keys:
+    """Draw seconds per iteration, stacked by phase."""
+    known = {key: np.nan_to_num(column(rows, f"time/{key}")) for key in (*PHASES, WAIT)}
+    known = {key: values for key, values in known.items() if values.any()}
+    if not known:
         return None
-    known = {key: np.nan_to_num(column(rows, f"time/{key}")) for key in keys}
     rest = np.nan_to_num(column(rows, "time/total") - sum(known.values()))
     if (rest > 0).any():
         known["other"] = rest.clip(min=0)
-    bins = np.array_split(np.arange(len(rows)), min(60, len(rows)))
-    x = _iterations(rows)
-    center = np.array([x[i].mean() for i in bins])
-    width = np.array([x[i[-1]] - x[i[0]] + 1 for i in bins])
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        bottom = np.zeros(len(bins))
+    edges = np.append(_iterations(rows), rows[-1]["iteration"] + 2) - 0.5
+
+    def draw(axes: Axes) -> None:
+        bottom = np.zeros(len(rows))
         for color, (key, values) in zip((BLUE, TEAL, GREEN, PURPLE, ORANGE, RED, GREY, YELLOW), known.items()):
-            mean = np.array([values[i].mean() for i in bins])
-            axes.bar(center, mean, 0.9 * width, bottom=bottom, color=color, label=key, linewidth=0)
-            bottom += mean
-        axes.set_title("Time by phase")
+            axes.stairs(bottom + values, edges, baseline=bottom, fill=True, color=color, label=key)
+            bottom = bottom + values
         axes.grid(axis="x", visible=False)
-        _legend(axes, len(known))
-        _finish_axes(axes, "iteration", "seconds per iteration")
-        return themed_svg(figure, "phases", "Time by phase")
+
+    return _chart(draw, "phases", "Time by phase", "seconds per iteration")
 
 
 def step_gradients(rows: Sequence[MetricsRow]) -> np.ndarray | None:
@@ -296,30 +262,6 @@ def step_gradients(rows: Sequence[MetricsRow]) -> np.ndarray | None:
         if isinstance(values, list):
             grid[i, : len(values)] = [_number(value) for value in values]
     return None if np.isnan(grid).all() else grid
-
-
-def gradient_map(rows: Sequence[MetricsRow]) -> str | None:
-    """Draw the norm of the gradient at the velocity by iteration and timestep, on a logarithmic colour scale."""
-    grid = step_gradients(rows)
-    if grid is None or not (grid > 0).any():
-        return None
-    x = _iterations(rows)
-    image = np.ma.masked_invalid(np.log10(np.where(grid > 0, grid, np.nan)).T)
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        extent = (x[0] - 0.5, x[-1] + 0.5, grid.shape[1] - 0.5, -0.5)
-        low, high = float(image.min()), float(image.max())
-        shown = axes.imshow(image, aspect="auto", extent=extent, interpolation="none", cmap="viridis")
-        shown.set_clim(low, max(high, low + 1e-3))
-        bar = figure.colorbar(shown, ax=axes, pad=0.02)
-        bar.set_label("log10 of the norm")
-        bar.outline.set_visible(False)
-        axes.grid(visible=False)
-        axes.set_title("Gradient at the velocity, by timestep")
-        _finish_axes(axes, "iteration", "timestep (0 = pure noise)")
-        axes.yaxis.set_major_formatter("{x:.0f}")
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        return themed_svg(figure, "gradient-map", "Gradient at the velocity by timestep and iteration")
 
 
 def gradient_by_sigma(rows: Sequence[MetricsRow], sigmas: Sequence[float] | None) -> str | None:
@@ -339,20 +281,19 @@ def gradient_by_sigma(rows: Sequence[MetricsRow], sigmas: Sequence[float] | None
     x = np.asarray(sigmas if by_sigma else range(count), dtype=np.float64)[:count][used]
     mean = 10 ** np.nanmean(logs[:, used], axis=0)
     low, high = 10 ** np.nanpercentile(logs[:, used], (10, 90), axis=0)
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
+
+    def draw(axes: Axes) -> None:
         axes.fill_between(x, low, high, color=BLUE, alpha=0.18, linewidth=0)
         axes.plot(x, mean, color=BLUE, marker="o", markersize=3.5)
         if spans_decades(np.concatenate([low, high])):
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)  # shows how level the norms are
-        axes.set_title("Gradient at the velocity, mean of the run")
-        _finish_axes(axes, "sigma of the step" if by_sigma else "timestep", "norm")
         if by_sigma:
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
             axes.set_xlim(max(x) + 0.02, 0)  # sampling runs from noise to video
-        return themed_svg(figure, "gradient-sigma", "Mean gradient at the velocity by noise level")
+
+    xlabel = "sigma of the step" if by_sigma else "timestep"
+    return _chart(draw, "gradient-sigma", "Gradient at the velocity, mean of the run", "norm", xlabel)
 
 
 Points = Mapping[int, tuple[float, float]]
@@ -368,18 +309,13 @@ def held_out(
     """
     if max(map(len, points.values()), default=0) < least:
         return None
-    points = {label: line for label, line in points.items() if line}
-    with matplotlib.rc_context(STYLE):
-        figure, axes = _figure()
-        for color, (label, line) in zip(COLORS * 3, points.items()):
+    known = any(math.isfinite(margin) for line in points.values() for _, margin in line.values())
+
+    def draw(axes: Axes) -> None:
+        for color, (label, line) in zip(COLORS * 3, ((label, line) for label, line in points.items() if line)):
             x = sorted(line)
             means, errors = zip(*(line[i] for i in x))
-            axes.errorbar(
-                x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=_plain(label)
-            )  # fmt: skip
-        axes.set_title(_plain(title))
-        if len(points) > 1:
-            _legend(axes, len(points))
-        known = any(math.isfinite(margin) for line in points.values() for _, margin in line.values())
-        _finish_axes(axes, "iteration", f"{ylabel}, 95 % intervals" if known else ylabel)
-        return themed_svg(figure, re.sub(r"\W+", "-", title.lower()), f"{html.escape(title)} by iteration")
+            axes.errorbar(x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=label)
+
+    name = re.sub(r"\W+", "-", title.lower())
+    return _chart(draw, name, title, f"{ylabel}, 95 % intervals" if known else ylabel)

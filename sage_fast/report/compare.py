@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sage_fast.eval.hacking import verdict
-from sage_fast.eval.videoset import SetRow, VideoSet, check_prompts, of_run, read_folder, shown_name, table
+from sage_fast.eval.scores import paired_table
+from sage_fast.eval.videoset import VideoSet, check_prompts, of_run, read_folder, shown_name, table
 from sage_fast.report import charts
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.page import RunFiles, points_of, read_run
@@ -39,7 +40,7 @@ def read_sets(sources: Mapping[str, Path]) -> tuple[dict[str, RunFiles], list[Vi
         if newest is None:
             notes.append(f"{label} has no evaluation yet.")
             continue
-        sets.append(of_run(label, path, newest, run.evaluations[newest]))
+        sets += of_run(path, run.evaluations, {newest: label})
         if newest != "after":
             notes.append(f"{label} is shown {'before training' if newest == 'before' else f'at {newest}'}.")
     for videos in sets[1:]:
@@ -63,12 +64,12 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
     """
     runs, sets, notes = read_sets(sources)
     rows = table(sets) if sets else []
-    own: dict[tuple[str, str], SetRow] = {}
-    for videos in sets:
-        run = runs.get(videos.label)
-        if run is not None and run.last is not None and "before" in run.evaluations:
-            before = of_run(videos.label, run.folder, "before", run.evaluations["before"])
-            own |= {(row.label, row.score): row for row in table([before, videos]) if row.gain is not None}
+    own = {
+        (label, row.name): row
+        for label, run in runs.items()
+        if run.last is not None and "before" in run.evaluations
+        for row in paired_table(run.evaluations["before"], run.evaluations[run.last])
+    }
     found = {label: verdict(run.evaluations) for label, run in runs.items()}
     path = folder / PAGE
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,13 +12,14 @@ from sage_fast.eval.hacking import Evaluations
 from sage_fast.eval.scores import paired_table, read_evaluations
 from sage_fast.eval.sheets import comparison_sheet
 from sage_fast.eval.text import format_paired_table
+from sage_fast.eval.videoset import Key, VideoSet, of_run
 from sage_fast.report.page import write_report
 from sage_fast.report.playback import read_video
-from sage_fast.report.shown import scores_of, shown_pairs
+from sage_fast.report.shown import choose, scores_of
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import atomic_path
-from sage_fast.util.videos import numbered
+from sage_fast.util.metrics import JUDGE_PART
 
 log = logging.getLogger(__name__)
 
@@ -56,25 +55,18 @@ def write_comparison(run: Path, evaluations: Evaluations, count: int) -> Path | 
     Returns:
         The path of the image; None if the evaluations have no video in common that can be read.
     """
-    compared, shown = _shown(run, evaluations, count)
-    files = {name: numbered(run / "videos" / name) for name in compared}
-    videos: dict[int, dict[str, Tensor]] = {}
-    for i in shown:
+    sets, shown = _shown(run, evaluations, count)
+    videos: dict[Key, list[Tensor]] = {}
+    for key in shown:
         try:
-            videos[i] = {name: read_video(files[name][i], num_frames=3) for name in compared}
+            videos[key] = [read_video(side.shown[key], num_frames=3) for side in sets]
         except UserError as error:
             log.warning(wrapped(f"note: left out of comparison.png: {error}"))
-    shown = {i: why for i, why in shown.items() if i in videos}
-    if not shown:
+    if not videos:
         return None
-    columns, notes = {}, []
-    for name, scores in compared.items():
-        label = f"{scores['iteration']} iterations" if scores["iteration"] else "base"
-        columns[label] = [videos[i][name] for i in shown]
-        known = [[(part, value) for part, value in scores_of(scores, i) if math.isfinite(value)] for i in shown]
-        notes.append([", ".join(f"{part} {value:.2f}" for part, value in pairs) for pairs in known])
-    prompts = next(iter(compared.values()))["prompts"]
-    captions = [f"{why}: {prompts[i]}" if why else prompts[i] for i, why in shown.items()]
+    columns = {side.label: [found[i] for found in videos.values()] for i, side in enumerate(sets)}
+    captions = [f"{shown[key]}: {key[0]}" if shown[key] else key[0] for key in videos]
+    notes = [[_note(side, key) for key in videos] for side in sets]
     path = run / "comparison.png"
     with atomic_path(path) as file:
         comparison_sheet(columns, captions, notes=notes if any(map(any, notes)) else None).save(file, "PNG")
@@ -83,19 +75,24 @@ def write_comparison(run: Path, evaluations: Evaluations, count: int) -> Path | 
 
 def keep_shown(run: Path, evaluations: Evaluations, count: int) -> None:
     """Delete the candidate videos that `write_comparison` did not show."""
-    compared, shown = _shown(run, evaluations, count)
-    for name in compared if shown else ():
-        for number, path in numbered(run / "videos" / name).items():
-            if number not in shown:
-                path.unlink()
+    sets, shown = _shown(run, evaluations, count)
+    for side in sets if shown else ():
+        for key, file in side.shown.items():
+            if key not in shown:
+                file.unlink()
 
 
-def _shown(run: Path, evaluations: Evaluations, count: int) -> tuple[dict[str, Any], dict[int, str]]:
-    """Return the columns of the comparison (name -> scores) and its videos (number -> reason)."""
+def _shown(run: Path, evaluations: Evaluations, count: int) -> tuple[list[VideoSet], dict[Key, str]]:
+    """Return the columns of the comparison, and the videos that all of them have with the reasons to show them."""
     during = sorted(name for name in evaluations if name.startswith("iteration-"))
-    compared = {name: evaluations[name] for name in ("before", *during[:1], "after") if name in evaluations}
-    if not compared:
-        return {}, {}
-    common = set.intersection(*(set(numbered(run / "videos" / name)) for name in compared))
-    scores = list(compared.values())
-    return compared, shown_pairs(scores[0], scores[-1], common, count)
+    names = [name for name in ("before", *during[:1], "after") if name in evaluations]
+    iterations = {name: evaluations[name]["iteration"] for name in names}
+    sets = of_run(run, evaluations, {name: f"{i} iterations" if i else "base" for name, i in iterations.items()})
+    shown = choose(sets, count) if sets else {}
+    return sets, {key: why for key, why in shown.items() if all(key in side.shown for side in sets)}
+
+
+def _note(side: VideoSet, key: Key) -> str:
+    """Return the composite and the judge's scores of a video."""
+    known = scores_of(side, key).items()
+    return ", ".join(f"{name} {x:.2f}" for name, x in known if name == "overall" or name.startswith(JUDGE_PART))

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from sage_fast.eval.scores import format_number
-from sage_fast.report.playback import for_browser, poster
+from sage_fast.report.playback import for_browser
 
 
 def render(template: str | Path, **values: Any) -> str:
@@ -20,7 +20,6 @@ def render(template: str | Path, **values: Any) -> str:
     loader = jinja2.FileSystemLoader([file.parent, here])
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["number"] = shown_number
-    environment.filters["dash"] = lambda text: text.replace("-", "\N{MINUS SIGN}") or "\N{EN DASH}"
     return environment.get_template(file.name).render(**values)
 
 
@@ -39,13 +38,3 @@ def data_address(file: Path) -> str:
     """
     kind, content = for_browser(file)
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def cell_of(file: Path | None) -> dict[str, str]:
-    """Return the cell for the macro of videos.html.j2: the video's URL and, unless it is an image, its poster."""
-    if file is None:
-        return {}
-    cell = {"address": data_address(file)}
-    if cell["address"].startswith("data:video/"):
-        cell["poster"] = f"data:image/jpeg;base64,{base64.b64encode(poster(file)).decode()}"
-    return cell

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sage_fast.config.load import leaves, read_yaml
-from sage_fast.eval.hacking import Evaluations, in_order, judge_parts, verdict
+from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import (
     TOO_FEW,
     PairedRow,
-    as_float,
     columns_of,
     format_number,
     judge_hacked,
@@ -24,15 +22,15 @@ from sage_fast.eval.scores import (
     paired_table,
     read_evaluations,
 )
+from sage_fast.eval.videoset import VideoSet, of_run
 from sage_fast.report import charts
 from sage_fast.report.charts import MetricsRow, column
-from sage_fast.report.html import cell_of, render
-from sage_fast.report.shown import scores_of, shown_pairs
+from sage_fast.report.html import render
+from sage_fast.report.shown import cards
 from sage_fast.util.environment import PACKAGES
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, read_metrics, write_atomic
 from sage_fast.util.metrics import JUDGE_PART, REWARD_PART
-from sage_fast.util.videos import numbered
 
 STEPS = ("sigmas", "transition_std", "equalizer")
 """Lists of `run.json` with a value for each step of a rollout."""
@@ -83,29 +81,17 @@ def read_run(folder: Path) -> RunFiles:
     if not (folder / "metrics.jsonl").is_file() and not (folder / "run.json").is_file():
         raise UserError(f"{str(folder)!r} holds a run that has not begun: run.json and metrics.jsonl are missing")
     evaluations, left_out = read_evaluations(folder)
-    with _advising("remove the file for a page without its facts"):
-        facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
-        _check_facts(facts, folder / "run.json")
-    with _advising("put a copy of it there"):
-        settings = leaves(read_yaml(folder / "config.yaml"))
+    facts = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    _check_facts(facts, folder / "run.json")
     return RunFiles(
         folder=folder,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
-        settings=settings,
+        settings=leaves(read_yaml(folder / "config.yaml")),
         facts=facts,
         rows=read_metrics(folder / "metrics.jsonl"),
         evaluations=evaluations,
         left_out=left_out,
     )
-
-
-@contextlib.contextmanager
-def _advising(what: str) -> Iterator[None]:
-    """Add what to do to an error of the block."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{error}; {what}") from error
 
 
 def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
@@ -114,21 +100,15 @@ def _check_facts(facts: Mapping[str, Any], file: Path) -> None:
     Raises:
         UserError: a field does not hold what a run writes.
     """
-    notes, starts = (facts.get(name) or [] for name in ("notes", "resumed"))
-    texts = [facts, *(starts if isinstance(starts, list) else [])]
-    sound = {
-        "notes": isinstance(notes, list) and all(isinstance(note, str) for note in notes),
-        "resumed": isinstance(starts, list) and all(isinstance(s, dict) and "iteration" in s for s in starts),
-    }
-    for name in STEPS:
+    kinds: dict[str, Any] = {"notes": str, "resumed": dict} | dict.fromkeys(STEPS, int | float)
+    for name, kind in kinds.items():
         values = facts.get(name) or []
-        sound[name] = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
-    sound |= {
-        name: all(isinstance(start.get(name), str | None) for start in texts if isinstance(start, dict))
-        for name in ("date", "commit", "command", "method")
-    }
-    if wrong := [name for name, right in sound.items() if not right]:
-        raise UserError(f"{file}: {wrong[0]!r} does not hold what it should")
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise UserError(f"{file}: {name!r} does not hold what it should")
+    for start in (facts, *(facts.get("resumed") or [])):
+        for name in ("date", "commit", "command", "method"):
+            if not isinstance(start.get(name), str | None):
+                raise UserError(f"{file}: {name!r} does not hold what it should")
 
 
 # -- warning signs ----------------------------------------------------------------------------------------------------
@@ -146,8 +126,8 @@ class Check:
 def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | None = None) -> list[Check]:
     """Return the checks to read before believing a rising reward; checks without data are skipped.
 
-    Shares are means over the last quarter of the run. A part has risen or fallen if it changed by more than 2 standard
-    errors; without a standard error it is not judged.
+    Shares are means over the last quarter of the run. A part has risen or fallen if the interval of its change excludes
+    0; without an interval it is not judged.
 
     Args:
         rows: iterations.
@@ -181,24 +161,23 @@ def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | 
     if any("reward/dropped" in row for row in rows):
         dropped = float(np.nansum(column(rows, "reward/dropped")))
         look("Samples dropped for a failed reward", f"{dropped:.0f}", dropped > 0)
-    known = {row.name: row.standard_errors for row in table[1:] if row.standard_errors is not None}
-    parts = {name: change for name, change in known.items() if not name.startswith(JUDGE_PART)}
+    parts = [row for row in table[1:] if row.margin is not None and not row.name.startswith(JUDGE_PART)]
     if len(parts) > 1:
-        risen = [name for name, change in parts.items() if change > 2]
-        fallen = [name for name, change in parts.items() if change < -2]
+        risen, fallen = ([row.name for row in parts if row.direction == way] for way in ("up", "down"))
         text = f"risen: {', '.join(risen) or 'none'}; fallen: {', '.join(fallen) or 'none'}"
         look("One part bought with another (held-out)", text, bool(risen and fallen))
-    judged = [f"{name.removeprefix(JUDGE_PART)} {change:+.1f}" for name, change in known.items() if name not in parts]
+    judged = [row for row in table if row.margin is not None and row.name.startswith(JUDGE_PART)]
     if judged:
         hacked = judge_hacked(table) or since
-        text = hacked or f"judge by {', '.join(judged)} standard errors"
-        look("Held-out reward against the judge", text, hacked is not None)
-    composite = table[0].standard_errors if table else None
+        change = [
+            f"{row.name.removeprefix(JUDGE_PART)} {format_number(row.difference, 3, sign=True)}" for row in judged
+        ]
+        look("Held-out reward against the judge", hacked or f"judge: {', '.join(change)}", hacked is not None)
     start, end = early("reward/mean"), late("reward/mean")
-    if long_enough and composite is not None and start is not None and end is not None:
+    if long_enough and table and table[0].margin is not None and start is not None and end is not None:
         rise, fall = (format_number(change, 3, sign=True) for change in (end - start, table[0].difference))
         text = f"training {rise} from first to last quarter, held-out {fall}"
-        look("Training reward against held-out reward", text, end > start and composite < -2)
+        look("Training reward against held-out reward", text, end > start and table[0].direction == "down")
     if rows:
         gaps = sum(1 for row in rows if any(_is_gap(value) for value in row.values()))
         look("Iterations with a value that is not finite", str(gaps), gaps > 0)
@@ -231,7 +210,8 @@ def write_report(run: Path) -> Path:
         UserError: as `read_run`.
     """
     data = read_run(Path(run))
-    videos = _videos(data)
+    count = data.settings.get("eval.num_videos")
+    videos = cards(_sides(data), count if isinstance(count, int) and count > 0 else 6, data.left_out)
     before, last = data.evaluations.get("before"), data.evaluations.get(data.last or "")
     table = paired_table(before, last) if before and last else []
     page = render(
@@ -239,7 +219,6 @@ def write_report(run: Path) -> Path:
         name=data.folder.resolve().name,
         status=_status(data),
         method=data.facts.get("method"),
-        settings=_settings(data),
         table=table,
         only=_only(before) if before and not table else [],
         last=_label(data, data.last),
@@ -274,25 +253,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _settings(data: RunFiles) -> dict[str, str]:
-    """Return the few settings that distinguish runs."""
-    keys = {
-        "model": "model.path",
-        "tuning": "model.tuning",
-        "surrogate": "objective.surrogate",
-        "sampler": "sampling.sampler",
-        "eta": "sampling.eta",
-        "steps": "sampling.steps",
-        "shift": "sampling.shift",
-        "group": "train.group_size",
-        "KL": "kl.strategy",
-        "learning rate": "train.learning_rate",
-        "seed": "seed",
-    }
-    found = {label: data.settings.get(key) for label, key in keys.items()}
-    return {label: str(value) for label, value in found.items() if value is not None}
-
-
 def _steps(facts: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
     """Return (sigma, std of the noise, S_t if there is an equalizer) for each step, if the sampler adds noise."""
     sigmas, noise, equalizer = (facts.get(name) or [] for name in STEPS)
@@ -304,7 +264,7 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     found = []
     starts = [("started", facts), *(("resumed", start) for start in facts.get("resumed") or [])]
     for label, start in starts:
-        after = f"after {start['iteration']} iterations" if label == "resumed" else None
+        after = f"after {start.get('iteration')} iterations" if label == "resumed" else None
         commit = f"commit {start['commit']}" if start.get("commit") else None
         text = ", ".join(part for part in (after, start.get("date"), commit) if part)
         found += [(label, text, start.get("command", ""))] if text else []
@@ -332,10 +292,8 @@ def _charts(data: RunFiles) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows = data.rows
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
-    against = changes(data.evaluations)
     drawn = [
         charts.held_out({"reward": points_of(data, "reward")}),
-        charts.held_out(against, "Reward against the judge", "change, in standard deviations", least=2),
     ]
     for part in sorted({part for scores in data.evaluations.values() for part in scores["parts"]}):
         if part.startswith(JUDGE_PART):
@@ -353,39 +311,10 @@ def _charts(data: RunFiles) -> list[str]:
         *map(metric, ("reward/std", "kl/anchor", "kl/velocity", "kl/gradient_share", "kl/lambda")),
         charts.ratio(rows),
         *map(metric, ("ratio/clip_fraction", "log_prob/max_delta", "grad_norm", "update/relative")),
-        charts.gradient_map(rows),
         charts.gradient_by_sigma(rows, data.facts.get("sigmas")),
         charts.phases(rows),
     ]
     return [chart for chart in drawn if chart is not None]
-
-
-def changes(evaluations: Evaluations) -> dict[str, dict[int, tuple[float, float]]]:
-    """Return score -> iteration -> (change, half-width of its 95 % interval), for the composite and the judge's parts.
-
-    Changes are paired differences to the first evaluation, in units of the score's standard deviation over the first
-    evaluation's videos, so that all fit one axis. Empty without a judge. A score that is constant over those videos is
-    skipped.
-    """
-    ordered = in_order(evaluations)
-    judges = judge_parts(evaluations)
-    if not ordered or not judges:
-        return {}
-    first = ordered[0]
-    tables: dict[int, list[PairedRow]] = {scores["iteration"]: paired_table(first, scores) for scores in ordered}
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for name in ("reward", *judges):
-        finite = [value for value in map(as_float, columns_of(first).get(name, [])) if math.isfinite(value)]
-        unit = float(np.std(finite)) if finite else 0.0
-        rows = {i: row for i, table in tables.items() for row in table if row.name == name}
-        points = {
-            i: (row.difference / unit, (math.nan if row.margin is None else row.margin) / unit)
-            for i, row in rows.items()
-            if unit > 0 and math.isfinite(row.difference)
-        }
-        if points:
-            found[name.replace(JUDGE_PART, "judge: ")] = points
-    return found
 
 
 def points_of(data: RunFiles, name: str) -> dict[int, tuple[float, float]]:
@@ -398,35 +327,11 @@ def points_of(data: RunFiles, name: str) -> dict[int, tuple[float, float]]:
     return points
 
 
-def _videos(data: RunFiles) -> list[dict[str, Any]]:
-    """Return the videos to show: prompt, reason, and label, scores and file for each side (before and after).
+def _sides(data: RunFiles) -> list[VideoSet]:
+    """Return the videos before training and of the last evaluation, of those that exist.
 
-    A damaged video is left out, with a note in `data.left_out`. Only finished evaluations are used: the files of one
-    in progress may be incomplete.
+    Only finished evaluations are used: the files of one in progress may be incomplete.
     """
-    sides = {"before": "before"} if "before" in data.evaluations else {}
-    sides |= {data.last: _label(data, data.last)} if data.last else {}
-    if not sides:
-        return []
-    files = {side: numbered(data.folder / "videos" / side) for side in sides}
-    scores = {side: data.evaluations[side] for side in sides}
-    numbers = [set(found) for found in files.values()]
-    available = set.intersection(*numbers) or set.union(*numbers)
-    last = scores[data.last] if data.last else {}
-    count = data.settings.get("eval.num_videos")
-    shown = []
-    chosen = shown_pairs(
-        scores.get("before", {}), last, available, count if isinstance(count, int) and count > 0 else 6
-    )
-    for index, why in sorted(chosen.items()):
-        cells = []
-        for side, label in sides.items():
-            cells.append({"label": label, "scores": scores_of(scores[side], index)})
-            try:
-                cells[-1] |= cell_of(files[side].get(index))
-            except UserError as error:
-                data.left_out.append(f"left out, since it is damaged: {error}")
-        known = next((list(side["prompts"]) for side in scores.values() if side), [])
-        name = next(found[index].stem for found in files.values() if index in found)
-        shown.append({"prompt": known[index] if index < len(known) else name, "why": why, "cells": cells})
-    return shown
+    labels = {"before": "before"} if "before" in data.evaluations else {}
+    labels |= {data.last: _label(data, data.last)} if data.last else {}
+    return of_run(data.folder, data.evaluations, labels)

@@ -1,8 +1,7 @@
-"""Read videos back: their frames, a poster, and a form that every browser plays."""
+"""Read videos back: their frames, and a form that every browser plays."""
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,10 +80,3 @@ def for_browser(path: Path) -> tuple[str, bytes]:
         file = Path(folder) / "video.mp4"
         save_mp4(file, read_video(path, frames), about["fps"])
         return "video/mp4", file.read_bytes()
-
-
-def poster(path: Path) -> bytes:
-    """Return the first frame as JPEG."""
-    buffer = io.BytesIO()
-    Image.fromarray(next(_frames(path))).save(buffer, "JPEG", quality=85)
-    return buffer.getvalue()
