@@ -113,7 +113,6 @@ class Trackio(Tracker):
         media = {
             f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
             for number, (file, prompt) in enumerate(videos.items())
-            if file.suffix == ".mp4"  # the trackers do not play animated images
         }
         self.log(media | {"heldout/videos": package.Image(str(sheet))}, step)
 
