@@ -33,7 +33,8 @@ from sage_fast.util.frames import evenly_spaced
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Precision = Literal["bfloat16", "float32"]
 
-PARTS = {"vq": "visual quality", "mq": "motion quality", "ta": "text alignment"}
+PARTS = ("vq", "mq", "ta")
+"""Visual quality, motion quality, text alignment."""
 TEMPLATE = (Path(__file__).parent / "videoalign_prompt.txt").read_text(encoding="utf-8")
 """The training prompt, verbatim: "detailed_special" in prompt_template.py of github.com/KwaiVGI/VideoAlign (MIT,
 Copyright 2025 Kling Team, Kuaishou Technology)."""
@@ -112,14 +113,6 @@ class VideoAlignReward(FrameReward):
         self.network, self.head = build_network(config, read_weights(folder), settings.lora, precision, attention)
         self.mean, self.std = settings.mean, settings.std
         self.token_ids = self.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
-        looked_at = f"{self.fps:g} frames a second seen together by one model; no pooling"
-        self.definitions = {
-            **{
-                part: f"VideoAlign {words}: (raw - {self.mean[i]:g}) / {self.std[i]:g}; {looked_at}"
-                for i, (part, words) in enumerate(PARTS.items())
-            },
-            **{f"{part}_raw": f"VideoAlign {words}: raw; {looked_at}" for part, words in PARTS.items()},
-        }
 
     def choose(self, total: int, fps: float) -> list[int]:
         """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.
