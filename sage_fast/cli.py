@@ -313,7 +313,7 @@ def _embed(options: Options, overrides: Overrides) -> int:
     "sample", "generate videos with the ODE sampler",
     argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)"),
     argument("--prompt", action="append", default=[], help="may be given several times"),
-    argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, .jsonl or .csv"),
+    argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl"),
     argument("--folder", default="samples", help="where the MP4 files go (default: samples)"),
     argument("--quiet", action="store_true", help="no progress bar"),
     settings=True,
@@ -325,7 +325,7 @@ def _sample(options: Options, overrides: Overrides) -> int:
     from sage_fast.data.prompts import Prompt, read_prompts
 
     prompts = [Prompt(text=text) for text in options.prompt]
-    prompts += read_prompts(options.prompts, config.sampling) if options.prompts else []
+    prompts += read_prompts(options.prompts) if options.prompts else []
     from sage_fast.commands.sample import sample
 
     for path in sample(config, prompts, Path(options.folder)):

@@ -156,9 +156,7 @@ def load_setup(
 def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Read `data.prompts` and `data.eval_prompts`."""
     data = config.data
-    train_prompts, eval_prompts = (
-        read_prompts(source, config.sampling) for source in (data.prompts, data.eval_prompts)
-    )
+    train_prompts, eval_prompts = (read_prompts(source) for source in (data.prompts, data.eval_prompts))
     return train_prompts, eval_prompts
 
 
@@ -169,7 +167,7 @@ def check_prompt_sets(config: Config, spec: Spec, train: Sequence[Prompt], heldo
         UserError: the set was made for another model.
     """
     unsuited = [] if is_random(spec.path) else SETS.keys() - {*spec.prompt_sets}
-    captions = {prompt.text for name in unsuited for prompt in read_prompts(name, config.sampling)}
+    captions = {prompt.text for name in unsuited for prompt in read_prompts(name)}
     for key, prompts in (("prompts", train), ("eval_prompts", heldout)):
         if captions.issuperset(prompt.text for prompt in prompts):
             raise UserError(

@@ -32,10 +32,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     video_align = {"path": str(published), "base": str(base), "min_frame_pixels": 56 * 56}
     clip = str(write_clip(folder / "clip"))
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
-    (folder / "heldout.csv").write_text("prompt\n" + "\n".join(HELD_OUT))
+    (folder / "heldout.txt").write_text("\n".join(HELD_OUT))
     config: dict[str, Any] = {
         "model": {"path": str(write_tiny_checkpoint(folder / "model", seed=1)), "dtype": "float32", "lora_rank": 2},
-        "data": {"prompts": str(folder / "prompts.txt"), "eval_prompts": str(folder / "heldout.csv"),
+        "data": {"prompts": str(folder / "prompts.txt"), "eval_prompts": str(folder / "heldout.txt"),
                  "embedding_cache": str(folder / "embeddings")},
         "sampling": {"steps": 2, "num_frames": 5, "height": 32, "width": 32, "guidance_scale": 1},
         "reward": {"several": [

@@ -187,7 +187,6 @@ def test_a_run_leaves_everything(finished_run: Path) -> None:
     before, after = (sorted(p.name for p in (run / "videos" / n).glob("*.mp4")) for n in ("before", "after"))
     assert before == after
     assert len(before) == 1
-    assert (run / "videos" / "before.png").is_file()
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1]
     evaluations = [json.loads((run / "eval" / f"{n}.json").read_text()) for n in ("before", "after")]
@@ -341,15 +340,15 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
     ("arguments", "message"),
     [
         (["--reward.name", "videoalgin"], "did you mean 'videoalign'?"),
-        (["--reward.args", "{}"], "reward.name = 'videoalign': reward.args.path is missing; VideoAlignReward"),
-        (["--reward.args.pth", "x"], "args: VideoAlignReward takes no 'pth'"),
+        (["--reward.args", "{}"], "reward.name = 'videoalign': args: missing a required argument: 'path'"),
+        (["--reward.args.pth", "x"], "args: got an unexpected keyword argument 'pth'; VideoAlignReward takes path"),
         (["--reward.args.path", "./nowhere"], "reward.args.path = './nowhere': no such folder; expected one that holds "
                                               "model_config.json, or a hub id"),
         (["--reward.args.path", "configs"], "reward.args.path = 'configs': expected a folder that holds model_config"),
         (["--reward.args.base", "configs"], "reward.args.base = 'configs': expected a folder that holds config.json"),
         (["--reward.name", "json:dumps"], "takes no args"),
         (["--reward.name", "no_such_rewards:MyReward"], "no module 'no_such_rewards'"),
-        (["--eval.judge", "videoalign"], "eval.judge = 'videoalign': path is missing"),
+        (["--eval.judge", "videoalign"], "eval.judge = 'videoalign': args: missing a required argument: 'path'"),
         (["--data.prompts", "none.jsonl"], "prompt file 'none.jsonl': no such file"),
         (["--data.eval_prompts", "testbed:heldout"], "data.eval_prompts = 'testbed:heldout': captions of the testbed's "
                                                      "moving shapes, not for model.path = 'hunyuanvideo-community/"),

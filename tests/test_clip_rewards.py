@@ -59,7 +59,7 @@ def test_scores_are_those_of_their_definitions(tiny: Path, height: int, width: i
         "clipscore": [sum(2.5 * max(float(cosine), 0) for cosine in each) / 3 for each in cosines],
         "pickscore": [math.exp(3.0) * each.mean() / 26 for each in cosines],  # logit_scale of the tiny model
     }
-    assert scores.keys() == expected.keys() == clip_score.definitions.keys() | pick_score.definitions.keys()
+    assert scores.keys() == expected.keys()
     for part, value in expected.items():
         # PIL rounds to 8 bits between its two resizing passes, so a resized pixel may be a level apart.
         apart = (scores[part] - torch.tensor(value)).abs().max()
@@ -80,7 +80,6 @@ def test_pixels_are_those_of_the_processor(tiny: Path) -> None:
 
 def test_neither_the_prompts_nor_the_videos_beside_it_change_a_score(tiny: Path) -> None:
     reward = CLIPScoreReward(str(tiny))
-    assert "mean over 8 evenly spaced frames" in reward.definitions["clipscore"]
     clips, prompts = videos(9), PROMPTS * 3
     together = reward.score(clips, prompts)["clip_cosine"]
     alone = torch.cat([reward.score(clips[i : i + 1], [prompts[i]])["clip_cosine"] for i in range(9)])
@@ -163,5 +162,3 @@ def test_arguments_that_are_refused(tiny: Path, tmp_path: Path) -> None:
         CLIPScoreReward(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"processor = .*nowhere.*: expected that of a CLIP model"):
         PickScoreReward(str(tiny), processor=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="device = 'gpu': expected a device of torch"):
-        CLIPScoreReward(str(tiny), device="gpu")

@@ -1,17 +1,14 @@
-"""DeepSpeed's internals: an untested version warns once and names the tested one; what it lacks is named."""
+"""DeepSpeed's internals: an untested version warns once and names the tested one."""
 
 import re
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 import sage_fast
 from sage_fast.util import deepspeed_private
-from sage_fast.util.deepspeed_private import TESTED, check_version, keep_whole, part_of_master, release_gathered, shard
-from sage_fast.util.errors import UserError
+from sage_fast.util.deepspeed_private import TESTED, check_version
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -39,26 +36,6 @@ def warnings_of(version: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     check_version()
     check_version.cache_clear()
     return found
-
-
-def test_what_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing name fails only where it is used; the rest works."""
-    monkeypatch.setattr(deepspeed_private, "_version", lambda: "0.42.0")
-
-    class Optimizer:
-        parameter_offload = SimpleNamespace(persistent_parameters=[])
-
-    weight = SimpleNamespace(ds_id=0, all_gather=list)
-    keep_whole(Optimizer(), [weight])
-    assert Optimizer.parameter_offload.persistent_parameters == [weight]
-    for use, missing in (
-        (lambda: part_of_master(Optimizer(), weight), r"Optimizer\._get_fp32_opt_state_partition"),
-        (lambda: part_of_master(Optimizer(), torch.zeros(2)), r"Tensor\._hp_mapping"),
-        (lambda: shard(weight), r"SimpleNamespace\.ds_tensor"),
-        (lambda: release_gathered(Optimizer()), r"Optimizer\.empty_partition_cache"),
-    ):
-        with pytest.raises(UserError, match=rf"DeepSpeed 0.42.0 has no {missing}.*tested is {TESTED}: pip install"):
-            use()
 
 
 def test_the_extra_pins_the_tested_minor_version() -> None:

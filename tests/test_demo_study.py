@@ -19,7 +19,7 @@ def test_the_confirmation_trains_and_scores_on_prompts_that_chose_nothing() -> N
     for name in (SAGE, NFT):
         config = settings_of(f"{name}-seed10", quick=False)
         trained, scored = (
-            {prompt.text for prompt in read_prompts(source, config.sampling)}
+            {prompt.text for prompt in read_prompts(source)}
             for source in (config.data.prompts, config.data.eval_prompts or "")
         )
         assert (len(trained), len(scored)) == (24, config.eval.num_prompts) == (24, 48)

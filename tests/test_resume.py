@@ -178,8 +178,10 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise they would show only after all training, when the two evaluations are compared."""
-    prompts, run = tmp_path / "heldout.csv", tmp_path / "run"
-    prompts.write_text("prompt,negative_prompt\na red circle moves left quickly,\na blue square moves up slowly,red\n")
+    prompts, run = tmp_path / "heldout.jsonl", tmp_path / "run"
+    first = '{"prompt": "a red circle moves left quickly"}'
+    second = '{"prompt": "a blue square moves up slowly", "negative_prompt": "red"}'
+    prompts.write_text(f"{first}\n{second}\n")
     options = [
         "--data.prompts",
         str(prompts),
@@ -191,8 +193,8 @@ def test_other_evaluation_prompts_in_the_same_file_are_refused(
     ]
     assert main(["train", str(PAPER), "--output", str(run), *SMALL, *options]) == 0
     before = files(run)
-    for other in ("a blue circle moves up slowly,red", "a blue square moves up slowly,green"):
-        prompts.write_text(f"prompt,negative_prompt\na red circle moves left quickly,\n{other}\n")
+    for other in (second.replace("square", "circle"), second.replace('"red"', '"green"')):
+        prompts.write_text(f"{first}\n{other}\n")
         assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
         assert "holds other prompts than those that the run" in capsys.readouterr().err
         assert files(run) == before

@@ -67,7 +67,7 @@ def test_what_is_installed_wins(here: Path) -> None:
             "        from sage_fast.util.errors import UserError\n        raise UserError('fps = 0: expected more')\n",
             r"^reward.name = 'my_rewards:reward': fps = 0: expected more$",
         ),
-        ("class reward:\n    def __init__(self, path): ...\n", r"reward.args.path is missing; reward takes path"),
+        ("class reward:\n    def __init__(self, path): ...\n", r"required argument: 'path'; reward takes path"),
         ("reward = 3\n", "module my_rewards has no 'reward' that can be called"),
     ],
 )

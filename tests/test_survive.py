@@ -184,7 +184,6 @@ WRITES = [
     (Fault("config.yaml"), False),
     (Fault("run.json"), True),
     (Fault("before/00-", "rename"), False),  # a video
-    (Fault("before.png", "rename"), True),
     (Fault("before.json"), False),
     (Fault("trainable.safetensors", "save"), False),
     (Fault("metrics.jsonl", nth=2), False),  # write 1 copies the rows of the previous start

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -199,8 +198,7 @@ def test_scores_are_those_of_an_independent_computation(
     for i, part in enumerate(("vq", "mq", "ta")):
         mean, std = INFERENCE_CONFIG[f"{part.upper()}_mean"], INFERENCE_CONFIG[f"{part.upper()}_std"]
         torch.testing.assert_close(scores[part].double(), (right[:, i] - mean) / std, atol=CLOSE, rtol=0)
-        assert f"- {mean:g}) / {std:g}" in reward.definitions[part]
-    assert scores.keys() == reward.definitions.keys()
+    assert scores.keys() == {"vq", "mq", "ta", "vq_raw", "mq_raw", "ta_raw"}
     assert all(value.dtype == torch.float32 and not value.requires_grad for value in scores.values())
     assert not any(p.requires_grad for p in reward.network.parameters())
     assert not reward.network.training
@@ -233,40 +231,11 @@ def test_bfloat16_and_eager_attention_score_alike(
     assert (scores.bfloat16().double() != scores).any(), "the head keeps float32"
 
 
-def write_lossless(path: Path, video: Tensor, fps: float) -> None:
-    frames = (video * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-    writer = imageio_ffmpeg.write_frames(
-        str(path), (frames.shape[2], frames.shape[1]), fps=fps, codec="ffv1", pix_fmt_out="bgr0",
-        quality=None, macro_block_size=1, ffmpeg_log_level="error",
-    )  # fmt: skip
-    writer.send(None)
-    for frame in frames:
-        writer.send(frame)
-    writer.close()
-
-
-def test_files_of_several_sizes_and_rates_score_as_their_frames_do(reward: VideoAlignReward, tmp_path: Path) -> None:
-    wide, tall, fast = videos(1)[0], videos(2, 60, 84, 56)[0], videos(3, 50)[0]
-    for name, video, fps in (("wide", wide, 24), ("tall", tall, 24), ("fast", fast, 10)):
-        write_lossless(tmp_path / f"{name}.mkv", video, fps)
-    files = reward.score_files([tmp_path / f"{name}.mkv" for name in ("wide", "tall", "fast")], ["a", "b", "c"])
-    memory = [raw(reward.score(wide[None], ["a"])), raw(reward.score(tall[None], ["b"]))]
-    assert reward.choose(50, 10.0) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
-    assert reward.choose(50, 24.0) == [0, 16, 33, 49]
-    reward.video_fps = 10.0
-    memory.append(raw(reward.score(fast[None], ["c"])))
-    reward.video_fps = 24.0
-    assert (raw(files) - torch.cat(memory)).abs().max() < 1e-5
-    (tmp_path / "text.mp4").write_text("no video")
-    for name, why in (("missing.mp4", "no such video"), ("text.mp4", "not read")):
-        with pytest.raises(ValueError, match=f"{name}': {why}"):
-            reward.score_files([tmp_path / name], ["a"])
-
-
 def test_which_frames_are_looked_at(reward: VideoAlignReward) -> None:
     # vision_process.py of github.com/KwaiVGI/VideoAlign: smart_nframes, then linspace
     assert reward.choose(81, 24.0) == [0, 16, 32, 48, 64, 80]  # 6.75 frames are 6
     assert reward.choose(121, 24.0) == [0, 13, 27, 40, 53, 67, 80, 93, 107, 120]
+    assert reward.choose(50, 10.0) == [0, 5, 11, 16, 22, 27, 33, 38, 44, 49]
     assert reward.choose(16, 24.0) == [0, 5, 10, 15]  # at least 4
     assert reward.choose(3, 24.0) == [0, 2]
     assert len(reward.choose(100_000, 2.0)) == 768
@@ -405,12 +374,8 @@ def test_a_rank_stabilised_lora_is_scaled_by_the_root_of_its_rank(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attention": "flash"}, r"attention = 'flash': expected one of sdpa, flash_attention_2"),
+        ({"attention": "flash"}, r"attention = 'flash': "),
         ({"attention": "flash_attention_2"}, r"attention = 'flash_attention_2': "),
-        ({"dtype": "float16"}, r"dtype = 'float16': expected one of bfloat16, float32"),
-        ({"device": "gpu"}, r"device = 'gpu': expected a device of torch"),
-        ({"fps": 0}, r"fps = 0: expected frames per second above 0, such as 2"),
-        ({"video_fps": math.nan}, r"video_fps = nan"),
         ({"max_frame_pixels": 50_000}, r"min_frame_pixels = 100352, max_frame_pixels = 50000: expected"),
         ({"base": "{nowhere}"}, r"base = .*nowhere.*: expected a folder or hub id of Qwen2-VL-2B-Instruct"),
         ({"base": "someone/qwen"}, r"base = 'someone/qwen': expected a folder or hub id of Qwen2-VL-2B-Instruct"),

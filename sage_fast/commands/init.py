@@ -75,7 +75,7 @@ def init(folder: Path, name: str) -> str:
         texts["my_rewards.py"] = (_FOLDER / "my_rewards.py").read_text(encoding="utf-8")
     for file, source in (("prompts.txt", config.data.prompts), ("heldout.txt", config.data.eval_prompts)):
         path = source if on_testbed else str(_FOLDER / source.removeprefix("configs/"))
-        texts[file] = "".join(f"{prompt.text}\n" for prompt in read_prompts(path, config.sampling))
+        texts[file] = "".join(f"{prompt.text}\n" for prompt in read_prompts(path))
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{str(folder)!r} is a file; expected a folder, new or without {', '.join(texts)}")
     if found := [file for file in texts if (folder / file).exists()]:

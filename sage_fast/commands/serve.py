@@ -38,7 +38,7 @@ def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int, 
     if largest_mib < 1:
         raise UserError(f"--largest {largest_mib}: expected at least 1 MiB, such as 1024")
     config, device = load(path, overrides), str(initialize())
-    prompts = [prompt.text for prompt in read_prompts(config.data.prompts, config.sampling)]
+    prompts = [prompt.text for prompt in read_prompts(config.data.prompts)]
     reward = CompositeReward.of(config.reward, device)
     reward.check(config.sampling, prompts, device)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -104,7 +104,7 @@ class DataConfig(Section):
     """The prompts."""
 
     prompts: str = "testbed:train"
-    """Training prompts: a UTF-8 text file with one prompt per line, a .jsonl or .csv file (docs/prompts.md), or
+    """Training prompts: a UTF-8 text file with one prompt per line, a .jsonl file (docs/prompts.md), or
     `testbed:train`, `testbed:heldout`."""
     eval_prompts: str = "testbed:heldout"
     """Held-out prompts, in the same formats."""

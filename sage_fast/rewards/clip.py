@@ -110,11 +110,6 @@ class CLIPScoreReward(CLIPReward):
         device: str | None = None,
     ) -> None:
         super().__init__(path, processor, num_frames, device)
-        pooling = f"mean over {num_frames} evenly spaced frames"
-        self.definitions = {
-            "clip_cosine": f"cosine of frame and prompt, {path}; {pooling}",
-            "clipscore": f"2.5 max(cosine of frame and prompt, 0), {path}; {pooling}",
-        }
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return each part, float32 `[B]`."""
@@ -137,10 +132,6 @@ class PickScoreReward(CLIPReward):
         device: str | None = None,
     ) -> None:
         super().__init__(path, processor, num_frames, device)
-        self.definitions = {
-            "pickscore": f"exp(logit_scale) cosine of frame and prompt / 26, {path}; "
-            f"mean over {num_frames} evenly spaced frames"
-        }
 
     def of_frames(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return the part, float32 `[B]`."""

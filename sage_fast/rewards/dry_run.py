@@ -10,7 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from sage_fast.config.fields import is_hub_id
 from sage_fast.config.schema import RewardEntry
-from sage_fast.rewards.load import argument_of, find_reward
+from sage_fast.rewards.load import find_reward
 from sage_fast.util.errors import UserError
 
 
@@ -31,7 +31,8 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
     notes, (reward, args) = [], find_reward(entry, key)
     for name, patterns in getattr(reward, "files", {}).items() if isinstance(reward, type) else ():
         source = args.get(name, inspect.signature(reward).parameters[name].default)
-        if source is not None and (note := _check_files(str(source), patterns, argument_of(key, name))):
+        setting = f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
+        if source is not None and (note := _check_files(str(source), patterns, setting)):
             notes.append(note)
     return notes
 

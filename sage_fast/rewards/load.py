@@ -16,7 +16,7 @@ from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Backend
-from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.errors import UserError
 from sage_fast.util.plugins import import_plugin
 
 BACKENDS = {
@@ -91,7 +91,7 @@ def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
             module, attribute = place.split(":")
             raise UserError(f"{setting}: module {module} has no {attribute!r} that can be called")
     if isinstance(reward, type):
-        _check_args(reward, args, key, setting)
+        _check_args(reward, args, setting)
     elif args:
         raise UserError(f"{setting}: is not a class, so it takes no args; got {sorted(args)}")
     return reward, args
@@ -140,41 +140,23 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
 
 
 def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
-    """Return the device of instance `place`: `entry.devices` in turn, or `default` if there are none.
-
-    Raises:
-        UserError: there is no such device.
-    """
-    if not entry.devices:
-        return default
-    device = entry.devices[place % len(entry.devices)]
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device != "cpu" and (torch.device(device).index or 0) >= count:
-        raise UserError(f"reward.device = {entry.device!r}: there is no {device}, of {count} GPUs; the nearest is cpu")
-    return device
+    """Return the device of instance `place`: `entry.devices` in turn, or `default` if there are none."""
+    return entry.devices[place % len(entry.devices)] if entry.devices else default
 
 
-def argument_of(key: str, name: str) -> str:
-    """Return the setting of an argument; `eval.judge` has none."""
-    return f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
-
-
-def _check_args(kind: type, args: Mapping[str, Any], key: str, setting: str) -> None:
+def _check_args(kind: type, args: Mapping[str, Any], setting: str) -> None:
     """Check the arguments of a class by its signature.
 
     Raises:
         UserError: the class takes other arguments.
     """
-    parameters = inspect.signature(kind).parameters
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    taken = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_keyword}
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name in args:
-        if name not in taken and not takes_any:
-            raise UserError(f"{setting}: args: {kind.__name__} takes no {name!r}; {nearest(name, taken)}")
-    for name, parameter in taken.items():
-        if parameter.default is parameter.empty and name not in (*args, "device"):
-            raise UserError(f"{setting}: {argument_of(key, name)} is missing; {kind.__name__} takes {', '.join(taken)}")
+    signature = inspect.signature(kind)
+    device = {"device": None} if "device" in signature.parameters else {}
+    try:
+        signature.bind(**device | args)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {takes}") from error
 
 
 def _made(kind: type, args: Mapping[str, Any], device: str, setting: str) -> Any:

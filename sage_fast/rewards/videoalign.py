@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +27,11 @@ from sage_fast.rewards.videoalign_checkpoint import (
     read_settings,
     read_weights,
 )
-from sage_fast.util.errors import UserError, nearest
+from sage_fast.util.errors import UserError
 from sage_fast.util.frames import evenly_spaced
 
-Attention = Literal["sdpa", "flash_attention_2", "eager"]
-Precision = Literal["bfloat16", "float32"]
-
-PARTS = {"vq": "visual quality", "mq": "motion quality", "ta": "text alignment"}
+PARTS = ("vq", "mq", "ta")
+"""Visual quality, motion quality, text alignment."""
 TEMPLATE = (Path(__file__).parent / "videoalign_prompt.txt").read_text(encoding="utf-8")
 """The training prompt, verbatim: "detailed_special" in prompt_template.py of github.com/KwaiVGI/VideoAlign (MIT,
 Copyright 2025 Kling Team, Kuaishou Technology)."""
@@ -62,7 +60,6 @@ class VideoAlignReward(FrameReward):
         device: as for `FrameReward`.
         dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
         attention: attention implementation of transformers.
-        fps: sampling rate in frames per second; None for that of `model_config.json` (published: 2).
         video_fps: frames per second of the videos passed to `score`.
         max_frame_pixels: larger frames are reduced; None for that of `model_config.json` (published: 200704).
         min_frame_pixels: smaller frames are enlarged (published: 100352).
@@ -80,28 +77,21 @@ class VideoAlignReward(FrameReward):
         *,
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
         device: str | None = None,
-        dtype: Precision | None = None,
-        attention: Attention = "sdpa",
-        fps: float | None = None,
+        dtype: Literal["bfloat16", "float32"] | None = None,
+        attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
         video_fps: float = 24.0,
         max_frame_pixels: int | None = None,
         min_frame_pixels: int = 128 * CELL * CELL,
     ) -> None:
         super().__init__(device, video_fps)
-        if attention not in get_args(Attention):
-            raise UserError(f"attention = {attention!r}: {nearest(attention, get_args(Attention))}")
         if dtype is None:
             on_cuda = self.device.type == "cuda" if self.device is not None else torch.cuda.is_available()
             dtype = "bfloat16" if on_cuda else "float32"
-        if dtype not in get_args(Precision):
-            raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
         folder = local_folder(path)
         settings = read_settings(folder)
-        self.fps = settings.fps if fps is None else fps
+        self.fps = settings.fps
         self.max_frame_pixels = settings.max_frame_pixels if max_frame_pixels is None else max_frame_pixels
         self.min_frame_pixels = min_frame_pixels
-        if not (math.isfinite(self.fps) and self.fps > 0):
-            raise UserError(f"fps = {self.fps}: expected frames per second above 0, such as 2")
         if not CELL * CELL <= min_frame_pixels <= self.max_frame_pixels:
             raise UserError(
                 f"min_frame_pixels = {min_frame_pixels}, max_frame_pixels = {self.max_frame_pixels}: expected "
@@ -112,14 +102,6 @@ class VideoAlignReward(FrameReward):
         self.network, self.head = build_network(config, read_weights(folder), settings.lora, precision, attention)
         self.mean, self.std = settings.mean, settings.std
         self.token_ids = self.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
-        looked_at = f"{self.fps:g} frames a second seen together by one model; no pooling"
-        self.definitions = {
-            **{
-                part: f"VideoAlign {words}: (raw - {self.mean[i]:g}) / {self.std[i]:g}; {looked_at}"
-                for i, (part, words) in enumerate(PARTS.items())
-            },
-            **{f"{part}_raw": f"VideoAlign {words}: raw; {looked_at}" for part, words in PARTS.items()},
-        }
 
     def choose(self, total: int, fps: float) -> list[int]:
         """Return an even number of evenly spaced indices from first to last; at least 4 if the video has them.

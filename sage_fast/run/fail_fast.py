@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from sage_fast.util.errors import RunError, UserError, in_one_line
 from sage_fast.util.ranks import fails_alone, initialize, rank, world_size
+
+log = logging.getLogger(__name__)
 
 KEY = "sage_fast/failed"
 """Key in the store of the process group; its value says which rank failed first, and why."""
@@ -46,6 +49,7 @@ def fail_fast(timeout_minutes: float) -> Iterator[None]:
             over.set()
             watch.join()  # ends the process if another rank has failed
     except Exception as error:
+        log.debug("what ended this rank", exc_info=error)  # for the rank's own log
         if fails_alone() and not isinstance(error, UserError):
             _fail(store, error)
         raise
@@ -79,5 +83,6 @@ def _watch(store: dist.Store, over: threading.Event) -> None:
 
 def _end(why: str) -> None:
     """End the process at once: destructors of NCCL may wait for the other ranks."""
+    log.debug(why)
     print(f"sage-fast: {why}", file=sys.stderr, flush=True)
     os._exit(1)

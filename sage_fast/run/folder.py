@@ -28,7 +28,7 @@ from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, read_metrics, remove, write_atomic
 from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, initialize, rank
-from sage_fast.util.videos import video_suffix, write_video
+from sage_fast.util.videos import save_mp4
 
 log = logging.getLogger(__name__)
 
@@ -141,10 +141,10 @@ def remove_partials(run: Path) -> None:
 
 
 def save_video(video: torch.Tensor, prompt: str, folder: Path, number: int, fps: float) -> Path:
-    """Write a float `[F, 3, H, W]` video in [0, 1] as MP4 (see `video_suffix`), named by number and prompt."""
+    """Write a float `[F, 3, H, W]` video in [0, 1] as MP4, named by number and prompt."""
     slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
-    path = folder / f"{number:02d}-{slug}{video_suffix()}"
-    write_video(path, video, fps)
+    path = folder / f"{number:02d}-{slug}.mp4"
+    save_mp4(path, video, fps)
     return path
 
 

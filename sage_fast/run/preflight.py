@@ -30,7 +30,7 @@ def preflight(config: Config, ranks: int) -> None:
             module_of(place_of_reward(entry.name, setting), setting)
         from_environment(entry.args, f"{setting}: args")
     sources = config.data.prompts, config.data.eval_prompts
-    negatives_of(prompt for source in sources for prompt in read_prompts(source, config.sampling))
+    negatives_of(prompt for source in sources for prompt in read_prompts(source))
     check_ranks(config.train, config.model.sequence_parallel, ranks)
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from PIL import Image
+from torch import Tensor
 
 from sage_fast.config.load import dump
 from sage_fast.config.schema import Config
+from sage_fast.eval.sheets import contact_sheet
 from sage_fast.util.errors import RunError, UserError, nearest
 
 Values = Mapping[str, Any]
@@ -70,21 +71,21 @@ class Tracker:
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
 
-    def show(self, videos: Mapping[Path, str], sheet: Path, step: int) -> None:
-        """Send the videos (file -> prompt) if the tracker plays them, and the contact sheet if it takes images."""
+    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
+        """Send the video files if the tracker plays them, and a contact sheet of the videos if it takes images."""
         if hasattr(self.tracker, "log_images"):
-            self.tracker.log_images({"heldout/videos": self._image(sheet)}, step=step)
+            self.tracker.log_images({"heldout/videos": self._image(videos, prompts)}, step=step)
 
-    def _image(self, sheet: Path) -> Any:
-        return [Image.open(sheet)]
+    def _image(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> Any:
+        return [contact_sheet(videos, prompts[: len(videos)])]
 
     def finish(self) -> None:
         self.tracker.finish()
 
 
 class Aim(Tracker):
-    def _image(self, sheet: Path) -> Any:
-        return Image.open(sheet)
+    def _image(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> Any:
+        return super()._image(videos, prompts)[0]
 
 
 class TensorBoard(Tracker):
@@ -94,8 +95,8 @@ class TensorBoard(Tracker):
     def _store_settings(self) -> None:  # its hyperparameter table would appear as a second run
         self.tracker.log({"config": textwrap.indent(dump(self.config), "    ")}, step=self.iteration)
 
-    def show(self, videos: Mapping[Path, str], sheet: Path, step: int) -> None:
-        pixels = np.asarray(Image.open(sheet))[None]
+    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
+        pixels = np.stack(self._image(videos, prompts))
         self.tracker.log_images({"heldout/videos": pixels}, step=step, dataformats="NHWC")
 
 
@@ -108,14 +109,13 @@ class Trackio(Tracker):
     def _make(self, kind: Any) -> Any:
         return kind(self.config.tracking.project, name=f"{self.run.name}-{self.run_id}", resume="allow")
 
-    def show(self, videos: Mapping[Path, str], sheet: Path, step: int) -> None:
+    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
         package = importlib.import_module(self.package)
         media = {
             f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
-            for number, (file, prompt) in enumerate(videos.items())
-            if file.suffix == ".mp4"  # the trackers do not play animated images
+            for number, (file, prompt) in enumerate(zip(files, prompts))
         }
-        self.log(media | {"heldout/videos": package.Image(str(sheet))}, step)
+        self.log(media | {"heldout/videos": package.Image(*self._image(videos, prompts))}, step)
 
 
 class Wandb(Trackio):

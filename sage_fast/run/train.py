@@ -22,7 +22,6 @@ from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import read_evaluations
-from sage_fast.eval.sheets import contact_sheet
 from sage_fast.loading import check_trajectories, load_setup
 from sage_fast.models.policy import State
 from sage_fast.ops import implementation
@@ -202,13 +201,11 @@ class Run:
         with trainer.engine.averaged_weights() if weights is None else trainer.policy.using(weights):
             result = evaluate(self.setup, iteration=iteration, save=save, pause=trainer.pause)
         if self.writer is not None:
-            scores, sheet = result.to_json(), folder.with_suffix(".png")
-            with atomic_path(sheet) as file:
-                contact_sheet(result.videos, result.prompts[: len(result.videos)]).save(file, "PNG")
-            videos = [path for number, path in numbered(folder).items() if number < shown]
+            scores = result.to_json()
+            files = [path for number, path in numbered(folder).items() if number < shown]
             (self.folder / "eval").mkdir(exist_ok=True)
             write_atomic(self.folder / "eval" / f"{name}.json", json.dumps(scores))
-            self.writer.write_evaluation(scores, videos, sheet)
+            self.writer.write_evaluation(scores, files, result.videos)
             evaluations = read_evaluations(self.folder)[0]
             if found := verdict({name: s for name, s in evaluations.items() if s["iteration"] <= iteration}):
                 log.warning(wrapped(f"warning: {found}"))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import mean_and_margin
 from sage_fast.util.console import wrapped
@@ -82,19 +84,19 @@ class MetricsWriter:
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
         self._each(lambda tracker: tracker.log(numbers, row["iteration"] + 1))
 
-    def write_evaluation(self, scores: Mapping[str, Any], videos: Sequence[Path], sheet: Path) -> None:
-        """Send mean held-out scores, videos and their contact sheet to the trackers.
+    def write_evaluation(self, scores: Mapping[str, Any], files: Sequence[Path], videos: Sequence[Tensor]) -> None:
+        """Send mean held-out scores and videos to the trackers.
 
         Args:
             scores: as in `eval/*.json`.
-            videos: files for the first prompts.
-            sheet: PNG with all videos.
+            files: videos of the first prompts, for trackers that play them.
+            videos: videos of the first prompts, float `[F, 3, H, W]` each, for a contact sheet.
         """
         step = scores["iteration"]
         named = {"reward": scores["reward"], **scores["parts"]}
         means = {f"heldout/{name}": mean_and_margin(scores["prompts"], values)[0] for name, values in named.items()}
         self._each(lambda tracker: tracker.log(means, step))
-        self._each(lambda tracker: tracker.show(dict(zip(videos, scores["prompts"])), sheet, step))
+        self._each(lambda tracker: tracker.show(files, videos, scores["prompts"], step))
 
     def _append(self) -> None:
         while self._unwritten:

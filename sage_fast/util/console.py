@@ -1,8 +1,8 @@
 """What a process shows: messages of Python's `logging` on stdout, progress of long work, and the log file.
 
-Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING. Nothing is shown until
-`log_to_screen`, which each command calls once. On a terminal and in a notebook, progress is a bar. Elsewhere it is a
-plain line now and then: a log gets no carriage returns, and long work is never silent.
+Every module logs to `logging.getLogger(__name__)`: a note is INFO, a warning WARNING; DEBUG is for the log file alone.
+Nothing is shown until `log_to_screen`, which each command calls once. On a terminal and in a notebook, progress is a
+bar. Elsewhere it is a plain line now and then: a log gets no carriage returns, and long work is never silent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.auto import tqdm
@@ -48,22 +48,14 @@ class _Screen(logging.Handler):
             leave_terminal()  # closed before its SIGHUP was handled
 
 
-class _Hidden(logging.Handler):
-    """Writes the messages that are not printed to the log file; the file gets the others through stdout."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if _log is not None and not shows(record.levelno):
-            _log.write(f"{self.format(record)}\n")
-
-
-_screen, _hidden = _Screen(), _Hidden()
+_screen = _Screen()
 
 
 def log_to_screen(*, quiet: bool = False) -> None:
     """Print the package's messages and progress from here on. `quiet`, or a rank other than 0, prints only errors."""
     first = os.environ.get("RANK", "0") == "0"
     _screen.setLevel(logging.INFO if first and not quiet else logging.ERROR)
-    PACKAGE.setLevel(logging.INFO)
+    PACKAGE.setLevel(logging.DEBUG)
     PACKAGE.addHandler(_screen)
     PACKAGE.propagate = False  # a library may have set up the root logger
 
@@ -89,38 +81,6 @@ def wrapped(line: str) -> str:
     return textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
-class _Log:
-    """Log file with a timestamp per line; progress bars (text with carriage returns) are left out."""
-
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
-        self._at_start = True
-
-    def write(self, text: str) -> None:
-        for line in text.splitlines(keepends=True) if "\r" not in text else ():
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if self._at_start and line.strip() else ""
-            self.file.write(stamp + line)
-            self._at_start = line.endswith("\n")
-
-
-class _Copied:
-    """Output stream that also writes to the log."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        if _log is not None:
-            _log.write(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-_log: _Log | None = None
-
-
 def leave_terminal() -> None:
     """Point stdout and stderr to /dev/null if their terminal is closed: printing to it would fail and end the run."""
     poll = select.poll()
@@ -132,21 +92,16 @@ def leave_terminal() -> None:
 
 
 def log_to(path: Path) -> None:
-    """Mirror stdout and stderr to `path`, appending to what an earlier process wrote.
-
-    The file gets warnings, the final traceback, the stack after a crash or an abort (faulthandler), and the messages
-    that are not printed. The screen shows the same as before.
-    """
-    global _log
+    """Append the package's messages to `path` too, also those that are not printed, and the stack after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _log = _Log(path.open("a", encoding="utf-8", errors="replace", buffering=1))
-    _log.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    faulthandler.enable(_log.file)
-    PACKAGE.setLevel(logging.INFO)
-    PACKAGE.addHandler(_hidden)
-    for name in ("stdout", "stderr"):
-        if not isinstance(getattr(sys, name), _Copied):
-            setattr(sys, name, _Copied(getattr(sys, name)))
+    for other in [handler for handler in PACKAGE.handlers if isinstance(handler, logging.FileHandler)]:
+        PACKAGE.removeHandler(other)  # of an earlier run in this process
+    handler = logging.FileHandler(path, encoding="utf-8", errors="replace")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    PACKAGE.setLevel(logging.DEBUG)
+    PACKAGE.addHandler(handler)
+    log.debug(f"process {os.getpid()} on {socket.gethostname()}")
+    faulthandler.enable(handler.stream)
 
 
 class Progress:

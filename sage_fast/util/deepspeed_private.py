@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +38,6 @@ def check_version() -> None:
         log.warning(wrapped(warning))
 
 
-def _inside(owner: Any, name: str) -> Any:
-    """Return an attribute of DeepSpeed's insides.
-
-    Raises:
-        UserError: the installed DeepSpeed has no such attribute.
-    """
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise UserError(
-            f"DeepSpeed {_version()} has no {type(owner).__name__}.{name}, which this engine needs; tested is "
-            f"{TESTED}: pip install 'deepspeed=={TESTED}.*'"
-        ) from None
-
-
 def join_deepspeed() -> None:
     """Make DeepSpeed use the existing process group and its timeout.
 
@@ -63,10 +47,9 @@ def join_deepspeed() -> None:
     from deepspeed.utils import groups
 
     # An inference operator that is never called here. On a CPU, DeepSpeed would compile it at start and print so.
-    _inside(deepspeed.ops, "__compatible_ops__")["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(verbose=False)
-    _inside(groups, "_WORLD_GROUP")
     groups._WORLD_GROUP = dist.group.WORLD
 
 
@@ -87,10 +70,9 @@ def part_of_master(optimizer: Any, p: Any) -> Tensor | None:
     The documented `safe_get_local_fp32_param` copies what is offloaded, and knows ZeRO-3 only.
     """
     if is_gathered(p):
-        part: Tensor = _inside(optimizer, "_get_fp32_opt_state_partition")(p, release_swap_buffers=False)[0]
+        part: Tensor = optimizer._get_fp32_opt_state_partition(p, release_swap_buffers=False)[0]
         return part
-    mapping = _inside(p, "_hp_mapping")
-    return None if mapping is None else mapping.get_hp_fragment()
+    return None if p._hp_mapping is None else p._hp_mapping.get_hp_fragment()
 
 
 def refresh_master(optimizer: Any) -> None:
@@ -98,12 +80,12 @@ def refresh_master(optimizer: Any) -> None:
 
     The documented `safe_set_full_fp32_param` would gather every weight of ZeRO-3.
     """
-    _inside(optimizer, "refresh_fp32_params")()
+    optimizer.refresh_fp32_params()
 
 
 def whole_shape(p: Any) -> Any:
     """Return the shape of a weight; one that ZeRO-3 spreads over the ranks is empty in between."""
-    return _inside(p, "ds_shape") if is_gathered(p) else p.shape
+    return p.ds_shape if is_gathered(p) else p.shape
 
 
 def shard(p: Any) -> Tensor:
@@ -111,19 +93,18 @@ def shard(p: Any) -> Tensor:
 
     The documented calls give the float32 master, which the forward does not read.
     """
-    tensor: Tensor = _inside(p, "ds_tensor")
+    tensor: Tensor = p.ds_tensor
     return tensor
 
 
 def forget_order(optimizer: Any) -> None:
     """Stop ZeRO-3 from recording the order of the layers, which would have to be the same on all ranks."""
-    _inside(_inside(optimizer, "parameter_offload"), "fwd_pre_hook").remove()
+    optimizer.parameter_offload.fwd_pre_hook.remove()
 
 
 def keep_whole(optimizer: Any, weights: Sequence[Any]) -> None:
     """Make ZeRO-3 gather these weights now and after every update. Its setting chooses them by size alone."""
-    kept = _inside(_inside(optimizer, "parameter_offload"), "persistent_parameters")
-    kept += weights
+    optimizer.parameter_offload.persistent_parameters += weights
     gather(weights)
 
 
@@ -132,9 +113,9 @@ def gather(weights: Sequence[Any]) -> None:
 
     The documented `GatheredParameters` releases them at its end.
     """
-    _inside(weights[0], "all_gather")(weights)
+    weights[0].all_gather(weights)
 
 
 def release_gathered(optimizer: Any) -> None:
     """Release weights that ZeRO-3 has gathered for a forward. The engine's own method also empties CUDA's cache."""
-    _inside(optimizer, "empty_partition_cache")()
+    optimizer.empty_partition_cache()

@@ -1,22 +1,19 @@
-"""Write videos. Without imageio-ffmpeg, animated images replace MP4."""
+"""Write videos as MP4."""
 
 from __future__ import annotations
 
 import errno
-import functools
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+import imageio_ffmpeg
 import numpy as np
 import torch
-from PIL import Image, features
 from torch import Tensor
 
 from sage_fast.util.files import atomic_path
-from sage_fast.util.ranks import rank
 
 MIN_SIDE = 128
 """Smallest side in pixels; smaller videos are enlarged, since players would blur them."""
@@ -26,60 +23,14 @@ def pixels(video: Tensor) -> np.ndarray:
     """Convert float `[F, 3, H, W]` in [0, 1] to uint8 `[F, H, W, 3]`; values outside are clamped.
 
     Raises:
-        ValueError: wrong shape, an integer dtype, or non-finite values.
+        ValueError: wrong shape or non-finite values.
     """
     if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
         raise ValueError(f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}")
-    if not video.is_floating_point():
-        raise ValueError(f"video: expected floating point in [0, 1], got {video.dtype}")
     video = video.detach().float().cpu()
     if not video.isfinite().all():
         raise ValueError("video: holds values that are not finite")
     return (video.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-
-
-@functools.cache
-def video_suffix() -> str:
-    """Return the suffix of written videos: `.mp4`, or without imageio-ffmpeg `.webp` or `.png`, with one notice."""
-    try:
-        import imageio_ffmpeg
-
-        imageio_ffmpeg.get_ffmpeg_exe()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: the package has no ffmpeg binary
-        suffix, name = (".webp", "WebP") if features.check("webp") else (".png", "PNG")
-        if rank() == 0:
-            why = f"no MP4 without imageio-ffmpeg ({error}); pip install imageio-ffmpeg"
-            print(f"videos are written as animated {name}: {why}", file=sys.stderr)
-        return suffix
-    return ".mp4"
-
-
-def write_video(path: str | Path, video: Tensor, fps: float) -> None:
-    """Write `.mp4` with `save_mp4`, `.webp` or `.png` as a lossless looping animation.
-
-    Args:
-        path: output file; its folder must exist.
-        video: float `[F, 3, H, W]` in [0, 1].
-        fps: frames per second.
-
-    Raises:
-        ValueError: as `save_mp4`.
-    """
-    path = Path(path)
-    if path.suffix == ".mp4":
-        return save_mp4(path, video, fps)
-    first, *rest = (Image.fromarray(frame) for frame in _enlarged(video, fps))
-    with atomic_path(path) as file:
-        first.save(file, path.suffix[1:], save_all=True, append_images=rest, duration=1000 / fps, loop=0, lossless=True)
-
-
-def _enlarged(video: Tensor, fps: float) -> np.ndarray:
-    """Return uint8 frames `[F, H, W, 3]`, enlarged so that no side is below `MIN_SIDE`."""
-    if not fps > 0:
-        raise ValueError(f"fps = {fps}: expected above 0")
-    frames = pixels(video)
-    factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
-    return frames.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
 def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
@@ -94,12 +45,12 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
         fps: frames per second.
 
     Raises:
-        ValueError: `video` has the wrong shape, dtype or non-finite values; `fps` is not above 0.
+        ValueError: `video` has the wrong shape or non-finite values.
         OSError: ffmpeg failed, for example on a full disk; no file is left.
     """
-    import imageio_ffmpeg
-
-    frames = _enlarged(video, fps)
+    frames = pixels(video)
+    factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
+    frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
     # `imageio_ffmpeg.write_frames` would ignore ffmpeg's exit status.
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}", "-r", str(fps)]
@@ -117,5 +68,5 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
 
 def numbered(folder: Path) -> dict[int, Path]:
     """Return number -> file for the videos of an evaluation; empty if the folder does not exist."""
-    found = {path: re.match(r"(\d+)-.*\.(mp4|webp|png)$", path.name) for path in folder.glob("*")}
+    found = {path: re.match(r"(\d+)-", path.name) for path in folder.glob("*.mp4")}
     return dict(sorted((int(number.group(1)), path) for path, number in found.items() if number))
