@@ -75,6 +75,7 @@ def test_both_formats_hold_the_same(tmp_path: Path) -> None:
         ("p.jsonl", "[" * 100_000, "line 1: not valid JSON"),
         ("p.jsonl", '{"prompt": "a", "seed": ' + 5000 * "9" + "}", "line 1: not valid JSON: Exceeds the limit"),
         ("p.jsonl", '"a cat"\n', "line 1: expected an object"),
+        ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "line 1: not valid JSON: the key 'prompt' appears twice"),
         ("p.jsonl", '{"promt": "a"}\n', "line 1: unknown key 'promt'; .*did you mean 'prompt'"),
         ("p.jsonl", '{"seed": 1}\n', "line 1: 'prompt' is missing"),
         ("p.jsonl", '{"prompt": null}\n', "line 1: prompt = None: expected text"),
@@ -303,6 +304,25 @@ def test_broken_and_missing_embeddings_are_encoded_again(there: Path) -> None:
     second.unlink()
     assert "of which 2 were encoded now" in embed()[1]
     assert first.read_bytes() == content
+
+
+def test_ranks_share_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of ranks can share them, whatever others have encoded before."""
+    module = sage_fast.data.embeddings
+    prompts = [f"prompt {i}" for i in range(7)]
+    nothing = TextEmbedding(text=torch.zeros(1, 2), glyphs=torch.zeros(0, 2))
+    shares: list[list[str]] = []
+
+    def encoder() -> Callable[[str], TextEmbedding]:
+        return lambda prompt: shares[-1].append(prompt) or nothing  # type: ignore[func-returns-value]
+
+    for number, count in ((0, 3), (1, 3), (0, 2), (1, 2)):
+        shares.append([])
+        monkeypatch.setattr(module, "rank", lambda number=number: number)
+        monkeypatch.setattr(module, "world_size", lambda count=count: count)
+        assert module.fill_cache([*prompts, prompts[0]], encoder, tmp_path, "m") == len(shares[-1])
+    assert shares[:2] == [prompts[0::3], prompts[1::3]]
+    assert sorted(shares[2] + shares[3]) == prompts[2::3]  # the third rank's share was missing
 
 
 def test_a_cache_has_to_be_named(there: Path) -> None:

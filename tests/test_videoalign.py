@@ -376,6 +376,7 @@ def test_a_rank_stabilised_lora_is_scaled_by_the_root_of_its_rank(
     [
         ({"attention": "flash"}, r"attention = 'flash': "),
         ({"attention": "flash_attention_2"}, r"attention = 'flash_attention_2': "),
+        ({"fps": 0}, r"fps = 0: expected frames per second above 0, such as 2"),
         ({"max_frame_pixels": 50_000}, r"min_frame_pixels = 100352, max_frame_pixels = 50000: expected"),
         ({"base": "{nowhere}"}, r"base = .*nowhere.*: expected a folder or hub id of Qwen2-VL-2B-Instruct"),
         ({"base": "someone/qwen"}, r"base = 'someone/qwen': expected a folder or hub id of Qwen2-VL-2B-Instruct"),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
 import torch
 
 from sage_fast.config.schema import Config
-from sage_fast.data.embeddings import cache_key, encode_cached
+from sage_fast.data.embeddings import cache_key, fill_cache
 from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.loading import configured_prompts
 from sage_fast.models.load import find_spec
-from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import all_gather_object, initialize, shutdown
+from sage_fast.util.ranks import initialize, shutdown
 
 
 def embed_prompts(config: Config, source: str | None) -> str:
@@ -40,19 +40,8 @@ def embed_prompts(config: Config, source: str | None) -> str:
     texts = dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()])
     device = initialize(config.timeout_minutes)
     spec, cache = find_spec(config.model.path, fetch=True), Path(config.data.embedding_cache)
-    encoded: list[str] = []
-
-    def load() -> Encoder:
-        encode = spec.load_encoder(getattr(torch, config.model.dtype), device)
-
-        def counted(prompt: str) -> Condition:
-            encoded.append(prompt)
-            return encode(prompt)
-
-        return counted
-
+    load = functools.partial(spec.load_encoder, getattr(torch, config.model.dtype), device)
     key = cache_key(spec.path, config.model.dtype, cache, spec.encoder_version)
-    encode_cached(list(texts), load, cache, key, spec.condition)
-    count = sum(map(len, all_gather_object(encoded)))
+    encoded = fill_cache(list(texts), load, cache, key)
     shutdown()
-    return f"{cache}: {len(texts)} texts, of which {count} were encoded now"
+    return f"{cache}: {len(texts)} texts, of which {encoded} were encoded now"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.util.console import Progress
 from sage_fast.util.files import write_atomic
-from sage_fast.util.ranks import all_gather_object, broadcast_object, rank, world_size
+from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
 
 
 def _digest(*parts: str) -> str:
@@ -51,6 +51,33 @@ def cache_key(path: str, dtype: str, cache: Path | None, encoder_version: Callab
     return f"{model} {broadcast_object(version, 0)}"
 
 
+def fill_cache(
+    prompts: Sequence[str],
+    encoder_factory: Callable[[], Encoder],
+    cache: Path,
+    model: str,
+) -> int:
+    """Encode the prompts missing from `cache`, each rank its share, without keeping them in memory. Collective.
+
+    After a kill every file is complete, so the next call encodes the rest.
+
+    Args:
+        prompts, encoder_factory, cache, model: as for `encode_cached`; all ranks must see the folder.
+
+    Returns:
+        Number of prompts encoded, over all ranks.
+    """
+    share = list(dict.fromkeys(prompts))[rank() :: world_size()]
+    missing = [prompt for prompt in share if not _is_whole(_file(cache, model, prompt))]
+    with fail_together(), Progress("encode", len(missing), "prompt") as bar:
+        encode = encoder_factory() if missing else None
+        for prompt in missing:
+            assert encode is not None
+            _write(encode(prompt), _file(cache, model, prompt))
+            bar.update()
+    return sum(all_gather_object(len(missing)))
+
+
 def encode_cached(
     prompts: Sequence[str],
     encoder_factory: Callable[[], Encoder],
@@ -61,8 +88,7 @@ def encode_cached(
     """Return the embeddings of `prompts` on every rank, from `cache` or from the rank that encodes them. Collective.
 
     No rank waits longer than another takes to load the text encoders and encode one prompt. The ranks need no shared
-    file system: a rank that lacks an embedding receives it from one that has it. After a kill every file is
-    complete, so the next call encodes the rest.
+    file system: a rank that lacks an embedding receives it from one that has it.
 
     Args:
         prompts: the same on every rank; duplicates are encoded once.
@@ -111,3 +137,12 @@ def _read(file: Path, kind: type[Condition]) -> Condition | None:
         return kind(**load_file(file))
     except (FileNotFoundError, SafetensorError):
         return None
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether the file exists and is as long as its header says; only the header is read."""
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except (FileNotFoundError, SafetensorError):
+        return False

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pkgutil
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sage_fast.config.fields import is_unicode
@@ -108,7 +108,7 @@ def _text_of(source: str) -> str:
 
 def _json_fields(line: str, where: str) -> Fields:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -116,6 +116,13 @@ def _json_fields(line: str, where: str) -> Fields:
     if not isinstance(fields, dict):
         raise UserError(f'{where}: expected an object, such as {{"prompt": "a cat"}}')
     return {key: value for key, value in fields.items() if value is not None or key == "prompt"}
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    keys = [key for key, _ in pairs]
+    if duplicates := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {duplicates[0]!r} appears twice")
+    return dict(pairs)
 
 
 def _prompt(fields: Fields, where: str) -> Prompt:

@@ -140,8 +140,18 @@ def checked(returned: object, count: int) -> dict[str, Tensor]:
 
 
 def device_of(entry: RewardEntry, default: str, place: int = 0) -> str:
-    """Return the device of instance `place`: `entry.devices` in turn, or `default` if there are none."""
-    return entry.devices[place % len(entry.devices)] if entry.devices else default
+    """Return the device of instance `place`: `entry.devices` in turn, or `default` if there are none.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if not entry.devices:
+        return default
+    device = entry.devices[place % len(entry.devices)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device != "cpu" and (torch.device(device).index or 0) >= count:
+        raise UserError(f"reward.device = {entry.device!r}: there is no {device}, of {count} GPUs; the nearest is cpu")
+    return device
 
 
 def _check_args(kind: type, args: Mapping[str, Any], setting: str) -> None:

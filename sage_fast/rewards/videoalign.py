@@ -60,6 +60,7 @@ class VideoAlignReward(FrameReward):
         device: as for `FrameReward`.
         dtype: dtype of the weights; None for bfloat16 on CUDA, else float32. The head is always float32.
         attention: attention implementation of transformers.
+        fps: sampling rate in frames per second; None for that of `model_config.json` (published: 2).
         video_fps: frames per second of the videos passed to `score`.
         max_frame_pixels: larger frames are reduced; None for that of `model_config.json` (published: 200704).
         min_frame_pixels: smaller frames are enlarged (published: 100352).
@@ -79,6 +80,7 @@ class VideoAlignReward(FrameReward):
         device: str | None = None,
         dtype: Literal["bfloat16", "float32"] | None = None,
         attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
+        fps: float | None = None,
         video_fps: float = 24.0,
         max_frame_pixels: int | None = None,
         min_frame_pixels: int = 128 * CELL * CELL,
@@ -89,9 +91,11 @@ class VideoAlignReward(FrameReward):
             dtype = "bfloat16" if on_cuda else "float32"
         folder = local_folder(path)
         settings = read_settings(folder)
-        self.fps = settings.fps
+        self.fps = settings.fps if fps is None else fps
         self.max_frame_pixels = settings.max_frame_pixels if max_frame_pixels is None else max_frame_pixels
         self.min_frame_pixels = min_frame_pixels
+        if not (math.isfinite(self.fps) and self.fps > 0):
+            raise UserError(f"fps = {self.fps}: expected frames per second above 0, such as 2")
         if not CELL * CELL <= min_frame_pixels <= self.max_frame_pixels:
             raise UserError(
                 f"min_frame_pixels = {min_frame_pixels}, max_frame_pixels = {self.max_frame_pixels}: expected "

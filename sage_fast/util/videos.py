@@ -23,10 +23,12 @@ def pixels(video: Tensor) -> np.ndarray:
     """Convert float `[F, 3, H, W]` in [0, 1] to uint8 `[F, H, W, 3]`; values outside are clamped.
 
     Raises:
-        ValueError: wrong shape or non-finite values.
+        ValueError: wrong shape, an integer dtype, or non-finite values.
     """
     if video.ndim != 4 or video.shape[1] != 3 or 0 in video.shape:
         raise ValueError(f"video: expected shape [F, 3, H, W] without empty sides, got {list(video.shape)}")
+    if not video.is_floating_point():
+        raise ValueError(f"video: expected floating point in [0, 1], got {video.dtype}")
     video = video.detach().float().cpu()
     if not video.isfinite().all():
         raise ValueError("video: holds values that are not finite")
@@ -45,9 +47,11 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
         fps: frames per second.
 
     Raises:
-        ValueError: `video` has the wrong shape or non-finite values.
+        ValueError: `video` has the wrong shape, dtype or non-finite values; `fps` is not above 0.
         OSError: ffmpeg failed, for example on a full disk; no file is left.
     """
+    if not fps > 0:
+        raise ValueError(f"fps = {fps}: expected above 0")
     frames = pixels(video)
     factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
