@@ -162,3 +162,5 @@ def test_arguments_that_are_refused(tiny: Path, tmp_path: Path) -> None:
         CLIPScoreReward(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"processor = .*nowhere.*: expected that of a CLIP model"):
         PickScoreReward(str(tiny), processor=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="device = 'gpu': expected a device of torch"):
+        CLIPScoreReward(str(tiny), device="gpu")

@@ -230,7 +230,7 @@ def test_all_processes_make_their_reward_before_the_first_call(process: Any, tmp
 
 
 def test_a_wrong_reward_is_found_in_its_process(process: Any) -> None:
-    why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: .* argument 'hwo'; Fingerprint takes how"
+    why = r"^reward.name = 'tests.reward_faults:Fingerprint': args: Fingerprint takes no 'hwo'; .*did you mean 'how'"
     with pytest.raises(UserError, match=why):
         process(args={"hwo": 1}).check(SMALL, ["a"])
 
@@ -540,6 +540,31 @@ def test_what_a_server_says_cannot_steer_the_terminal(answer: bytes) -> None:
     with pytest.raises(RewardFailure) as error:
         HttpReward(Peer([answer]).url).score(VIDEOS[:1], ["a"], 20, "id")
     assert str(error.value).replace("\n", "").isprintable()
+
+
+def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than may wait: a body that drips keeps no place."""
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_OF_GRACE", 0.5)
+    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    slow = [socket.create_connection(server.server_address[:2]) for _ in range(20)]  # type: ignore[arg-type]
+    for connection in slow:
+        connection.sendall(head)
+    parts = HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], 20, "id")
+    assert parts["print"].isfinite().all()
+    begun = time.monotonic()
+    for connection in slow:
+        with connection:
+            connection.settimeout(0.1)
+            answer = b""
+            while not answer and time.monotonic() < begun + 10:
+                connection.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    answer = connection.recv(1000)
+        assert b" 408 " in answer
+    with socket.create_connection(server.server_address[:2]) as silent:  # type: ignore[arg-type]
+        silent.sendall(head + b"x")
+        silent.settimeout(10)
+        assert b" 408 " in silent.recv(1000)
 
 
 def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -374,9 +374,12 @@ def test_a_rank_stabilised_lora_is_scaled_by_the_root_of_its_rank(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attention": "flash"}, r"attention = 'flash': "),
+        ({"attention": "flash"}, r"attention = 'flash': expected one of sdpa, flash_attention_2"),
         ({"attention": "flash_attention_2"}, r"attention = 'flash_attention_2': "),
+        ({"dtype": "float16"}, r"dtype = 'float16': expected one of bfloat16, float32"),
+        ({"device": "gpu"}, r"device = 'gpu': expected a device of torch"),
         ({"fps": 0}, r"fps = 0: expected frames per second above 0, such as 2"),
+        ({"video_fps": math.nan}, r"video_fps = nan"),
         ({"max_frame_pixels": 50_000}, r"min_frame_pixels = 100352, max_frame_pixels = 50000: expected"),
         ({"base": "{nowhere}"}, r"base = .*nowhere.*: expected a folder or hub id of Qwen2-VL-2B-Instruct"),
         ({"base": "someone/qwen"}, r"base = 'someone/qwen': expected a folder or hub id of Qwen2-VL-2B-Instruct"),

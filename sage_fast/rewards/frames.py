@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from sage_fast.util.errors import UserError
 
 SCORED_AT_ONCE = 8
 """Maximum number of videos per batch."""
@@ -50,7 +53,13 @@ class FrameReward:
     network: Any
 
     def __init__(self, device: str | None, video_fps: float) -> None:
-        self.device, self.video_fps = None if device is None else torch.device(device), video_fps
+        if not (math.isfinite(video_fps) and video_fps > 0):
+            raise UserError(f"video_fps = {video_fps}: expected frames per second above 0, such as 24")
+        try:
+            self.device = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise UserError(f"device = {device!r}: expected a device of torch, such as 'cuda:1' or 'cpu'") from error
+        self.video_fps = video_fps
 
     def choose(self, total: int, fps: float) -> list[int]:
         """Return the sorted indices of the frames to score, out of `total` at `fps` frames per second."""

@@ -6,6 +6,7 @@ Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in 
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
 import http.client
 import json
@@ -175,24 +176,25 @@ def read_question(body: bytes) -> tuple[str, Tensor, list[str]]:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(asked, dict) or asked.get("schema") != SCHEMA:
+        raise ValueError(f"expected an object with schema {SCHEMA!r}")
+    name, prompts = asked.get("id"), asked.get("prompts")
+    if not _is_text(name) or len(name) > 100:
+        raise ValueError("id: expected text of at most 100 characters")
+    if not isinstance(prompts, list) or not prompts or not all(map(_is_text, prompts)):
+        raise ValueError("prompts: expected a list of text")
     try:
-        name, prompts, videos = asked["id"], asked["prompts"], _decoded(asked["videos"])
-        if asked["schema"] != SCHEMA or not isinstance(prompts, list) or not all(map(_is_text, [name, *prompts])):
-            raise ValueError("another schema, or an id or a prompt that is no text")
-        if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
-        if str(videos.dtype).removeprefix("torch.") not in get_args(VideoType):
-            raise ValueError(f"{videos.dtype} in place of {', '.join(get_args(VideoType))}")
-    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "
-            f"(docs/rewards.md): {type(error).__name__}: {error}"
-        ) from error
+        tensors = load(base64.b64decode(asked.get("videos", ""), validate=True))
+    except (TypeError, ValueError, OverflowError, RuntimeError, binascii.Error, SafetensorError) as error:
+        raise ValueError(f"videos: expected a safetensors file in base64: {error}") from error
+    videos = tensors.get("videos")
+    if videos is None or videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel():
+        raise ValueError("videos: expected one tensor 'videos' [B, F, 3, H, W]")
+    if len(videos) != len(prompts):
+        raise ValueError(f"{len(videos)} videos and {len(prompts)} prompts")
+    if str(videos.dtype).removeprefix("torch.") not in get_args(VideoType):
+        raise ValueError(f"videos: expected {', '.join(get_args(VideoType))}, got {videos.dtype}")
     return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts
-
-
-def _decoded(text: str) -> Tensor:
-    return load(base64.b64decode(text, validate=True))["videos"]
 
 
 def _is_text(value: object) -> TypeGuard[str]:

@@ -29,6 +29,10 @@ WAITING = 8
 """Number of requests that may wait in memory while others are scored."""
 SECONDS_OF_SILENCE = 60.0
 """Read timeout within a request; then the connection is closed."""
+SECONDS_OF_GRACE = 5.0
+"""How far the body of a request may fall behind `SLOWEST`; then it is refused, so that it does not keep its place."""
+SLOWEST = 4e6
+"""Bytes per second at which a body has to arrive."""
 SECONDS_TO_DRAIN = 2.0
 """How long the rest of a refused request is read and discarded."""
 
@@ -102,7 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
         if int(length) > self.server.largest:
             return self._refuse(413, f"{length} bytes; at most {self.server.largest} are taken")
         with self.server.places:
-            body = self.rfile.read(int(length))
+            body = self._body(int(length))
+            if body is None:
+                return self._refuse(408, f"its body fell {SECONDS_OF_GRACE:g} s behind {SLOWEST / 1e6:g} MB/s")
             with self.server.turns:
                 status, content = self._score(body)
         self._send(status, content)
@@ -119,6 +125,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(421, f"Host {host[:80]!r}: expected an address or a name of this machine; or set {TOKEN}")
             return False
         return True
+
+    def _body(self, length: int) -> bytes | None:
+        """Read the body, as far as the client sends it; return None if it comes too slowly."""
+        end, body, whole = time.monotonic() + SECONDS_OF_GRACE, bytearray(), False
+        with contextlib.suppress(TimeoutError):
+            while not whole and (left := end + len(body) / SLOWEST - time.monotonic()) > 0:
+                self.connection.settimeout(left)
+                piece = self.rfile.read1(min(length - len(body), 1 << 20))
+                body += piece
+                whole = not piece
+        self.connection.settimeout(self.timeout)
+        return bytes(body) if whole else None
 
     def _score(self, body: bytes) -> tuple[int, dict[str, Any]]:
         """Return the status and content of the answer."""

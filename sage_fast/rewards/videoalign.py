@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ from sage_fast.rewards.videoalign_checkpoint import (
     read_settings,
     read_weights,
 )
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.frames import evenly_spaced
+
+Attention = Literal["sdpa", "flash_attention_2", "eager"]
+Precision = Literal["bfloat16", "float32"]
 
 PARTS = ("vq", "mq", "ta")
 """Visual quality, motion quality, text alignment."""
@@ -78,17 +81,21 @@ class VideoAlignReward(FrameReward):
         *,
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
         device: str | None = None,
-        dtype: Literal["bfloat16", "float32"] | None = None,
-        attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
+        dtype: Precision | None = None,
+        attention: Attention = "sdpa",
         fps: float | None = None,
         video_fps: float = 24.0,
         max_frame_pixels: int | None = None,
         min_frame_pixels: int = 128 * CELL * CELL,
     ) -> None:
         super().__init__(device, video_fps)
+        if attention not in get_args(Attention):
+            raise UserError(f"attention = {attention!r}: {nearest(attention, get_args(Attention))}")
         if dtype is None:
             on_cuda = self.device.type == "cuda" if self.device is not None else torch.cuda.is_available()
             dtype = "bfloat16" if on_cuda else "float32"
+        if dtype not in get_args(Precision):
+            raise UserError(f"dtype = {dtype!r}: {nearest(dtype, get_args(Precision))}")
         folder = local_folder(path)
         settings = read_settings(folder)
         self.fps = settings.fps if fps is None else fps
