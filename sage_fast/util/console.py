@@ -101,6 +101,7 @@ def log_to(path: Path) -> None:
     PACKAGE.setLevel(logging.DEBUG)
     PACKAGE.addHandler(handler)
     log.debug(f"process {os.getpid()} on {socket.gethostname()}")
+    assert handler.stream is not None  # open from the start, without delay=True
     faulthandler.enable(handler.stream)
 
 
