@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sage_fast.eval.scores import format_number, judge_hacked, mean_and_margin, paired_table
+from sage_fast.eval.hacking import judge_hacked
+from sage_fast.eval.scores import format_number, mean_and_margin, paired_table
 from sage_fast.eval.text import format_paired_table, format_table
 from sage_fast.eval.videoset import of_scores, table
 from sage_fast.report.shown import choose

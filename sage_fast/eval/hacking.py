@@ -1,17 +1,36 @@
-"""Detect reward hacking: compare the composite with the judge, on which nothing trains, over all evaluations."""
+"""Detect reward hacking: the composite rises while a score on which nothing trains falls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sage_fast.eval.scores import judge_hacked, mean_and_margin, paired_table
+from sage_fast.eval.scores import PairedRow, mean_and_margin, paired_table
 from sage_fast.util.metrics import JUDGE_PART
 
 Evaluations = Mapping[str, Mapping[str, Any]]
 """Name (`before`, `iteration-000010`, `after`) -> scores."""
+
+
+def hacking(directions: Mapping[str, str], watched: Iterable[str]) -> str | None:
+    """Return a warning if the composite rose and a score that nothing trains on fell, both beyond their intervals.
+
+    Args:
+        directions: score -> its `direction`; `reward` is the composite.
+        watched: names of the scores that nothing trains on.
+    """
+    fallen = [name for name in watched if directions.get(name) == "down"]
+    if directions.get("reward") != "up" or not fallen:
+        return None
+    return f"reward rose while {', '.join(fallen)} fell: look at the videos (reward hacking)"
+
+
+def judge_hacked(table: Sequence[PairedRow]) -> str | None:
+    """Return the warning of `hacking` for the parts of `eval.judge`."""
+    directions = {row.name: row.direction for row in table}
+    return hacking(directions, [name for name in directions if name.startswith(JUDGE_PART)])
 
 
 def _in_order(evaluations: Evaluations) -> list[Mapping[str, Any]]:

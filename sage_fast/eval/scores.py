@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from scipy import special  # scipy.stats takes five times as long to import
 
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
-from sage_fast.util.metrics import JUDGE_PART
 
 Interval = tuple[float, float]
 
@@ -205,25 +204,6 @@ def direction(difference: float, margin: float | None) -> str:
     if margin is None or not abs(difference) > margin:
         return ""
     return "up" if difference > 0 else "down"
-
-
-def hacking(directions: Mapping[str, str], watched: Iterable[str]) -> str | None:
-    """Return a warning if the composite rose and a score that nothing trains on fell, both beyond their intervals.
-
-    Args:
-        directions: score -> its `direction`; `reward` is the composite.
-        watched: names of the scores that nothing trains on.
-    """
-    fallen = [name for name in watched if directions.get(name) == "down"]
-    if directions.get("reward") != "up" or not fallen:
-        return None
-    return f"reward rose while {', '.join(fallen)} fell: look at the videos (reward hacking)"
-
-
-def judge_hacked(table: Sequence[PairedRow]) -> str | None:
-    """Return the warning of `hacking` for the parts of `eval.judge`."""
-    directions = {row.name: row.direction for row in table}
-    return hacking(directions, [name for name in directions if name.startswith(JUDGE_PART)])
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sage_fast.eval.scores import TOO_FEW, PairedRow, format_number, judge_hacked
+from sage_fast.eval.hacking import judge_hacked
+from sage_fast.eval.scores import TOO_FEW, PairedRow, format_number
 from sage_fast.eval.videoset import SetRow, shown_name
 
 

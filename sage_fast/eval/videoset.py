@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.hacking import Evaluations
+from sage_fast.eval.hacking import Evaluations, hacking
 from sage_fast.eval.scores import (
     as_float,
     columns_of,
     composite,
     direction,
-    hacking,
     mean_and_margin,
     paired_row,
 )

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from sage_fast.config.load import leaves, read_yaml
-from sage_fast.eval.hacking import verdict
+from sage_fast.eval.hacking import judge_hacked, verdict
 from sage_fast.eval.scores import (
     TOO_FEW,
     PairedRow,
     columns_of,
     format_number,
-    judge_hacked,
     mean_and_margin,
     paired_table,
     read_evaluations,
