@@ -10,7 +10,6 @@ import gc
 import logging
 import math
 import os
-import select
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -37,8 +36,6 @@ Any setting of the YAML file can be given on the command line, such as
 --sampling.eta 0.7 --train.iterations 10; `sage-fast train --help` lists them.
 Completion in bash and zsh: eval "$(register-python-argcomplete sage-fast)"
 """
-PIPE_CLOSED = 141
-"""Exit status when the reader of stdout has gone away, as in `sage-fast train --help | head`."""
 
 Options = argparse.Namespace
 Overrides = dict[str, str]
@@ -139,9 +136,8 @@ def guarded(name: str, command: Callable[[], int]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
+        if isinstance(error, BrokenPipeError):  # as in `sage-fast report RUN | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
-            return PIPE_CLOSED
         print(f"{name}: {reason(error)}", file=sys.stderr)
         return 1
     except Stopped as stopped:
@@ -165,13 +161,6 @@ def _run(arguments: list[str]) -> int:
     log_to_screen(quiet=getattr(options, "quiet", False))
     with ranges(*tools_of_environment()):
         return COMMANDS[options.command].run(options, overrides)
-
-
-def _output_is_closed() -> bool:
-    """Return whether the reader of stdout has gone away, rather than that of another pipe."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _overrides(command: str, rest: list[str]) -> Overrides:
@@ -278,19 +267,14 @@ def _train(options: Options, overrides: Overrides) -> int:
 
 
 def _check_gpus(options: Options) -> None:
-    if options.gpu_memory is not None:
-        if not 0 < options.gpu_memory < math.inf:
-            raise UserError(f"--gpu-memory {options.gpu_memory:g}: expected GB above 0, such as 80")
-        if not options.dry_run:
-            raise UserError("--gpu-memory goes with --dry-run; a run takes what its GPUs have")
-    if options.gpus is None:
-        return
-    if options.gpus < 1:
+    if options.gpu_memory is not None and not 0 < options.gpu_memory < math.inf:
+        raise UserError(f"--gpu-memory {options.gpu_memory:g}: expected GB above 0, such as 80")
+    if options.gpus is not None and options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: expected at least 1")
-    if not options.dry_run:
+    if not options.dry_run and (options.gpus or options.gpu_memory):
         raise UserError(
-            f"--gpus {options.gpus} goes with --dry-run; to train on {options.gpus} GPUs: "
-            f"torchrun --nproc-per-node {options.gpus} -m sage_fast train {options.config}"
+            "--gpus and --gpu-memory go with --dry-run; to train on several GPUs: "
+            f"torchrun --nproc-per-node {options.gpus or 8} -m sage_fast train {options.config}"
         )
 
 
@@ -379,8 +363,6 @@ def _eval(options: Options, overrides: Overrides) -> int:
 def _compare(options: Options, overrides: Overrides) -> int:
     from sage_fast.commands.sources import labelled
 
-    if options.videos < 1:
-        raise UserError(f"--videos {options.videos}: expected at least 1")
     sources = {label: Path(source) for label, source in labelled(options.run).items()}
     log.info(f"sage-fast compare: reading {', '.join(sources)}")
     from sage_fast.report.compare import write_compare
@@ -472,8 +454,6 @@ def _bench(options: Options, overrides: Overrides) -> int:
     settings=True,
 )  # fmt: skip
 def _profile(options: Options, overrides: Overrides) -> int:
-    if options.warmup < 0:
-        raise UserError(f"--warmup {options.warmup}: expected 0 or more")
     config, _ = _load(options, overrides)
     from sage_fast.tools.profile import format_profile, profile_iteration
 

@@ -341,7 +341,6 @@ def test_window_only_pushes_nvtx_ranges_and_uses_no_other_profiler(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--warmup", "-1"], "--warmup -1: expected 0 or more"),
         (["--sampling.etta", "1"], "did you mean 'sampling.eta'"),
         (["--sampling.sampler", "ode"], "no stochastic step"),
         (["--model.path", "./no/such/folder"], "no such folder"),

@@ -77,29 +77,12 @@ def run_eval(
 
 
 def _scorers(names: Sequence[str], config: Config, prompts: Sequence[str]) -> dict[str, Judge]:
-    """Load and check the additional rewards, keyed by `short_names`."""
-    scorers: dict[str, Judge] = {}
+    """Load and check the additional rewards, by name."""
     device = str(initialize(config.timeout_minutes))
-    for name, short in zip(names, short_names(names)):
-        scorers[short] = Judge(name, config.reward, device, "--scorer")
-        scorers[short].check(config.sampling, prompts, device)
+    scorers = {name: Judge(name, config.reward, device, "--scorer") for name in names}
+    for scorer in scorers.values():
+        scorer.check(config.sampling, prompts, device)
     return scorers
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Return the prefix of each scorer's parts in tables: `clipscore`, or `Class` for `module:Class`.
-
-    A name whose short form is ambiguous is kept in full.
-
-    Raises:
-        UserError: a name is given twice.
-    """
-    ends = [name.rstrip("/").rpartition("//" if "//" in name else ":")[2] for name in names]
-    taken = [JUDGE_PART.rstrip("/"), *ends]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"--scorer = {name!r}: given more than once")
-    return [name if taken.count(end) > 1 else end for name, end in zip(names, ends)]
 
 
 def _watches(score: str, scorers: Mapping[str, Judge]) -> bool:
@@ -111,11 +94,8 @@ def _folders(sources: Sequence[Source], folder: Path | None) -> list[Path | None
     """Return a video folder for each source, named after it."""
     if folder is None:
         return [None] * len(sources)
-    names: list[str] = []
-    for source in sources:
-        name = re.sub(r"[^\w.-]+", "-", source.label).strip(".-")[:80] or "source"
-        names.append(name if name not in names else f"{name}-{len(names)}")
-    return [folder / "videos" / name for name in names]
+    names = [re.sub(r"[^\w.-]+", "-", source.label).strip(".-")[:80] or "source" for source in sources]
+    return [folder / "videos" / (f"{name}-{i}" if name in names[:i] else name) for i, name in enumerate(names)]
 
 
 def _log_notes(setup: Setup) -> None:

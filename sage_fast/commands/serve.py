@@ -35,8 +35,6 @@ def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int, 
     """
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: expected 0 (a free one) to 65535, such as 8000")
-    if largest_mib < 1:
-        raise UserError(f"--largest {largest_mib}: expected at least 1 MiB, such as 1024")
     config, device = load(path, overrides), str(initialize())
     prompts = [prompt.text for prompt in read_prompts(config.data.prompts, config.sampling)]
     reward = CompositeReward.of(config.reward, device)

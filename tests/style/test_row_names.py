@@ -38,7 +38,6 @@ TABLES: dict[str, tuple[Iterable[str], ...]] = {
 ALLOWED = {
     "'linear' in recomputed": "a part of a block's FLOPs",
     "'attention' in recomputed": "a part of a block's FLOPs",
-    "axes.get_yscale() == 'linear'": "the scale of an axis",
     "op == 'mean'": "an operation over the ranks",
     "'attention' in row": "a column of a benchmark's rows",
     "name != 'all'": "all claims of a study",
