@@ -16,12 +16,14 @@ from scipy import special
 
 from sage_fast.cli import guarded
 from sage_fast.commands.sources import labelled
-from sage_fast.eval.scores import MIN_PROMPTS, UPPER, Interval, clustered_variance, t_quantile
+from sage_fast.eval.scores import MIN_PROMPTS, UPPER, clustered_variance, t_quantile
 from sage_fast.eval.videoset import Key, VideoSet
 from sage_fast.report.compare import read_sets
 from sage_fast.report.html import data_address, render
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json, write_atomic, write_json
+
+Interval = tuple[float, float]
 
 CRITERIA = ("Visual quality", "Motion quality", "Semantic alignment")
 """Criteria for judging each pair, as in Table 3."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,6 @@ from sage_fast.models.spec import Spec
 from sage_fast.util.console import wrapped
 
 log = logging.getLogger(__name__)
-
-PROMPTS = 50
-"""Most held-out prompts that are listed."""
 
 
 def model_card(run: Path, config: Config, spec: Spec, *, iteration: int, base: str | None, files: Iterable[str]) -> str:
@@ -90,7 +87,7 @@ def _purpose(file: str) -> str | None:
 
 
 def _evaluation(run: Path, iteration: int) -> str:
-    """Return the table of scores before and after training, and the prompts that were scored.
+    """Return the table of scores before and after training.
 
     Args:
         iteration: iterations the weights were trained for; may exceed that of the last evaluation.
@@ -106,15 +103,7 @@ def _evaluation(run: Path, iteration: int) -> str:
             f"The weights of iteration {iteration} were not evaluated: eval/after.json is of iteration "
             f"{scores['iteration']}."
         )
-    rows = paired_table(found["before"], scores)
-    return f"{format_paired_table(rows)}\n\n{_prompts(scores['prompts'])}"
-
-
-def _prompts(prompts: Sequence[str]) -> str:
-    texts = [" ".join(text.split()) for text in dict.fromkeys(prompts)]
-    more = f"\n- and {len(texts) - PROMPTS} more" if len(texts) > PROMPTS else ""
-    listed = "\n".join(f"- {text}" for text in texts[:PROMPTS])
-    return f"<details><summary>The prompts</summary>\n\n{listed}{more}\n\n</details>"
+    return format_paired_table(paired_table(found["before"], scores))
 
 
 def _settings(config: Config, base: str | None) -> str:

@@ -54,32 +54,20 @@ class Source:
 def labelled(arguments: Sequence[str]) -> dict[str, str]:
     """Parse `SOURCE` and `LABEL=SOURCE` arguments into label -> source.
 
-    The default label of a path is its shortest unique suffix.
+    The default label of a path is its last part.
 
     Raises:
         UserError: two sources have the same label, or a source is given twice.
     """
-    given: list[tuple[str | None, str]] = []
-    for argument in arguments:
-        label, separator, source = argument.partition("=")
-        named = separator and label and source and "/" not in label and not Path(argument).exists()
-        given.append((label, source) if named else (None, argument))
-    unnamed = [source for label, source in given if label is None]
     labels: dict[str, str] = {}
-    for name, source in given:
-        label = name or _short(source, unnamed)
+    for argument in arguments:
+        label, _, source = argument.partition("=")
+        if not label or not source or "/" in label or Path(argument).exists():
+            label, source = Path(argument).name or argument, argument
         if label in labels:
             raise UserError(f"two sources are called {label!r}; name them, as in before={source}")
         labels[label] = source
     return labels
-
-
-def _short(source: str, others: Sequence[str]) -> str:
-    """Return the shortest suffix of a path that no other path ends with."""
-    parts = Path(source).parts or (source,)
-    ends = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
-    ours = [f"/{Path(other)}" for other in others if Path(other) != Path(source)]
-    return next((end for end in ends if not any(other.endswith(f"/{end}") for other in ours)), ends[-1])
 
 
 def read_source(label: str, source: str, overrides: Mapping[str, str]) -> Source:

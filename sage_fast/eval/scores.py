@@ -18,8 +18,6 @@ from scipy import special  # scipy.stats takes five times as long to import
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_json
 
-Interval = tuple[float, float]
-
 MIN_PROMPTS = 5
 """Fewest prompts for a standard error. Estimated from two prompts it is itself off by more than half, so "2 standard
 errors" would mean nothing."""
@@ -40,8 +38,7 @@ def read_scores(file: Path) -> dict[str, Any]:
         UserError: the file is cut off or is no evaluation.
     """
     scores = read_json(file)
-    missing = [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]
-    if missing:
+    if missing := [key for key in ("iteration", "prompts", "seeds", "reward", "parts") if key not in scores]:
         raise UserError(f"{file}: {missing[0]!r} is missing")
     parts, weights = scores["parts"], scores.get("weights", {})
     if not isinstance(parts, dict) or not isinstance(weights, dict) or not isinstance(scores["prompts"], list):

@@ -29,9 +29,6 @@ def contact_sheet(
         captions: one per video.
         num_frames: frames shown; fewer if a video is shorter.
         height: height of a frame in pixels.
-
-    Raises:
-        ValueError: there is no video, or the number of captions differs.
     """
     return comparison_sheet({"": videos}, captions, num_frames=num_frames, height=height)
 
@@ -52,16 +49,7 @@ def comparison_sheet(
         notes: for each column, one line under each of its videos.
         num_frames: frames shown per video, evenly spaced from first to last.
         height: height of a frame in pixels.
-
-    Raises:
-        ValueError: there is nothing to show, or a column does not have one video per caption.
     """
-    if not columns or not captions:
-        raise ValueError("nothing to lay out: expected at least one video")
-    for label, videos in columns.items():
-        if len(videos) != len(captions):
-            raise ValueError(f"column {label!r} has {len(videos)} videos for {len(captions)} captions")
-
     gap, group_gap, margin, caption_width = 3, 24, 20, 200
     row_gap = 14 if notes is None else 38  # leaves room for the notes
     cells = [[_cells(video, num_frames, height) for video in videos] for videos in columns.values()]
@@ -127,8 +115,5 @@ def _wrap(draw: ImageDraw.ImageDraw, text: str, width: float, height: float) -> 
     """Break `text` into lines of at most `width` pixels; cut with an ellipsis if they exceed `height`."""
     font = _font(14)
     per_line = max(1, int(width / draw.textlength("n", font=font)))
-    lines = [_fit(draw, line, font, width) for line in textwrap.wrap(" ".join(text.split()), per_line)]
-    count = max(1, int(height // 20))
-    if len(lines) > count:
-        lines = [*lines[: count - 1], _fit(draw, lines[count - 1], font, width - 20).rstrip("…") + " …"]
-    return "\n".join(lines)
+    lines = textwrap.wrap(text, per_line, max_lines=max(1, int(height // 20)), placeholder=" …")
+    return "\n".join(_fit(draw, line, font, width) for line in lines)

@@ -29,8 +29,6 @@ from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.files import VIDEOS, write_atomic
 from sage_fast.util.videos import numbered
 
-SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".webp", ".gif", ".png")
-
 Key = tuple[str, int]
 """(prompt, index among the prompt's videos); videos of two sets with the same key are a pair."""
 
@@ -120,8 +118,6 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         path = folder / row["file"]
         if not path.is_file():
             raise UserError(f"{index}, video {line}: {row['file']!r}: no such file in {folder}")
-        if path.suffix.lower() not in SUFFIXES:
-            raise UserError(f"{index}, video {line}: {row['file']!r}: expected a video, one of {', '.join(SUFFIXES)}")
         if not row["prompt"].strip():
             raise UserError(f"{index}, video {line}: {row['file']!r} has no prompt")
         files.append(path)

@@ -60,7 +60,7 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
         The path of the page.
 
     Raises:
-        UserError: as `read_sets`, or a video cannot be read.
+        UserError: as `read_sets`.
     """
     runs, sets, notes = read_sets(sources)
     rows = table(sets) if sets else []
@@ -82,19 +82,19 @@ def write_compare(sources: Mapping[str, Path], folder: Path, count: int) -> Path
         notes=notes,
         warnings=[f"{label}: {text}" for label, text in found.items() if text],
         own=own,
-        drawn=_charts(runs),
+        charts=_charts(runs),
         settings=_differing(runs),
-        labels=list(runs),
     )
     return path
 
 
-def _differing(runs: Mapping[str, RunFiles]) -> list[tuple[str, list[str]]]:
-    """Return the settings that differ between runs; a dash where a run lacks one."""
+def _differing(runs: Mapping[str, RunFiles]) -> list[list[str]]:
+    """Return a header and the settings that differ between runs, with a dash where a run lacks one; [] if none do."""
     flat = [{key: str(value) for key, value in run.settings.items()} for run in runs.values()]
     names = sorted({name for settings in flat for name in settings} - {"output"})
-    values = {name: [settings.get(name, "\N{EN DASH}") for settings in flat] for name in names}
-    return [(name, row) for name, row in values.items() if len(set(row)) > 1]
+    rows = [[name, *(settings.get(name, "\N{EN DASH}") for settings in flat)] for name in names]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return [["setting", *runs], *differing] if differing else []
 
 
 def _charts(runs: Mapping[str, RunFiles]) -> list[str]:

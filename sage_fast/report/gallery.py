@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from sage_fast.eval.scores import PairedRow
 from sage_fast.eval.text import summary
 from sage_fast.eval.videoset import SetRow, VideoSet, shown_name
 from sage_fast.report.html import render
@@ -22,10 +22,7 @@ def write_gallery(
     count: int,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
-    own: Mapping[tuple[str, str], PairedRow] | None = None,
-    drawn: Sequence[str] = (),
-    settings: Sequence[tuple[str, Sequence[str]]] = (),
-    labels: Sequence[str] = (),
+    **of_runs: Any,
 ) -> None:
     """Write a self-contained page.
 
@@ -36,10 +33,8 @@ def write_gallery(
         rows: the score table of the sets.
         count: number of rows of videos to show.
         notes, warnings: sentences.
-        own: (label, score) -> a run's row against its own evaluation before training.
-        drawn: charts, SVG.
-        settings: (name, values for `labels`) pairs.
-        labels: labels of the runs.
+        of_runs: what the page shows of runs: `own` ((label, score) -> a run's row against its own evaluation before
+            training), `charts` (SVG), and `settings` (rows of cells, of which the first is the header).
     """
     scores = dict.fromkeys(row.score for row in rows)
     notes = list(notes)
@@ -49,13 +44,10 @@ def write_gallery(
         title=title,
         groups=[(shown_name(score), [row for row in rows if row.score == score]) for score in scores],
         gains=rows[0].label if any(row.gain is not None for row in rows) else None,
-        own=own or {},
         summary=summary(rows) if rows else "",
         notes=notes,
         warnings=warnings,
-        charts=drawn,
-        settings=settings,
-        labels=labels,
         videos=videos,
+        **({"own": {}, "charts": [], "settings": []} | of_runs),
     )
     write_atomic(path, page)

@@ -219,7 +219,6 @@ def write_report(run: Path) -> Path:
         status=_status(data),
         method=data.facts.get("method"),
         table=table,
-        only=_only(before) if before and not table else [],
         last=_label(data, data.last),
         checks=checks(data.rows, table, verdict(data.evaluations)),
         charts=_charts(data),
@@ -278,11 +277,6 @@ def _environment(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _only(scores: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
-    """Return (name, mean, half-width of its 95 % interval) for each score of a single evaluation."""
-    return [(name, *mean_and_margin(scores["prompts"], values)) for name, values in columns_of(scores).items()]
-
-
 def _label(data: RunFiles, name: str | None) -> str:
     return "after" if name in ("after", None) else f"iteration {data.evaluations[str(name)]['iteration']}"
 
@@ -291,9 +285,7 @@ def _charts(data: RunFiles) -> list[str]:
     """Return the SVG charts in reading order, with all text escaped."""
     rows = data.rows
     parts = {key: key.removeprefix(REWARD_PART) for row in rows for key in row if key.startswith(REWARD_PART)}
-    drawn = [
-        charts.held_out({"reward": points_of(data, "reward")}),
-    ]
+    drawn = [charts.held_out({"reward": points_of(data, "reward")})]
     for part in sorted({part for scores in data.evaluations.values() for part in scores["parts"]}):
         if part.startswith(JUDGE_PART):
             title = f"Held-out judge: {part.removeprefix(JUDGE_PART)}"
