@@ -100,7 +100,8 @@ def test_a_secret_in_the_settings_is_refused(name: str, capsys: pytest.CaptureFi
 
 
 def test_an_address_with_a_secret_is_refused_and_other_names_are_not() -> None:
-    for address in ("https://me:pw@there/x", "postgres://me:pw@there", "https://there/x?n=1&api_key=abc"):
+    bare = ("https://me:pw@there/x", "postgres://me:pw@there", "https://there/x?n=1&api_key=abc")
+    for address in (*bare, "https://me:pw@${HOST}/x", "https://there/x?api_key=abc&n=${N}"):
         with pytest.raises(UserError, match=r"reward\.args\.urls\.0: "):
             RewardConfig(args={"urls": [address]})
     names = (

@@ -20,8 +20,10 @@ _WORD = (
 )
 """Last word of a name for secrets: `api_key`, `apiKey` and `access_tokens`, but not `num_tokens`, which is a count."""
 _SECRET = re.compile(rf"{_WORD}(?:\.|$)")
-_ADDRESS = re.compile(rf"://(?:[^/\s@]+@|\S*[?&][^=&\s]*{_WORD}=)")
-"""An address with a user or with a secret in its query."""
+_ADDRESS = re.compile(
+    rf"://(?:(?![^/\s@]*{_VARIABLE.pattern})[^/\s@]+@|\S*[?&][^=&\s]*{_WORD}=(?![^&\s]*{_VARIABLE.pattern}))"
+)
+"""An address with a user or with a secret in its query, and no variable there."""
 
 
 def from_environment(value: Any, name: str) -> Any:
@@ -55,8 +57,8 @@ def refuse_secrets(value: Any, name: str) -> None:
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             refuse_secrets(item, f"{name}.{key}")
         return
-    given = value and not isinstance(value, bool) and not _VARIABLE.search(str(value))
-    if given and (_SECRET.search(name) or _ADDRESS.search(str(value))):
+    written = value and not isinstance(value, bool) and not _VARIABLE.search(str(value))
+    if (written and _SECRET.search(name)) or _ADDRESS.search(str(value)):
         raise UserError(
             f"{name}: the run folder would keep a secret; write '${{NAME}}' and set the environment variable NAME"
         )

@@ -186,8 +186,15 @@ def test_every_sampler_and_reduction(sampler: str, reduction: str, kernels: tupl
     if reduction == "sum":  # summed log-probs grow with the sample
         coefs[:, 3:] /= 131
     for operator in ("transition_step", "transition_score"):
-        arguments = inputs(operator, (5, 131), (FP32, BF16), device, coefs=coefs)
+        arguments = inputs(operator, (10, 131), (FP32, BF16), device, coefs=coefs)
+        assert arguments[-2].unique().tolist() == list(range(10))
         assert_accurate(check(operator, functions, arguments))
+
+
+def test_one_sample_is_at_a_step_with_noise() -> None:
+    """At one without noise the log-prob, both KLs and the gradient are 0, whatever the kernel does."""
+    *_, coefs, step, _ = inputs("transition_score", LATENTS["one element"], (FP32,))
+    assert coefs[step, 2].all()
 
 
 @pytest.mark.parametrize("operator", ["transition_step", "transition_score"])
