@@ -49,7 +49,6 @@ class HttpReward:
         url: address, such as http://127.0.0.1:8000.
         dtype: dtype in which videos are sent; float16 is finer than the 8 bits of a video file.
         retry_seconds: how long a failed request is sent again; 0 tries once.
-        timeout_seconds: time limit of a request, instead of `reward.timeout_seconds`; 0: none.
 
     Raises:
         ValueError: `url` is not an address, or `dtype` is unknown.
@@ -57,16 +56,13 @@ class HttpReward:
 
     in_background = True
 
-    def __init__(
-        self, url: str, dtype: str = "float16", retry_seconds: float = 300.0, timeout_seconds: float | None = None
-    ) -> None:
+    def __init__(self, url: str, dtype: str = "float16", retry_seconds: float = 300.0) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"{url!r}: expected an address such as http://127.0.0.1:8000")
         if dtype not in get_args(VideoType):
             raise ValueError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")
         self.url, self.dtype, self.retry_seconds, self._answered = url, dtype, float(retry_seconds), False
-        self.timeout_seconds = None if timeout_seconds is None else float(timeout_seconds)
         self._host, self._port, self._path = parts.hostname, parts.port, f"{parts.path.rstrip('/')}/score"
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
@@ -81,9 +77,8 @@ class HttpReward:
             TransportFailure: no connection, no whole answer in time, or status 408, 429 or at least 500.
             RewardFailure: the server answered with an error; its own words.
         """
-        limit = seconds if self.timeout_seconds is None else self.timeout_seconds
         try:
-            status, text = self._post(question(videos, prompts, name, self.dtype), limit)
+            status, text = self._post(question(videos, prompts, name, self.dtype), seconds)
         except ssl.SSLError as error:
             raise RewardFailure(f"{self.url}: {error}") from error
         except (OSError, http.client.HTTPException, UnicodeError) as error:

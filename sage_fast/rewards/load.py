@@ -153,7 +153,7 @@ def _check_args(kind: type, args: Mapping[str, Any], setting: str) -> None:
     signature = inspect.signature(kind)
     device = {"device": None} if "device" in signature.parameters else {}
     try:
-        signature.bind(**device | args)
+        signature.bind(**{**device, **args})
     except TypeError as error:
         takes = ", ".join(signature.parameters)
         raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {takes}") from error

@@ -27,7 +27,6 @@ from sage_fast.rewards.videoalign_checkpoint import (
     read_settings,
     read_weights,
 )
-from sage_fast.util.errors import UserError
 from sage_fast.util.frames import evenly_spaced
 
 PARTS = ("vq", "mq", "ta")
@@ -92,11 +91,6 @@ class VideoAlignReward(FrameReward):
         self.fps = settings.fps
         self.max_frame_pixels = settings.max_frame_pixels if max_frame_pixels is None else max_frame_pixels
         self.min_frame_pixels = min_frame_pixels
-        if not CELL * CELL <= min_frame_pixels <= self.max_frame_pixels:
-            raise UserError(
-                f"min_frame_pixels = {min_frame_pixels}, max_frame_pixels = {self.max_frame_pixels}: expected "
-                f"{CELL * CELL} <= min_frame_pixels <= max_frame_pixels"
-            )
         self.tokenizer, config = read_base(base)
         precision = getattr(torch, dtype)
         self.network, self.head = build_network(config, read_weights(folder), settings.lora, precision, attention)

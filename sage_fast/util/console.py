@@ -101,7 +101,7 @@ def log_to(path: Path) -> None:
     PACKAGE.setLevel(logging.DEBUG)
     PACKAGE.addHandler(handler)
     log.debug(f"process {os.getpid()} on {socket.gethostname()}")
-    faulthandler.enable(handler.stream)
+    faulthandler.enable(path.open("a"))
 
 
 class Progress:
