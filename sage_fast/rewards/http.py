@@ -16,7 +16,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import torch
@@ -78,7 +78,7 @@ class HttpReward:
             RewardFailure: the server answered with an error; its own words.
         """
         try:
-            status, text = self._post(question(videos, prompts, name, self.dtype), seconds)
+            status, text = self._post(format_request(videos, prompts, name, self.dtype), seconds)
         except ssl.SSLError as error:
             raise RewardFailure(f"{self.url}: {error}") from error
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -86,8 +86,8 @@ class HttpReward:
         if status != 200:
             lost = status >= 500 or status in (408, 429)
             self._answered |= not lost
-            raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_words(text)}")
-        parts = checked(parts_of(text, name, self.url), len(prompts))
+            raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_error_of(text)}")
+        parts = checked(read_response(text, name, self.url), len(prompts))
         self._answered = True
         return parts
 
@@ -151,7 +151,7 @@ def _at_most(seconds: float, connection: socket.socket) -> Iterator[None]:
 # -- the format -------------------------------------------------------------------------------------------------------
 
 
-def question(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes:
+def format_request(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes:
     """Format a request."""
     values = videos.detach().cpu()
     values = (values * 255).round().to(torch.uint8) if dtype == "uint8" else values.to(getattr(torch, dtype))
@@ -160,19 +160,20 @@ def question(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 
-def read_question(body: bytes) -> tuple[str, Tensor, list[str]]:
+def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
     """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], and B prompts.
 
     Raises:
         ValueError: the request is malformed; says what is wrong.
     """
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     try:
-        name, prompts, videos = asked["id"], asked["prompts"], _decoded(asked["videos"])
-        if asked["schema"] != SCHEMA or not isinstance(prompts, list) or not all(map(_is_text, [name, *prompts])):
+        name, prompts = request["id"], request["prompts"]
+        videos = load(base64.b64decode(request["videos"], validate=True))["videos"]
+        if request["schema"] != SCHEMA or not isinstance(prompts, list) or not all(map(_is_text, [name, *prompts])):
             raise ValueError("another schema, or an id or a prompt that is no text")
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
@@ -186,21 +187,17 @@ def read_question(body: bytes) -> tuple[str, Tensor, list[str]]:
     return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts
 
 
-def _decoded(text: str) -> Tensor:
-    return load(base64.b64decode(text, validate=True))["videos"]
-
-
-def _is_text(value: object) -> TypeGuard[str]:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and is_unicode(value)
 
 
-def answer(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
+def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
     """Format a response; values that are not finite become null."""
     values = {part: [*map(json_value, scores.tolist())] for part, scores in parts.items()}
     return {"schema": SCHEMA, "id": name, "parts": values}
 
 
-def parts_of(body: bytes, name: str, url: str) -> dict[str, Tensor]:
+def read_response(body: bytes, name: str, url: str) -> dict[str, Tensor]:
     """Parse the parts of the response to request `name`.
 
     Raises:
@@ -224,7 +221,7 @@ def parts_of(body: bytes, name: str, url: str) -> dict[str, Tensor]:
         raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {body[:80]!r}") from error
 
 
-def _words(body: bytes) -> str:
+def _error_of(body: bytes) -> str:
     """Return the error in a response, or else its first bytes."""
     try:
         return printable(str(json.loads(body)["error"])[:4000])
