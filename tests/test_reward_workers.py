@@ -28,7 +28,7 @@ from sage_fast.config.schema import Config, RewardConfig, SamplingConfig
 from sage_fast.rewards import CompositeReward, Scores
 from sage_fast.rewards.errors import RewardFailure, TransportFailure
 from sage_fast.rewards.failure_policy import FAILURES_TO_OPEN, TIMEOUTS, FailurePolicy
-from sage_fast.rewards.http import HttpReward, read_question
+from sage_fast.rewards.http import HttpReward, read_request
 from sage_fast.rewards.process import ChildProcess
 from sage_fast.rewards.server import RewardServer
 from sage_fast.rewards.source import POLL_SECONDS, Source
@@ -436,8 +436,8 @@ def test_what_the_server_refuses(
 
 
 def test_requests_that_are_none() -> None:
-    sound = json.loads(reward_http.question(VIDEOS[:2], PROMPTS[:2], "id", "float16"))
-    assert read_question(json.dumps(sound).encode())[2] == PROMPTS[:2]
+    sound = json.loads(reward_http.format_request(VIDEOS[:2], PROMPTS[:2], "id", "float16"))
+    assert read_request(json.dumps(sound).encode())[2] == PROMPTS[:2]
 
     def videos(kind: str, shape: list[int]) -> str:
         header = json.dumps({"videos": {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}}).encode()
@@ -449,9 +449,9 @@ def test_requests_that_are_none() -> None:
     ))]  # fmt: skip
     for key, value in wrong:
         with pytest.raises(ValueError, match=f"{key}|expected a|prompts"):
-            read_question(json.dumps(sound | {key: value}).encode())
+            read_request(json.dumps(sound | {key: value}).encode())
     with pytest.raises(Exception, match="answers request 'other' instead of 'mine'"):
-        reward_http.parts_of(b'{"id": "other", "parts": {}}', "mine", "http://a")
+        reward_http.read_response(b'{"id": "other", "parts": {}}', "mine", "http://a")
     assert HttpReward("http://a:1/prefix/")._path == "/prefix/score"
 
 

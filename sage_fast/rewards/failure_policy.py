@@ -33,7 +33,7 @@ FIRST_COOLDOWN, LONGEST_COOLDOWN = 60.0, 1800.0
 
 
 class Backend(Protocol):
-    """Where a reward runs: this process, a child process or a server. One call at a time; never retries.
+    """A reward in this process, in a child process or on a server. It takes one call at a time and never retries.
 
     Attributes:
         in_background: whether the reward runs outside this process, during the rollout, and takes CPU videos.

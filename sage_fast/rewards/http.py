@@ -6,7 +6,6 @@ Videos travel as a safetensors file with one tensor `videos [B, F, 3, H, W]` in 
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import http.client
 import json
@@ -17,7 +16,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import torch
@@ -50,7 +49,6 @@ class HttpReward:
         url: address, such as http://127.0.0.1:8000.
         dtype: dtype in which videos are sent; float16 is finer than the 8 bits of a video file.
         retry_seconds: how long a failed request is sent again; 0 tries once.
-        timeout_seconds: time limit of a request, instead of `reward.timeout_seconds`; 0: none.
 
     Raises:
         ValueError: `url` is not an address, or `dtype` is unknown.
@@ -58,16 +56,13 @@ class HttpReward:
 
     in_background = True
 
-    def __init__(
-        self, url: str, dtype: str = "float16", retry_seconds: float = 300.0, timeout_seconds: float | None = None
-    ) -> None:
+    def __init__(self, url: str, dtype: str = "float16", retry_seconds: float = 300.0) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError(f"{url!r}: expected an address such as http://127.0.0.1:8000")
         if dtype not in get_args(VideoType):
             raise ValueError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")
         self.url, self.dtype, self.retry_seconds, self._answered = url, dtype, float(retry_seconds), False
-        self.timeout_seconds = None if timeout_seconds is None else float(timeout_seconds)
         self._host, self._port, self._path = parts.hostname, parts.port, f"{parts.path.rstrip('/')}/score"
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
@@ -82,9 +77,8 @@ class HttpReward:
             TransportFailure: no connection, no whole answer in time, or status 408, 429 or at least 500.
             RewardFailure: the server answered with an error; its own words.
         """
-        limit = seconds if self.timeout_seconds is None else self.timeout_seconds
         try:
-            status, text = self._post(question(videos, prompts, name, self.dtype), limit)
+            status, text = self._post(format_request(videos, prompts, name, self.dtype), seconds)
         except ssl.SSLError as error:
             raise RewardFailure(f"{self.url}: {error}") from error
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -92,8 +86,8 @@ class HttpReward:
         if status != 200:
             lost = status >= 500 or status in (408, 429)
             self._answered |= not lost
-            raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_words(text)}")
-        parts = checked(parts_of(text, name, self.url), len(prompts))
+            raise (TransportFailure if lost else RewardFailure)(f"{self.url}: status {status}: {_error_of(text)}")
+        parts = checked(read_response(text, name, self.url), len(prompts))
         self._answered = True
         return parts
 
@@ -157,7 +151,7 @@ def _at_most(seconds: float, connection: socket.socket) -> Iterator[None]:
 # -- the format -------------------------------------------------------------------------------------------------------
 
 
-def question(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes:
+def format_request(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes:
     """Format a request."""
     values = videos.detach().cpu()
     values = (values * 255).round().to(torch.uint8) if dtype == "uint8" else values.to(getattr(torch, dtype))
@@ -166,48 +160,44 @@ def question(videos: Tensor, prompts: list[str], name: str, dtype: str) -> bytes
     return head[:-1].encode() + b', "videos": "' + encoded + b'"}'
 
 
-def read_question(body: bytes) -> tuple[str, Tensor, list[str]]:
+def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
     """Parse a request: id, videos float32 `[B, F, 3, H, W]` in [0, 1], and B prompts.
 
     Raises:
         ValueError: the request is malformed; says what is wrong.
     """
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(asked, dict) or asked.get("schema") != SCHEMA:
-        raise ValueError(f"expected an object with schema {SCHEMA!r}")
-    name, prompts = asked.get("id"), asked.get("prompts")
-    if not _is_text(name) or len(name) > 100:
-        raise ValueError("id: expected text of at most 100 characters")
-    if not isinstance(prompts, list) or not prompts or not all(map(_is_text, prompts)):
-        raise ValueError("prompts: expected a list of text")
     try:
-        tensors = load(base64.b64decode(asked.get("videos", ""), validate=True))
-    except (TypeError, ValueError, OverflowError, RuntimeError, binascii.Error, SafetensorError) as error:
-        raise ValueError(f"videos: expected a safetensors file in base64: {error}") from error
-    videos = tensors.get("videos")
-    if videos is None or videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel():
-        raise ValueError("videos: expected one tensor 'videos' [B, F, 3, H, W]")
-    if len(videos) != len(prompts):
-        raise ValueError(f"{len(videos)} videos and {len(prompts)} prompts")
-    if str(videos.dtype).removeprefix("torch.") not in get_args(VideoType):
-        raise ValueError(f"videos: expected {', '.join(get_args(VideoType))}, got {videos.dtype}")
+        name, prompts = request["id"], request["prompts"]
+        videos = load(base64.b64decode(request["videos"], validate=True))["videos"]
+        if request["schema"] != SCHEMA or not isinstance(prompts, list) or not all(map(_is_text, [name, *prompts])):
+            raise ValueError("another schema, or an id or a prompt that is no text")
+        if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
+        if str(videos.dtype).removeprefix("torch.") not in get_args(VideoType):
+            raise ValueError(f"{videos.dtype} in place of {', '.join(get_args(VideoType))}")
+    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"expected an object with schema {SCHEMA!r}, an id, B prompts and videos [B, F, 3, H, W] "
+            f"(docs/rewards.md): {type(error).__name__}: {error}"
+        ) from error
     return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts
 
 
-def _is_text(value: object) -> TypeGuard[str]:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and is_unicode(value)
 
 
-def answer(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
+def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:
     """Format a response; values that are not finite become null."""
     values = {part: [*map(json_value, scores.tolist())] for part, scores in parts.items()}
     return {"schema": SCHEMA, "id": name, "parts": values}
 
 
-def parts_of(body: bytes, name: str, url: str) -> dict[str, Tensor]:
+def read_response(body: bytes, name: str, url: str) -> dict[str, Tensor]:
     """Parse the parts of the response to request `name`.
 
     Raises:
@@ -231,7 +221,7 @@ def parts_of(body: bytes, name: str, url: str) -> dict[str, Tensor]:
         raise RewardFailure(f"{url}: an answer that is no {SCHEMA}: {body[:80]!r}") from error
 
 
-def _words(body: bytes) -> str:
+def _error_of(body: bytes) -> str:
     """Return the error in a response, or else its first bytes."""
     try:
         return printable(str(json.loads(body)["error"])[:4000])

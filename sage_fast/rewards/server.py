@@ -18,7 +18,7 @@ from typing import Any
 from sage_fast import __version__
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.errors import failure, printable
-from sage_fast.rewards.http import SCHEMA, TOKEN, answer, read_question, token
+from sage_fast.rewards.http import SCHEMA, TOKEN, format_response, read_request, token
 from sage_fast.util.errors import RewardError, first_line
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _score(self, body: bytes) -> tuple[int, dict[str, Any]]:
         """Return the status and content of the answer."""
         try:
-            name, videos, prompts = read_question(body)
+            name, videos, prompts = read_request(body)
         except ValueError as error:
             return 400, self._refused(str(error))
         start = time.monotonic()
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
             log.info(f"failed on {len(prompts)} videos: {printable(first_line(failure(error)))}")
             return 422, {"schema": SCHEMA, "id": name, "error": failure(error)}
         log.info(f"{len(prompts)} videos for {self.client_address[0]}: {time.monotonic() - start:.2f} s")
-        return 200, answer(name, parts)
+        return 200, format_response(name, parts)
 
     def _refused(self, why: str) -> dict[str, Any]:
         log.info(f"refused a request of {self.client_address[0]}: {printable(why)}")
