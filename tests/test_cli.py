@@ -341,7 +341,7 @@ REAL = str(CONFIGS / "hunyuanvideo15-480p.yaml")
     [
         (["--reward.name", "videoalgin"], "did you mean 'videoalign'?"),
         (["--reward.args", "{}"], "reward.name = 'videoalign': args: missing a required argument: 'path'"),
-        (["--reward.args.pth", "x"], "args: got an unexpected keyword argument 'pth'; VideoAlignReward takes path"),
+        (["--reward.args.pth", "x"], "args: VideoAlignReward takes no 'pth'; expected one of path"),
         (["--reward.args.path", "./nowhere"], "reward.args.path = './nowhere': no such folder; expected one that holds "
                                               "model_config.json, or a hub id"),
         (["--reward.args.path", "configs"], "reward.args.path = 'configs': expected a folder that holds model_config"),

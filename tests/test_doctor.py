@@ -128,7 +128,7 @@ def test_packages_that_are_missing_old_or_broken(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.metadata, "version", without)
     monkeypatch.setitem(sys.modules, "xformers", None)  # installed, and its import fails
     checks = list(doctor.packages())
-    assert found(checks, "imageio-ffmpeg").verdict == "missing"  # videos are animated pictures without it
+    assert found(checks, "imageio-ffmpeg").verdict == "wrong"
     assert found(checks, "flash-attn").verdict == "missing"
     broken = found(checks, "xformers")
     assert broken.verdict == "wrong"

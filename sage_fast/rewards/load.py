@@ -16,7 +16,7 @@ from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Backend
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, nearest
 from sage_fast.util.plugins import import_plugin
 
 BACKENDS = {
@@ -165,8 +165,12 @@ def _check_args(kind: type, args: Mapping[str, Any], setting: str) -> None:
     try:
         signature.bind(**{**device, **args})
     except TypeError as error:
-        takes = ", ".join(signature.parameters)
-        raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {takes}") from error
+        taken = signature.parameters
+        if unknown := sorted(args.keys() - taken.keys()):
+            raise UserError(
+                f"{setting}: args: {kind.__name__} takes no {unknown[0]!r}; {nearest(unknown[0], taken)}"
+            ) from error
+        raise UserError(f"{setting}: args: {error}; {kind.__name__} takes {', '.join(taken)}") from error
 
 
 def _made(kind: type, args: Mapping[str, Any], device: str, setting: str) -> Any:

@@ -132,8 +132,7 @@ def _required(requirement: Requirement) -> Check:
     name, version = requirement.name, _version(requirement.name)
     advice = f"pip install '{requirement}'"
     if version is None:
-        # Without imageio-ffmpeg, videos are written as animated pictures.
-        verdict: Verdict = "missing" if name in ("imageio-ffmpeg", "argcomplete") else "wrong"
+        verdict: Verdict = "missing" if name == "argcomplete" else "wrong"
         return Check(name=name, verdict=verdict, found="not installed", advice=advice)
     if not requirement.specifier.contains(version, prereleases=True):
         return Check(name=name, verdict="wrong", found=f"{version}, expected {requirement.specifier}", advice=advice)
