@@ -60,7 +60,7 @@ def _with_margin(value: float, margin: float | None, *, sign: bool = False) -> s
 
 
 def _grid(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lay out cells, of which the first line is the header, as an aligned Markdown table."""
+    """Lay out cells as an aligned Markdown table; the first line is the header."""
     cells = [[_escaped(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells)]
     first, *others = widths

@@ -161,7 +161,7 @@ def _chart(draw: Callable[[Axes], object], name: str, title: str, ylabel: str, x
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred running mean over `window` rows, at most as many as there are, ignoring NaN; a NaN input stays NaN."""
+    """Running mean over `window` rows (no more than there are) that ignores NaN; a NaN input stays NaN."""
     present = ~np.isnan(values)
     sums, counts = (np.convolve(x, np.ones(window), "same") for x in (np.where(present, values, 0), present))
     return np.where(present, sums / np.maximum(counts, 1), np.nan)
