@@ -235,9 +235,9 @@ def test_a_sample_left_alone_in_its_group_is_not_trained(monkeypatch: pytest.Mon
     """It is not trained even if groups of equal rewards are."""
     kept: list[bool] = []
 
-    def noting(config: Any, index: int, samples: Any, steps: Any, trained: list[bool]) -> Any:
+    def noting(train: Any, samples: Any, steps: Any, trained: list[bool], **seeds: Any) -> Any:
         kept[:] = trained
-        return update_schedule(config.train, samples, steps, trained, seed=config.seed, iteration=index)
+        return update_schedule(train, samples, steps, trained, **seeds)
 
     monkeypatch.setattr("sage_fast.trainer.update_schedule", noting)
     config = settings(objective__drop_equal_groups=False, reward__max_dropped=0.5, reward__retries=0)
