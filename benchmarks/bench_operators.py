@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from sage_fast.benchmarks.operators import SIZES, contenders, gate, made, sizes_of
+from sage_fast.benchmarks.operators import SIZES, case_of, contenders, gate, sizes_of
 
 from sage_fast.tools.operators import OPERATORS
 from sage_fast.util.environment import synchronize
@@ -18,7 +18,7 @@ CASES = [(operator, size) for operator in OPERATORS for size in sizes_of(operato
 @pytest.mark.parametrize(("operator", "size"), CASES)
 def test_operator(benchmark: Any, operator: str, size: str, contender: str) -> None:
     """Time ten rounds, the device's work included, after the correctness gate."""
-    case = made(operator, SIZES[size], DEVICE)
+    case = case_of(operator, SIZES[size], DEVICE)
     gate(operator, case)
     function, arguments = contenders(operator, case, compiled=contender == "compiled")[contender]
     benchmark.group = f"{operator}, {size}"

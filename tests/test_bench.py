@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -450,3 +451,8 @@ def test_iteration_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert set(json.loads(file.read_text())["phases"]["total"]) == {"eager"}
     assert main(["bench", "iteration"]) == 2
     assert "--config FILE go together" in capsys.readouterr().err
+
+
+def test_what_pytest_times_imports() -> None:
+    """`make bench` collects it; no other test does."""
+    assert importlib.import_module("benchmarks.bench_operators").CASES
