@@ -54,7 +54,7 @@ LOG = logging.getLogger("sage_fast.run.example")
 
 
 def test_what_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank prints, unless quiet or hushed; errors are always shown. Logging by a library repeats no line."""
+    """The first rank prints, unless quiet; errors are always shown. Logging by a library repeats no line."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
     console.log_to_screen()

@@ -12,6 +12,7 @@ from sage_fast.cli import main
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.config.secrets import from_environment
 from sage_fast.rewards import CompositeReward, load_reward
+from sage_fast.rewards.dry_run import dry_run_reward
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
@@ -118,3 +119,12 @@ def test_an_address_with_a_secret_is_refused_and_other_names_are_not() -> None:
     RewardConfig(args=dict.fromkeys(names, "a"))
     RewardConfig(args={"a": "https://there/x@y", "b": "me@there", "c": "https://there/x?tokens=1", "d": "my token=1"})
     RewardConfig(args={"urls": ["https://me:${KEY}@there/x", "https://there/x?api_key=${KEY}"]})
+
+
+def test_a_dry_run_shows_the_name_of_a_variable_and_an_address_takes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "/hunter2/y z")
+    entry = RewardConfig(name="clipscore", args={"path": "${PLACE}"})
+    with pytest.raises(UserError, match=r"reward.args.path = '\$\{PLACE\}': no such folder"):
+        dry_run_reward(entry)
+    with pytest.raises(UserError, match=r"args.url = '\$\{PLACE\}': the name is the address"):
+        dry_run_reward(RewardConfig(name="http://there", args={"url": "${PLACE}"}))

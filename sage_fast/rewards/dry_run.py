@@ -32,12 +32,13 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
     for name, patterns in getattr(reward, "files", {}).items() if isinstance(reward, type) else ():
         source = args.get(name, inspect.signature(reward).parameters[name].default)
         setting = f"{key.removesuffix('name')}args.{name}" if key.endswith("name") else name
-        if source is not None and (note := _check_files(str(source), patterns, setting)):
+        given = str(entry.args.get(name, source))  # with ${NAME}, not its value
+        if source is not None and (note := _check_files(str(source), given, patterns, setting)):
             notes.append(note)
     return notes
 
 
-def _check_files(source: str, patterns: Sequence[str], setting: str) -> str | None:
+def _check_files(source: str, given: str, patterns: Sequence[str], setting: str) -> str | None:
     """Return a note if `source` is a hub id that is not in the cache.
 
     Raises:
@@ -46,12 +47,12 @@ def _check_files(source: str, patterns: Sequence[str], setting: str) -> str | No
     folder = Path(source)
     if folder.is_dir():
         if missing := [pattern for pattern in patterns if not any(folder.glob(pattern))]:
-            raise UserError(f"{setting} = {source!r}: expected a folder that holds {missing[0]}")
+            raise UserError(f"{setting} = {given!r}: expected a folder that holds {missing[0]}")
         return None
     if not is_hub_id(source):
         raise UserError(
-            f"{setting} = {source!r}: no such folder; expected one that holds {patterns[0]}, or a hub id, owner/name"
+            f"{setting} = {given!r}: no such folder; expected one that holds {patterns[0]}, or a hub id, owner/name"
         )
     if isinstance(try_to_load_from_cache(source, patterns[0]), str):
         return None
-    return f"{setting} = {source!r}: no folder and not in the hub's cache; a run fetches it, or: hf download {source}"
+    return f"{setting} = {given!r}: no folder and not in the hub's cache; a run fetches it, or: hf download {given}"

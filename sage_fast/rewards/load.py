@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.config.fields import require
 from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import RewardEntry
 from sage_fast.config.secrets import from_environment
@@ -78,6 +79,7 @@ def find_reward(entry: RewardEntry, key: str) -> tuple[Any, dict[str, Any]]:
     setting = f"{key} = {entry.name!r}"
     args = from_environment(entry.args, f"{setting}: args")
     if entry.is_address:
+        require("url" not in args, f"{setting}: args.url", entry.args.get("url"), "the name is the address of a server")
         reward, args = backend_class("http"), {"url": entry.name} | args
     else:
         place = place_of_reward(entry.name, setting)

@@ -105,9 +105,9 @@ def test_no_code_compares_the_name_of_a_row() -> None:
     [
         "surrogate = objective.surrogate\nif surrogate == 'clip': ...",
         "match config.train.engine:\n    case 'plain' | 'zero1': ...",
-        "if name in ('clip', 'awm_clip'): ...",
+        "if name in ('clip', 'awm'): ...",
         "if name not in {'clip'}: ...",
-        "CLIPPED = ('clip', 'awm_clip')\nif name in CLIPPED: ...",
+        "CLIPPED = ('clip', 'awm')\nif name in CLIPPED: ...",
         "if model.attention != 'sdpa': ...",
         "if 'sdpa' != asked: ...",
         "if model.gradient_checkpointing == 'full': ...",
