@@ -155,9 +155,7 @@ def load_setup(
 
 def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Read `data.prompts` and `data.eval_prompts`."""
-    data = config.data
-    train_prompts, eval_prompts = (read_prompts(source) for source in (data.prompts, data.eval_prompts))
-    return train_prompts, eval_prompts
+    return read_prompts(config.data.prompts), read_prompts(config.data.eval_prompts)
 
 
 def check_prompt_sets(config: Config, spec: Spec, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:

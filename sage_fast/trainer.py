@@ -142,9 +142,8 @@ class Trainer:
 
         advantages, kept = self._advantages(scores, metrics)
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
-        fraction = config.kl.position_fraction
-        scored = [position_steps(fraction, of_group, config.seed, index) for of_group in steps]
-        anchored = transitions_of(samples, scored)
+        chosen = [position_steps(config.kl.position_fraction, group, config.seed, index) for group in steps]
+        anchored = transitions_of(samples, chosen)
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, batch.own(anchored))
 

@@ -99,10 +99,10 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     trainable = min(len(trained_steps(window, config, 0)) for window in windows(table, s.sde_window))
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
-        forward = [name for name, row in SURROGATES.items() if not row.scores_rollout]
+        forward = " or ".join(name for name, row in SURROGATES.items() if not row.scores_rollout)
         raise UserError(
             f"{rows} has no stochastic step to train, so there is no policy gradient; expected one that adds "
-            f"noise, with eta above 0, or objective.surrogate = {' or '.join(forward)}"
+            f"noise, with eta above 0, or objective.surrogate = {forward}"
         )
     require(
         bool(table.stochastic_steps) or not s.shared_initial_noise,

@@ -234,8 +234,7 @@ def _finish(
     if json is not None:
         one = next(iter(evaluations.values()))
         lines = [{name: json_value(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
-        several = {"sources": evaluations, "table": lines}
-        write_json(one if len(sets) == 1 else several, json)
+        write_json(one if len(sets) == 1 else {"sources": evaluations, "table": lines}, json)
     if folder is None:
         return
     write_atomic(folder / "evaluation.md", f"{text}\n")

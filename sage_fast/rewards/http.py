@@ -168,9 +168,6 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
     """
     try:
         request = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
-    try:
         name, prompts = request["id"], request["prompts"]
         videos = load(base64.b64decode(request["videos"], validate=True))["videos"]
         if request["schema"] != SCHEMA or not isinstance(prompts, list) or not all(map(_is_text, [name, *prompts])):

@@ -91,5 +91,4 @@ def average_warning(train: TrainConfig, averaged_weights: bool) -> str | None:
 
 def config_warnings(config: Config) -> list[str]:
     """Return what in the settings is likely to mislead or to train little."""
-    average = average_warning(config.train, config.sampling.averaged_weights)
-    return [found for found in (guidance_warning(config), average) if found]
+    return [*filter(None, (guidance_warning(config), average_warning(config.train, config.sampling.averaged_weights)))]

@@ -168,7 +168,6 @@ def _forwards(config: Config, samples: int, steps: Sequence[int]) -> dict[str, i
     """Return part -> forwards of an iteration that trains `steps` of each sample, where the anchor is never free."""
     objective, transitions = Objective.of(config), samples * len(steps)
     positions = position_steps(config.kl.position_fraction, steps, config.seed, 0)
-    anchored = samples * len(positions) * (objective.strategy.anchor is not None)
     return forwards(
         objective,
         passes=1 if config.sampling.guidance_scale == 1 else 2,
@@ -176,7 +175,7 @@ def _forwards(config: Config, samples: int, steps: Sequence[int]) -> dict[str, i
         steps=config.sampling.steps,
         stored=transitions,
         trained=transitions,
-        anchored=anchored,
+        anchored=samples * len(positions) * (objective.strategy.anchor is not None),
     )
 
 

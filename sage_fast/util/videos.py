@@ -47,11 +47,9 @@ def save_mp4(path: str | Path, video: Tensor, fps: float) -> None:
         fps: frames per second.
 
     Raises:
-        ValueError: `video` has the wrong shape, dtype or non-finite values; `fps` is not above 0.
+        ValueError: `video` has the wrong shape, dtype or non-finite values.
         OSError: ffmpeg failed, for example on a full disk; no file is left.
     """
-    if not fps > 0:
-        raise ValueError(f"fps = {fps}: expected above 0")
     frames = pixels(video)
     factor = max(1, math.ceil(MIN_SIDE / min(frames.shape[1:3])))
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
