@@ -204,7 +204,7 @@ def _load(options: Options, overrides: Overrides) -> tuple[Config, int]:
     if iteration is not None:
         log.info(f"weights of iteration {iteration}: {config.model.weights}")
     with _loading(options):
-        import sage_fast.models.load  # noqa: F401  # of which the command's own imports are the smaller part
+        import sage_fast.models.load  # noqa: F401  # most of what the commands import
     return config, iteration or 0
 
 

@@ -33,7 +33,6 @@ from sage_fast.config.schema import Config
 from sage_fast.models.model import Model
 from sage_fast.models.policy import State
 from sage_fast.models.protocol import Condition
-from sage_fast.ops import Row
 from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
@@ -66,7 +65,6 @@ class Trainer:
         anchor: weights of the anchor; None if the KL strategy has none.
         anchor_is_current: whether the anchor's weights are the present ones.
         full_table: all transitions of the configured sampler, T steps.
-        coefs: coefficients of the scored transitions, float32 `[T, 6]` on the device.
         constants: of the scored transitions, float32 `[T]` on the device.
         forwards: part -> forwards in the latest iteration, as `algorithm.flops.forwards` returns them.
         mid_iteration: whether this iteration has begun to change the state, so that it must not be checkpointed.
@@ -102,11 +100,10 @@ class Trainer:
         self.full_table = configured_table(config.sampling)
         reduction = config.objective.log_prob
         scored = scored_table(self.full_table, objective.surrogate)
-        self.coefs = self._coefficients(scored)
         self.constants = StepConstants(
             equalizer=scored.equalizer(reduction).to(self.device, torch.float32),
             bias=scored.log_ratio_bias(reduction).to(self.device, torch.float32),
-            row=Row(*self.coefs.unbind(1)),
+            coefs=self._coefficients(scored),
         )
         self.pause, self.before_update = pause, before_update
         self.forwards: dict[str, int] = {}
@@ -152,7 +149,7 @@ class Trainer:
         )
         self.forwards = forwards(
             self.objective,
-            passes=2 if self.policy.uses_guidance else 1,
+            passes=config.sampling.passes,
             samples=len(samples),
             steps=config.sampling.steps,
             stored=len(transitions_of(samples, steps)),
@@ -245,7 +242,7 @@ class Trainer:
         return Batch(
             numbers=numbers,
             keys=keys,
-            coefs=self.coefs,
+            coefs=self.constants.coefs,
             conditioning=self.policy.conditioning_table(sigmas[:-1], embeddings),
             trajectories=trajectories,
             advantages=torch.zeros(len(keys), device=self.device),

@@ -11,7 +11,7 @@ from sage_fast.algorithm.objective import Loss, Replayed, StepConstants, sage_lo
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.algorithm.transitions import forward_table, sigma_schedule
 from sage_fast.config.schema import ObjectiveConfig, Reduction
-from sage_fast.ops import Row, transition_score
+from sage_fast.ops import transition_score
 from sage_fast.ops.philox import STREAM_TRANSITION, philox_normal
 from sage_fast.rewards import Reward
 from sage_fast.rollout.trajectories import NoisedSamples
@@ -24,8 +24,7 @@ NFT = {"objective__surrogate": "nft", "sampling__sampler": "ode", "kl__strategy"
 
 
 def constants_of(reduction: str, coefs: Tensor) -> StepConstants:
-    row = Row(*coefs.unbind(1))
-    return StepConstants(equalizer=TABLE.equalizer(reduction), bias=TABLE.log_ratio_bias(reduction), row=row)
+    return StepConstants(equalizer=TABLE.equalizer(reduction), bias=TABLE.log_ratio_bias(reduction), coefs=coefs)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "unscaled"])

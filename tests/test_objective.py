@@ -15,7 +15,6 @@ from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Replayed, S
 from sage_fast.algorithm.schedule import check_trainable, iteration_tables, trained_steps
 from sage_fast.config.load import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
-from sage_fast.ops import Row
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -204,7 +203,7 @@ def test_loss_by_hand() -> None:
         kl_old=torch.tensor([0.2]), advantage=torch.tensor([2.0]),
     )  # fmt: skip
     ones = torch.ones(1)
-    constants = StepConstants(equalizer=torch.tensor([3.0]), bias=ones, row=Row(*[ones] * 6))
+    constants = StepConstants(equalizer=torch.tensor([3.0]), bias=ones, coefs=torch.ones(1, 6))
 
     def total(strategy: str, velocity_term: str = "rollout") -> float:
         kl = KLConfig(strategy=strategy, velocity_term=velocity_term, beta_pos=1.5, beta_vel=0.5)

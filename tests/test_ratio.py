@@ -13,7 +13,7 @@ from sage_fast.algorithm.schedule import check_log_prob
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
 from sage_fast.config.load import build
 from sage_fast.config.schema import KLConfig, ObjectiveConfig
-from sage_fast.ops import Row, transition_score
+from sage_fast.ops import transition_score
 from sage_fast.util.errors import UserError
 from tests.test_objective import rolled_out
 from tests.tiny import paper_trainer, perturb, resolved, settings, tiny_trainer
@@ -45,7 +45,7 @@ def drawn(
     replayed = Replayed(log_prob=log_prob, log_prob_old=old, kl_anchor=kl_anchor, kl_old=kl_old, advantage=ones)
     constants = StepConstants(
         equalizer=table.equalizer(objective.log_prob), bias=table.log_ratio_bias(objective.log_prob),
-        row=Row(*coefs.unbind(1)),
+        coefs=coefs,
     )  # fmt: skip
     loss = sage_loss(resolved(objective), replayed, constants.at(at.expand(samples)), 0.0)
     return loss, v, kl_old.detach()

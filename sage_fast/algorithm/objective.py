@@ -305,17 +305,21 @@ class StepConstants:
     Attributes:
         equalizer: S_t.
         bias: `TransitionTable.log_ratio_bias`, minus the expected log-ratio in units of the KL.
-        row: coefficients of the transitions.
+        coefs: `TransitionTable.coefficients`, `[T, 6]` or `[B, 6]`.
     """
 
     equalizer: Tensor
     bias: Tensor
-    row: Row
+    coefs: Tensor
+
+    @property
+    def row(self) -> Row:
+        """The coefficients by name."""
+        return Row(*self.coefs.unbind(1))
 
     def at(self, steps: Tensor) -> StepConstants:
         """Return those of `steps`, int64 `[B]`."""
-        row = Row(*(values[steps] for values in self.row))
-        return StepConstants(equalizer=self.equalizer[steps], bias=self.bias[steps], row=row)
+        return StepConstants(equalizer=self.equalizer[steps], bias=self.bias[steps], coefs=self.coefs[steps])
 
 
 def sage_loss(objective: Objective, replayed: Replayed, steps: StepConstants, kl_weight: float) -> Loss:

@@ -152,6 +152,11 @@ class SamplingConfig(Section):
     offload_trajectories: bool = False
     """Keep the trained steps in pinned host memory instead of GPU memory."""
 
+    @property
+    def passes(self) -> int:
+        """Forwards of a denoising step: 2 with guidance."""
+        return 1 if self.guidance_scale == 1 else 2
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(

@@ -117,7 +117,7 @@ def video_chunks(
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
     shape = model.latent_shape(config.sampling)
-    # Group prompts of equal length, so that none is padded.
+    # Prompts of equal length share a forward, without padding.
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = bucket_by_length([lengths[prompts[i]] for i in order], config.sampling.batch_size)

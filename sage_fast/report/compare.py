@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sage_fast.eval.hacking import verdict
-from sage_fast.eval.scores import paired_table
+from sage_fast.eval.scores import columns_of, paired_table
 from sage_fast.eval.videoset import VideoSet, check_prompts, of_run, read_folder, shown_name, table
 from sage_fast.report import charts
 from sage_fast.report.gallery import write_gallery
@@ -99,9 +99,7 @@ def _differing(runs: Mapping[str, RunFiles]) -> list[list[str]]:
 
 def _charts(runs: Mapping[str, RunFiles]) -> list[str]:
     drawn = []
-    scores = {
-        name for run in runs.values() for found in run.evaluations.values() for name in ("reward", *found["parts"])
-    }
+    scores = {name for run in runs.values() for found in run.evaluations.values() for name in columns_of(found)}
     for score in sorted(scores, key=lambda name: (name != "reward", name)):
         points = {label: points_of(run, score) for label, run in runs.items()}
         drawn.append(charts.held_out(points, f"Held-out {shown_name(score)}", "mean score", least=1))

@@ -170,8 +170,9 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
         request = json.loads(body)
         name, prompts = request["id"], request["prompts"]
         videos = load(base64.b64decode(request["videos"], validate=True))["videos"]
-        if request["schema"] != SCHEMA or not isinstance(prompts, list) or not all(map(_is_text, [name, *prompts])):
-            raise ValueError("another schema, or an id or a prompt that is no text")
+        texts = isinstance(prompts, list) and all(isinstance(t, str) and is_unicode(t) for t in (name, *prompts))
+        if request["schema"] != SCHEMA or not texts or len(name) > 100:
+            raise ValueError("another schema, an id or a prompt that is no text, or an id above 100 characters")
         if videos.ndim != 5 or videos.shape[2] != 3 or not videos.numel() or len(videos) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and videos {list(videos.shape)}")
         if str(videos.dtype).removeprefix("torch.") not in get_args(VideoType):
@@ -182,10 +183,6 @@ def read_request(body: bytes) -> tuple[str, Tensor, list[str]]:
             f"(docs/rewards.md): {type(error).__name__}: {error}"
         ) from error
     return name, videos.float() / (255 if videos.dtype == torch.uint8 else 1), prompts
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and is_unicode(value)
 
 
 def format_response(name: str, parts: Mapping[str, Tensor]) -> dict[str, Any]:

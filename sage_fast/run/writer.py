@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from sage_fast.config.schema import Config
-from sage_fast.eval.scores import mean_and_margin
+from sage_fast.eval.scores import columns_of, mean_and_margin
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import append_line, json_value, read_metrics, write_atomic
@@ -93,10 +93,10 @@ class MetricsWriter:
             videos: videos of the first prompts, float `[F, 3, H, W]` each, for a contact sheet.
         """
         step = scores["iteration"]
-        named = {"reward": scores["reward"], **scores["parts"]}
-        means = {f"heldout/{name}": mean_and_margin(scores["prompts"], values)[0] for name, values in named.items()}
+        columns, prompts = columns_of(scores).items(), scores["prompts"]
+        means = {f"heldout/{name}": mean_and_margin(prompts, values)[0] for name, values in columns}
         self._each(lambda tracker: tracker.log(means, step))
-        self._each(lambda tracker: tracker.show(files, videos, scores["prompts"], step))
+        self._each(lambda tracker: tracker.show(files, videos, prompts, step))
 
     def _append(self) -> None:
         while self._unwritten:

@@ -170,7 +170,7 @@ def _forwards(config: Config, samples: int, steps: Sequence[int]) -> dict[str, i
     positions = position_steps(config.kl.position_fraction, steps, config.seed, 0)
     return forwards(
         objective,
-        passes=1 if config.sampling.guidance_scale == 1 else 2,
+        passes=config.sampling.passes,
         samples=samples,
         steps=config.sampling.steps,
         stored=transitions,

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 TESTED = "0.19"
 
 
-@functools.cache
 def _version() -> str:
     return importlib.metadata.version("deepspeed")
 

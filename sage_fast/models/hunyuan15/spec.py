@@ -146,7 +146,7 @@ class HunyuanVideo15(Spec):
                 model.element_bytes,
                 rank=model.lora_rank if model.trains_adapter else 0,
                 batch_size=config.train.batch_size,
-                passes=2 if config.sampling.guidance_scale != 1 else 1,
+                passes=config.sampling.passes,
             )
             for mode in MODES
         }
