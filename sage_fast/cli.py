@@ -258,6 +258,7 @@ def _train(options: Options, overrides: Overrides) -> int:
         print(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80)))
         return 0
     with _loading(options):
+        from sage_fast.algorithm.objective import Objective
         from sage_fast.report.finish import report_run
         from sage_fast.run.fail_fast import fail_fast
         from sage_fast.run.folder import is_restart
@@ -265,11 +266,11 @@ def _train(options: Options, overrides: Overrides) -> int:
         from sage_fast.run.train import train
         from sage_fast.util.console import wrapped
 
-    restarted = not options.resume and is_restart(config)
+    restarted = not options.resume and is_restart(Path(config.output), config.timeout_minutes)
     if restarted:
         config, notes = resumed_settings(options.config, overrides)
         log.info(f"restarted by torchrun: resuming the run in {config.output}")
-    log.info(wrapped(method_of(config)))
+    log.info(wrapped(method_of(Objective.of(config), config.sampling)))
     for note in notes:
         log.info(note)
     with fail_fast(config.timeout_minutes), writing(config.output):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from sage_fast.algorithm.iteration_samples import share_of
-from sage_fast.algorithm.objective import Objective
+from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
 from sage_fast.config.engines import ENGINES
-from sage_fast.config.schema import AttentionBackend, Config, ModelConfig
+from sage_fast.config.schema import AttentionBackend, Config, DataConfig, ModelConfig, RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts
 from sage_fast.models.checkpointing import MODES
@@ -32,7 +32,7 @@ from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import JUDGE_PART
-from sage_fast.util.ranks import all_gather_object, data_size, initialize, join_sequence_group, world_size
+from sage_fast.util.ranks import all_gather_object, data_size, initialize, join_sequence_group, local_device, world_size
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -86,8 +86,7 @@ class Setup(Scoring):
         del self.model
         gc.collect()
         torch.cuda.empty_cache()
-        device = initialize(self.config.timeout_minutes)
-        self.model = load_model(settings, self.config.sampling, device, self.config.seed, needs_agreement=False)
+        self.model = load_model(settings, self.config.sampling, local_device(), self.config.seed, needs_agreement=False)
         self.config = dataclasses.replace(self.config, model=settings)
         if (self.model.spec.path, self.model.policy.dtype) != before:
             self.encode()
@@ -116,8 +115,8 @@ def load_setup(
     check_sequence_parallel(config.model.sequence_parallel, world_size())
     spec = find_spec(config.model.path)
     if prompts is None:
-        train_prompts, eval_prompts = configured_prompts(config)
-        check_prompt_sets(config, spec, train_prompts, eval_prompts)
+        train_prompts, eval_prompts = configured_prompts(config.data)
+        check_prompt_sets(config.data, config.model.path, spec, train_prompts, eval_prompts)
     else:
         train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
     negatives = negatives_of([*train_prompts, *eval_prompts])
@@ -126,7 +125,7 @@ def load_setup(
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
         texts, eval_texts = ([prompt.text for prompt in group] for group in (train_prompts, eval_prompts))
-        reward, judge = load_rewards(config, texts, eval_texts)
+        reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, texts, eval_texts)
     settings = dataclasses.replace(config.model, attention=attention or config.model.attention)
     join_sequence_group(config.model.sequence_parallel, config.timeout_minutes)
     row = Objective.of(config).surrogate
@@ -153,12 +152,14 @@ def load_setup(
     )
 
 
-def configured_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+def configured_prompts(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Read `data.prompts` and `data.eval_prompts`."""
-    return read_prompts(config.data.prompts), read_prompts(config.data.eval_prompts)
+    return read_prompts(data.prompts), read_prompts(data.eval_prompts)
 
 
-def check_prompt_sets(config: Config, spec: Spec, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> None:
+def check_prompt_sets(
+    data: DataConfig, model_path: str, spec: Spec, train: Sequence[Prompt], heldout: Sequence[Prompt]
+) -> None:
     """Check that prompts of a shipped set, by its name or in a file, suit the model; random weights take any.
 
     Raises:
@@ -169,8 +170,8 @@ def check_prompt_sets(config: Config, spec: Spec, train: Sequence[Prompt], heldo
     for key, prompts in (("prompts", train), ("eval_prompts", heldout)):
         if captions.issuperset(prompt.text for prompt in prompts):
             raise UserError(
-                f"data.{key} = {getattr(config.data, key)!r}: captions of the testbed's moving shapes, not for "
-                f"model.path = {config.model.path!r}; expected a file of other prompts: {FORMATS}"
+                f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, not for "
+                f"model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
             )
 
 
@@ -180,30 +181,34 @@ def load_scoring(config: Config, prompts: Sequence[str]) -> Scoring:
     Raises:
         UserError: a reward is missing or does not fit.
     """
-    reward, judge = load_rewards(config, prompts, prompts)
+    reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, prompts, prompts)
     return Scoring(config=config, reward=reward, judge=judge)
 
 
 def load_rewards(
-    config: Config, prompts: Sequence[str], eval_prompts: Sequence[str]
+    settings: RewardConfig,
+    judge_name: str | None,
+    sampling: SamplingConfig,
+    prompts: Sequence[str],
+    eval_prompts: Sequence[str],
 ) -> tuple[CompositeReward, Judge | None]:
-    """Load the reward and, if set, `eval.judge`; check each on one or two dummy videos of these prompts.
+    """Load the reward and, if named, the judge; check each on one or two dummy videos of these prompts.
 
     Raises:
         UserError: one is missing or does not fit.
     """
-    device = str(initialize(config.timeout_minutes))
-    reward, judge = CompositeReward.of(config.reward, device), None
-    reward.check(config.sampling, prompts, device)
+    device = str(local_device())
+    reward, judge = CompositeReward.of(settings, device), None
+    reward.check(sampling, prompts, device)
     for part in reward.parts:
         if part in ("reward", "overall") or part.startswith(JUDGE_PART):
             raise UserError(
                 f"reward {' and '.join(map(repr, reward.names))}: returns a part {part!r}, a name that tables "
                 "reserve for the composite and eval.judge; give it another name, or a reward.prefix such as my_"
             )
-    if config.eval.judge is not None:
-        judge = Judge(config.eval.judge, config.reward, device)
-        judge.check(config.sampling, eval_prompts, device)
+    if judge_name is not None:
+        judge = Judge(judge_name, settings, device)
+        judge.check(sampling, eval_prompts, device)
     return reward, judge
 
 
@@ -241,7 +246,8 @@ def fitting_mode(config: Config, spec: Spec, policy: Policy, usable: float, *, r
     if on_gpu and s.cuda_graphs and s.batch_size * tokens <= MAX_TOKENS:
         share -= MAX_MEMORY_SHARE
     stored = 0 if s.offload_trajectories else _trajectories(config, spec, ranks // config.model.sequence_parallel)[1]
-    held, needed = held_bytes(config, policy, ranks), spec.cost(config).activations
+    held = held_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy, ranks)
+    needed = spec.cost(config).activations
     room = share * (usable - sum(held.weights.values())) - sum(held.training.values()) - stored
     return next((mode for mode in MODES if needed[mode] <= room), MODES[-1])
 

@@ -122,36 +122,38 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite.
             ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
-        config, watch, metrics = self.config, Stopwatch(self.device), Metrics()
-        tables = iteration_tables(self.full_table, config, index)
-        steps = [trained_steps(table, config, index) for table in tables]
-        samples = draw_samples(config, self.prompts, index)
-        averaged = config.sampling.averaged_weights
+        watch, metrics = Stopwatch(self.device), Metrics()
+        config, seed = self.config, self.config.seed
+        train, sampling = config.train, config.sampling
+        tables = iteration_tables(self.full_table, sampling, train.prompts_per_iteration, seed=seed, iteration=index)
+        steps = [trained_steps(table, self.objective.surrogate, train, seed=seed, iteration=index) for table in tables]
+        samples = draw_samples(
+            train, self.prompts, shared_noise=sampling.shared_initial_noise, seed=seed, iteration=index
+        )
+        averaged = sampling.averaged_weights
         with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
             batch, scores = self._rollout(samples, tables, steps, watch)
             if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)
-            gated = config.train.parity_gate and self.objective.surrogate.scores_rollout
+            gated = train.parity_gate and self.objective.surrogate.scores_rollout
             if gated and self.engine.steps == self._first_step:
-                for name, value in check_parity(self.replay, batch, self.constants, config.train, config.seed).items():
+                for name, value in check_parity(self.replay, batch, self.constants, train, seed).items():
                     metrics.set(name, value)
 
         advantages, kept = self._advantages(scores, metrics)
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
-        chosen = [position_steps(config.kl.position_fraction, group, config.seed, index) for group in steps]
+        chosen = [position_steps(config.kl.position_fraction, group, seed, index) for group in steps]
         anchored = transitions_of(samples, chosen)
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, batch.own(anchored))
 
-        updates = update_schedule(
-            config.train, samples, steps, kept.flatten().tolist(), seed=config.seed, iteration=index
-        )
+        updates = update_schedule(train, samples, steps, kept.flatten().tolist(), seed=seed, iteration=index)
         self.forwards = forwards(
             self.objective,
-            passes=config.sampling.passes,
+            passes=sampling.passes,
             samples=len(samples),
-            steps=config.sampling.steps,
+            steps=sampling.steps,
             stored=len(transitions_of(samples, steps)),
             trained=sum(map(len, updates)),
             anchored=0 if self.anchor is None or self.reuses_velocities else len(anchored),
@@ -166,7 +168,7 @@ class Trainer:
         row |= metrics.reduce()
         row["kl/lambda"] = self.kl.value
         row["learning_rate"] = self.engine.learning_rate
-        row["velocity_grad_norm"] = metrics.by_step(config.sampling.steps)
+        row["velocity_grad_norm"] = metrics.by_step(sampling.steps)
         seconds = watch.seconds()
         if world_size() > 1:
             row["time/ranks"] = slowest_and_fastest(all_gather_object(seconds))

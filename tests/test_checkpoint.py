@@ -344,9 +344,10 @@ def test_a_second_run_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("sage_fast.run.train.load_setup", load)
     with locked(tmp_path / "run"):
         if resume:
+            from sage_fast.config.load import dump
             from sage_fast.run.folder import claim_output
 
-            claim_output(config)
+            claim_output(tmp_path / "run", dump(config))
         with pytest.raises(
             UserError, match=rf"another run is using it \(process {os.getpid()} on .*nothing was changed"
         ):

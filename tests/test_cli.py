@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from sage_fast.cli import main
 from sage_fast.commands.sources import newest_weights
 from sage_fast.config.fields import settings_of
-from sage_fast.config.load import build
+from sage_fast.config.load import build, dump
 from sage_fast.config.schema import Config
 from sage_fast.run.folder import claim_output
 from sage_fast.run.manifest import MANIFEST, write_manifest
@@ -306,9 +306,9 @@ def test_a_damaged_file_is_named_when_its_run_is_resumed(
 
 def test_only_one_of_two_runs_gets_the_folder(tmp_path: Path) -> None:
     config = build({"output": str(tmp_path / "run")})
-    claim_output(config)
+    claim_output(tmp_path / "run", dump(config))
     with pytest.raises(UserError, match="another run began there while this one was loading"):
-        claim_output(config)
+        claim_output(tmp_path / "run", dump(config))
 
 
 def test_dry_run_plans_the_real_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

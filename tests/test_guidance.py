@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.commands.sample import generate
 from sage_fast.commands.sources import Source, notes_on
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import Setup
 from sage_fast.rollout.loop import initial_latents, rollout
-from sage_fast.run.messages import guidance_warning
+from sage_fast.run.messages import config_warnings, guidance_warning
 from sage_fast.trainer import Trainer
 from tests.tiny import settings, tiny_trainer
 
@@ -97,12 +98,14 @@ def test_training_goes_on_at_its_own_scale_after_an_evaluation_that_fails() -> N
     ],
 )
 def test_a_warning_where_the_scales_differ_and_no_kl_acts(overrides: dict[str, Any], warns: bool) -> None:
-    found = guidance_warning(settings(eval__guidance_scale=6.0, **overrides))
+    objective = Objective.of(settings(**overrides))
+    found = guidance_warning(objective, trained=1.0, evaluated=6.0)
     assert (found is not None) == warns
     if found:
         assert "sampling.guidance_scale = 1 in training and eval.guidance_scale = 6" in found
-    assert guidance_warning(settings(eval__guidance_scale=1.0, **overrides)) is None
-    assert guidance_warning(settings(sampling__guidance_scale=6.0, **overrides)) is None
+    assert guidance_warning(objective, trained=6.0, evaluated=6.0) is None
+    assert config_warnings(settings(eval__guidance_scale=1.0, **overrides)) == []
+    assert config_warnings(settings(sampling__guidance_scale=6.0, **overrides)) == []
 
 
 def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast.algorithm.objective import SURROGATES
+from sage_fast.algorithm.objective import SURROGATES, Objective
 from sage_fast.algorithm.transitions import SAMPLERS
 from sage_fast.cli import main
 from sage_fast.config.load import from_overrides, load
@@ -47,7 +47,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
     ],
 )
 def test_a_method_in_words(settings: dict[str, str], method: str) -> None:
-    assert method_of(from_overrides(settings)) == method
+    config = from_overrides(settings)
+    assert method_of(Objective.of(config), config.sampling) == method
 
 
 def test_the_log_corrected_samplers_are_those_of_one_sde() -> None:
@@ -57,7 +58,8 @@ def test_the_log_corrected_samplers_are_those_of_one_sde() -> None:
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_head_of_a_configuration_has_its_method(file: Path) -> None:
-    what, method = file.read_text().splitlines()[0], method_of(load(file))
+    what, config = file.read_text().splitlines()[0], load(file)
+    method = method_of(Objective.of(config), config.sampling)
     assert ("SAGE-GRPO" in what) == method.startswith("SAGE-GRPO")
     assert ("DiffusionNFT variant" in what) == method.startswith("DiffusionNFT variant")
 

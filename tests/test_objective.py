@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
-from sage_fast.algorithm.iteration_samples import draw_samples
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.objective import KL_STRATEGIES, SURROGATES, Replayed, Scored, StepConstants, sage_loss
-from sage_fast.algorithm.schedule import check_trainable, iteration_tables, trained_steps
+from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.load import build
 from sage_fast.config.schema import AdvantageStd, KLConfig, ObjectiveConfig
 from sage_fast.rollout.batch import Batch
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import Stopwatch
-from tests.tiny import BASE_SETTINGS, perturb, resolved, settings, tiny_trainer
+from tests.tiny import BASE_SETTINGS, drawn_samples, perturb, resolved, settings, tables_and_steps, tiny_trainer
 
 
 def test_advantages_by_hand() -> None:
@@ -254,9 +253,8 @@ def test_lambda_feedback_directions(feedback: str, expected: float) -> None:
 
 def rolled_out(trainer: Trainer) -> tuple[Batch, list[tuple[int, int]]]:
     """A batch whose stored transitions are float64, and its transitions."""
-    tables = iteration_tables(trainer.full_table, trainer.config, 0)
-    steps = [trained_steps(table, trainer.config, 0) for table in tables]
-    samples = draw_samples(trainer.config, trainer.prompts, 0)
+    tables, steps = tables_and_steps(trainer, 0)
+    samples = drawn_samples(trainer.config, trainer.prompts, 0)
     batch, _ = trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))
     rows = batch.trajectories
     rows.states, rows.log_probs = (

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.flops import training_flops
+from sage_fast.algorithm.objective import KL_STRATEGIES
 from sage_fast.config.load import build, load
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention import ATTENTION
@@ -98,7 +99,9 @@ def test_the_size_of_a_checkpoint(tuning: str, tmp_path: Path) -> None:
         trainer.iteration(index)
     save_checkpoint(tmp_path, 2, trainer.engine, trainer.state_dict(), trainer.anchor)
     files = [file for file in tmp_path.rglob("*") if file.suffix in (".safetensors", ".pt")]
-    expected = checkpoint_bytes(settings(**given, train__engine="zero3"), tiny_model(settings(**given)).policy)
+    config = settings(**given, train__engine="zero3")
+    policy = tiny_model(settings(**given)).policy
+    expected = checkpoint_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy)
     assert sum(file.stat().st_size for file in files) == pytest.approx(expected, rel=0.02)
 
 

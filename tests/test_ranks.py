@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sage_fast.trainer
-from sage_fast.algorithm.iteration_samples import assign_to_ranks, draw_samples
+from sage_fast.algorithm.iteration_samples import assign_to_ranks
 from sage_fast.algorithm.metrics import record_rewards
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.cli import main
@@ -36,7 +36,15 @@ from sage_fast.util.files import read_json
 from sage_fast.util.metrics import Metrics, Stopwatch, slowest_and_fastest, straggler_line
 from sage_fast.util.ranks import initialize, rank, shutdown, world_size
 from tests.ranks import run_ranks, screens
-from tests.tiny import FEW_STEPS, BrightnessReward, arguments, rounding_of_advantages, settings, tiny_trainer
+from tests.tiny import (
+    FEW_STEPS,
+    BrightnessReward,
+    arguments,
+    drawn_samples,
+    rounding_of_advantages,
+    settings,
+    tiny_trainer,
+)
 
 COUNTS = (1, 2, 3, 4) if "SAGE_FAST_SOAK" in os.environ else (1, 2)
 Record = dict[str, Any]
@@ -68,7 +76,7 @@ class OneGroupIsEqual(BrightnessReward):
     """Gives all videos of the first prompt of an iteration the same reward."""
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        first = {draw_samples(settings(), train_prompts(), index)[0].prompt for index in range(2)}
+        first = {drawn_samples(settings(), train_prompts(), index)[0].prompt for index in range(2)}
         equal = torch.tensor([prompt in first for prompt in prompts])
         return {part: torch.where(equal, 0.5, value) for part, value in super().__call__(videos, prompts).items()}
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 
-from sage_fast.config.load import build
 from sage_fast.eval.scores import paired_table
 from sage_fast.report import charts
 from sage_fast.report.finish import report_run
@@ -342,7 +341,7 @@ def test_a_damaged_file_is_named(run, name, content, message):
 def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     video = next((run / "videos" / "after").glob("00-*"))
     video.write_bytes(video.read_bytes()[:500])
-    report_run(build({"output": str(run)}))
+    report_run(run, 6)
     assert (run / "comparison.png").is_file(), "of the other video"
     assert "note: left out of comparison.png:" in caplog.text
     page = (run / "report.html").read_text()
@@ -351,7 +350,7 @@ def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     assert f"left out, since it is damaged: {video}: cannot be read as a video" in page
     for name in ("after", "before"):
         (run / "eval" / f"{name}.json").write_text('{"iteration": 12')
-        report_run(build({"output": str(run)}))
+        report_run(run, 6)
         assert (
             f"left out, since it is damaged: {run / 'eval' / name}.json: not valid JSON"
             in (run / "report.html").read_text()

@@ -119,13 +119,17 @@ def test_an_engine_offloads_what_its_row_shards(monkeypatch: pytest.MonkeyPatch)
 def test_the_plan_asks_the_rows_of_an_engine_and_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     row = dataclasses.replace(ENGINES["zero1"], shards=("state", "gradients"))
     mine = config_with(monkeypatch, ENGINES, row, train__engine="mine")
-    held, zero2 = (held_bytes(c, tiny_model(c).policy, ranks=4) for c in (mine, settings(train__engine="zero2")))
+    anchored = KL_STRATEGIES["dual"]
+    held, zero2 = (
+        held_bytes(c.model, c.train, anchored, tiny_model(c).policy, ranks=4)
+        for c in (mine, settings(train__engine="zero2"))
+    )
     assert held == zero2
     assert deepspeed_settings(mine.train, 1)["zero_optimization"]["stage"] == 2
     lean = dataclasses.replace(OPTIMIZERS["adamw"], state_bytes=lambda is_muon: 1.0)
     mine = config_with(monkeypatch, OPTIMIZERS, lean, train__optimizer="mine")
     policy = tiny_model(mine).policy
-    planned = held_bytes(mine, policy).training["state of the optimizer (mine)"]
+    planned = held_bytes(mine.model, mine.train, anchored, policy).training["state of the optimizer (mine)"]
     assert planned == sum(p.numel() for p in policy.parameters().values())
 
 

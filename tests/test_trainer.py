@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.iteration_samples import draw_samples
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import Transition, check_trainable, update_schedule
 from sage_fast.commands.sample import generate
@@ -30,7 +29,7 @@ from sage_fast.run.train import describe
 from sage_fast.testbed.world import train_prompts
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import NonFiniteError, ParityError, RewardError, UserError
-from tests.tiny import BrightnessReward, rounding_of_advantages, settings, tiny_trainer
+from tests.tiny import BrightnessReward, drawn_samples, rounding_of_advantages, settings, tiny_trainer
 
 PROMPTS = train_prompts()
 
@@ -130,7 +129,7 @@ def test_fixed_anchor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_initial_noise() -> None:
-    samples = draw_samples(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
+    samples = drawn_samples(settings(sampling__shared_initial_noise=True), PROMPTS, 0)
     assert len({sample.seed for sample in samples}) == len(samples) == 6
     assert len({(sample.group, sample.latent_seed) for sample in samples}) == 2
     assert len({sample.latent_seed for sample in samples}) == 2
@@ -138,13 +137,13 @@ def test_shared_initial_noise() -> None:
 
 def test_no_seed_is_used_twice() -> None:
     config = settings(train__prompts_per_iteration=4)
-    seeds = [sample.seed for index in range(50) for sample in draw_samples(config, PROMPTS, index)]
+    seeds = [sample.seed for index in range(50) for sample in drawn_samples(config, PROMPTS, index)]
     assert len(set(seeds)) == len(seeds) == 50 * 4 * 3
 
 
 def test_every_kept_sample_is_in_every_update() -> None:
     config = settings(train__optimizer_steps=2, sampling__steps=6)
-    samples = draw_samples(config, PROMPTS, 0)
+    samples = drawn_samples(config, PROMPTS, 0)
     schedule = update_schedule(
         config.train, samples, [range(6)] * 2, [True, False, True, True, True, True], seed=config.seed, iteration=0
     )

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.algorithm.iteration_samples import draw_samples
+from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.algorithm.schedule import (
     check_trainable,
     configured_table,
-    iteration_tables,
     trained_steps,
     update_schedule,
     windows,
@@ -22,7 +21,7 @@ from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import Stopwatch
-from tests.tiny import settings, tiny_trainer
+from tests.tiny import drawn_samples, settings, tables_and_steps, tiny_trainer
 
 ALONE: dict[str, Any] = {
     "sampling__sampler": "precise",  # its last step adds no noise, so the last window trains one step less
@@ -37,13 +36,13 @@ ALONE: dict[str, Any] = {
 
 def steps_of(trainer: Trainer, iteration: int) -> list[list[int]]:
     """Trained steps of each group."""
-    tables = iteration_tables(trainer.full_table, trainer.config, iteration)
-    return [trained_steps(table, trainer.config, iteration) for table in tables]
+    return tables_and_steps(trainer, iteration)[1]
 
 
 def rolled_out(trainer: Trainer, tables: list[Any]) -> Batch:
-    samples = draw_samples(trainer.config, trainer.prompts, 0)
-    steps = [trained_steps(table, trainer.config, 0) for table in tables]
+    samples = drawn_samples(trainer.config, trainer.prompts, 0)
+    surrogate, train = trainer.objective.surrogate, trainer.config.train
+    steps = [trained_steps(table, surrogate, train, seed=0, iteration=0) for table in tables]
     return trainer._rollout(samples, tables, steps, Stopwatch(trainer.device))[0]
 
 
@@ -64,7 +63,8 @@ def test_every_step_is_in_equally_many_windows(steps: int, length: int, each: in
     """Where the length divides the steps, windows do not overlap; elsewhere an end step is in fewer of them."""
     config = settings(sampling__steps=steps, sampling__sde_window=length)
     tables = windows(configured_table(config.sampling), length)
-    trained = [trained_steps(window, config, 0) for window in tables]
+    surrogate = SURROGATES[config.objective.surrogate]
+    trained = [trained_steps(window, surrogate, config.train, seed=0, iteration=0) for window in tables]
     counts = Counter(step for window in trained for step in window)
     assert [len(window) for window in trained] == [length] * len(trained)
     assert [counts[step] for step in range(steps)] == ([each] * steps if each else [1, 2, 2, 2, 1])
@@ -85,7 +85,7 @@ def test_each_prompt_has_a_window_of_its_own() -> None:
 def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
     """To the bit."""
     trainer = tiny_trainer(settings(**ALONE))
-    tables = iteration_tables(trainer.full_table, trainer.config, 0)
+    tables = tables_and_steps(trainer, 0)[0]
     assert len(set(tables)) > 1
     batch = rolled_out(trainer, tables)
     assert len(batch.trajectories.trained) == 2 * sum(map(len, steps_of(trainer, 0)))
@@ -103,7 +103,7 @@ def test_each_prompt_is_rolled_out_as_if_its_window_were_that_of_all() -> None:
 def test_training_scores_every_stored_transition_as_the_rollout_did() -> None:
     """Also where a batch would hold prompts with different windows."""
     trainer = tiny_trainer(settings(**ALONE | {"sampling__batch_size": 8}))
-    batch = rolled_out(trainer, iteration_tables(trainer.full_table, trainer.config, 0))
+    batch = rolled_out(trainer, tables_and_steps(trainer, 0)[0])
     assert set(batch.trajectories.log_probs) == set(batch.trajectories.trained)
     with torch.no_grad():
         for transition in batch.trajectories.trained:
@@ -121,7 +121,7 @@ def test_the_gate_on_rounding_sees_the_steps_of_all_windows(monkeypatch: pytest.
         return score(batch, micro, *others)
 
     monkeypatch.setattr(trainer.replay, "score", noting)
-    batch = rolled_out(trainer, iteration_tables(trainer.full_table, trainer.config, 0))
+    batch = rolled_out(trainer, tables_and_steps(trainer, 0)[0])
     check_parity(trainer.replay, batch, trainer.constants, trainer.config.train, seed=0)
     assert seen == {t for steps in steps_of(trainer, 0) for t in steps}
     assert len(seen) > 3
@@ -153,7 +153,7 @@ def test_windows_of_unequal_length_are_spread_over_all_updates() -> None:
     config = settings(**ALONE, train__optimizer_steps=2)
     steps = [[0, 1, 2], [3, 4], [1, 2, 3], [3, 4]]
     updates = update_schedule(
-        config.train, draw_samples(config, ["a", "b", "c"], 0), steps, [True] * 8, seed=config.seed, iteration=0
+        config.train, drawn_samples(config, ["a", "b", "c"], 0), steps, [True] * 8, seed=config.seed, iteration=0
     )
     assert [{sample for sample, _ in update} for update in updates] == [set(range(8))] * 2
     assert sorted(updates[0] + updates[1]) == [(sample, t) for sample in range(8) for t in steps[sample // 2]]

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.iteration_samples import Sample, draw_samples
 from sage_fast.algorithm.objective import Objective
+from sage_fast.algorithm.schedule import iteration_tables, trained_steps
+from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.config.load import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup
@@ -130,6 +133,22 @@ def tiny_trainer(
     prompts = train_prompts()
     composite = CompositeReward(reward or BrightnessReward(), config.reward)
     return Trainer(config, tiny_model(config, dtype, device), composite, prompts, embeddings(prompts, dtype))
+
+
+def tables_and_steps(trainer: Trainer, iteration: int) -> tuple[list[TransitionTable], list[list[int]]]:
+    """The transitions and the trained steps of each group of an iteration, as the trainer chooses them."""
+    train, seed = trainer.config.train, trainer.config.seed
+    tables = iteration_tables(
+        trainer.full_table, trainer.config.sampling, train.prompts_per_iteration, seed=seed, iteration=iteration
+    )
+    surrogate = trainer.objective.surrogate
+    return tables, [trained_steps(table, surrogate, train, seed=seed, iteration=iteration) for table in tables]
+
+
+def drawn_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
+    """The samples of an iteration, as the trainer draws them."""
+    shared = config.sampling.shared_initial_noise
+    return draw_samples(config.train, prompts, shared_noise=shared, seed=config.seed, iteration=iteration)
 
 
 def rounding_of_advantages(row: dict[str, Any]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import TrainConfig
 from sage_fast.models.protocol import Key
 from sage_fast.util.seeding import permutation, sample_seeds
 
@@ -43,16 +43,18 @@ def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed:
     return chosen
 
 
-def draw_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
+def draw_samples(
+    train: TrainConfig, prompts: Sequence[str], *, shared_noise: bool, seed: int, iteration: int
+) -> list[Sample]:
     """Draw all samples of an iteration, group by group. The draw does not depend on the number of ranks."""
-    chosen = prompts_of_iteration(len(prompts), config.train.prompts_per_iteration, iteration, config.seed)
+    chosen = prompts_of_iteration(len(prompts), train.prompts_per_iteration, iteration, seed)
     samples = []
     for group, prompt in enumerate(chosen):
-        seeds = sample_seeds(config.seed, iteration, group, range(config.train.group_size)).tolist()
-        for index, seed in enumerate(seeds):
-            latent_seed = seeds[0] if config.sampling.shared_initial_noise else seed
+        seeds = sample_seeds(seed, iteration, group, range(train.group_size)).tolist()
+        for index, own in enumerate(seeds):
+            latent_seed = seeds[0] if shared_noise else own
             text = prompts[prompt]
-            samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=seed, latent_seed=latent_seed))
+            samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=own, latent_seed=latent_seed))
     return samples
 
 

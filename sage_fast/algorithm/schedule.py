@@ -36,11 +36,13 @@ def configured_table(sampling: SamplingConfig) -> TransitionTable:
     return transition_table(sigmas, sampling.sampler, sampling.eta)
 
 
-def iteration_tables(table: TransitionTable, config: Config, iteration: int) -> list[TransitionTable]:
+def iteration_tables(
+    table: TransitionTable, sampling: SamplingConfig, groups: int, *, seed: int, iteration: int
+) -> list[TransitionTable]:
     """Return each group's transitions; with `sampling.sde_window`, ODE outside a random contiguous window."""
-    tables, alone = windows(table, config.sampling.sde_window), config.sampling.window_per_prompt
-    keys = [(iteration, group) if alone else (iteration,) for group in range(config.train.prompts_per_iteration)]
-    return [tables[derive_seed(config.seed, "window", *key) % len(tables)] for key in keys]
+    tables, alone = windows(table, sampling.sde_window), sampling.window_per_prompt
+    keys = [(iteration, group) if alone else (iteration,) for group in range(groups)]
+    return [tables[derive_seed(seed, "window", *key) % len(tables)] for key in keys]
 
 
 def windows(table: TransitionTable, length: int) -> list[TransitionTable]:
@@ -59,23 +61,26 @@ def scored_table(table: TransitionTable, surrogate: SurrogateRow) -> TransitionT
     return table if surrogate.scores_rollout else forward_table(table.sigmas)
 
 
-def trained_steps(table: TransitionTable, config: Config, iteration: int) -> list[int]:
+def trained_steps(
+    table: TransitionTable, surrogate: SurrogateRow, train: TrainConfig, *, seed: int, iteration: int
+) -> list[int]:
     """Return the stochastic steps an iteration trains.
 
     With `train.timestep_fraction` below 1 they are a subset: random with `train.timestep_permutation`, else the first.
     """
-    steps = scored_table(table, SURROGATES[config.objective.surrogate]).stochastic_steps
-    count = math.ceil(config.train.timestep_fraction * len(steps))
-    if config.train.timestep_permutation and count < len(steps):
-        order = permutation(len(steps), config.seed, "trained-steps", iteration)
+    steps = scored_table(table, surrogate).stochastic_steps
+    count = math.ceil(train.timestep_fraction * len(steps))
+    if train.timestep_permutation and count < len(steps):
+        order = permutation(len(steps), seed, "trained-steps", iteration)
         steps = sorted(steps[i] for i in order[:count])
     return steps[:count]
 
 
-def longest_window(config: Config) -> list[int]:
-    """Return the trained steps of the window that has most of them."""
+def window_steps(config: Config) -> list[list[int]]:
+    """Return the trained steps of every window."""
+    surrogate, train, seed = SURROGATES[config.objective.surrogate], config.train, config.seed
     tables = windows(configured_table(config.sampling), config.sampling.sde_window)
-    return max((trained_steps(table, config, 0) for table in tables), key=len)
+    return [trained_steps(table, surrogate, train, seed=seed, iteration=0) for table in tables]
 
 
 def check_trainable(config: Config, ranks: int | None = None) -> None:
@@ -96,7 +101,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         s.eta <= largest, "sampling.eta", s.eta, f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
     )
     table = configured_table(s)
-    trainable = min(len(trained_steps(window, config, 0)) for window in windows(table, s.sde_window))
+    trainable = min(map(len, window_steps(config)))
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
         forward = " or ".join(name for name, row in SURROGATES.items() if not row.scores_rollout)
@@ -116,7 +121,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             f"train.optimizer_steps = {train.optimizer_steps}: {rows}{share} gives {trainable} trained transition(s) a "
             f"sample; the nearest valid value is {trainable}"
         )
-    _check_kl(config)
+    _check_kl(Objective.of(config))
     require(
         train.ema_decay > 0 or not s.averaged_weights,
         "sampling.averaged_weights",
@@ -135,19 +140,18 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
     check_ranks(train, config.model.sequence_parallel, ranks or world_size())
 
 
-def _check_kl(config: Config) -> None:
+def _check_kl(objective: Objective) -> None:
     """Check that the KL can act and that lambda can move.
 
     Raises:
         UserError: the KL is always 0 or needs log-probs of the rollout where there are none, or lambda cannot move.
     """
-    kl, objective, feedback = config.kl, Objective.of(config), FEEDBACKS[config.kl.feedback]
-    strategy = objective.strategy
+    kl, strategy, feedback = objective.kl, objective.strategy, FEEDBACKS[objective.kl.feedback]
     require(
         objective.surrogate.scores_rollout or not strategy.velocity or objective.closed_form,
         "kl.velocity_term",
         kl.velocity_term,
-        f"objective.surrogate = {config.objective.surrogate} scores no step of the rollout; the nearest choice is "
+        f"objective.surrogate = {objective.settings.surrogate} scores no step of the rollout; the nearest choice is "
         "closed_form, or kl.strategy = moving",
     )
     velocity_alone = strategy.anchor is None or kl.beta_pos == 0 < kl.beta_vel

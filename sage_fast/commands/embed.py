@@ -36,7 +36,7 @@ def embed_prompts(config: Config, source: str | None) -> str:
             "data.embedding_cache = None: expected the folder that runs share, such as --data.embedding_cache "
             "embeddings, here and in training"
         )
-    prompts = read_prompts(source) if source else [*itertools.chain(*configured_prompts(config))]
+    prompts = read_prompts(source) if source else [*itertools.chain(*configured_prompts(config.data))]
     texts = dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()])
     device = initialize(config.timeout_minutes)
     spec, cache = find_spec(config.model.path, fetch=True), Path(config.data.embedding_cache)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.commands.sources import Source
-from sage_fast.config.schema import AttentionBackend, Config
+from sage_fast.config.schema import AttentionBackend, Config, RewardConfig, SamplingConfig
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import VideoSet, check_prompts, hacked, of_scores, read_folder, table, write_folder
@@ -26,7 +26,7 @@ from sage_fast.run.folder import save_video
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json, writing
 from sage_fast.util.metrics import JUDGE_PART
-from sage_fast.util.ranks import initialize, rank
+from sage_fast.util.ranks import initialize, local_device, rank
 from sage_fast.util.videos import numbered
 
 log = logging.getLogger(__name__)
@@ -54,11 +54,12 @@ def run_eval(
     """
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--folder {str(folder)!r}: expected a new or an empty folder; nothing was changed")
+    initialize(config.timeout_minutes)
     videos = {s.label: read_folder(s.label, Path(s.path)) for s in sources if s.config is None}
     known = [prompt for found in videos.values() for prompt in found.prompts]
     if len(videos) < len(sources):
-        known = [prompt.text for prompt in configured_prompts(config)[1]]
-    further = _scorers(scorers, config, known)
+        known = [prompt.text for prompt in configured_prompts(config.data)[1]]
+    further = _scorers(scorers, config.reward, config.sampling, known)
     evaluator = _Evaluator(sources, config, further, videos)
     evaluations: dict[str, dict[str, Any]] = {}
     sets: list[VideoSet] = []
@@ -76,13 +77,15 @@ def run_eval(
         _finish(sets, evaluations, notes, judges, config.eval.num_videos, folder, json)
 
 
-def _scorers(names: Sequence[str], config: Config, prompts: Sequence[str]) -> dict[str, Judge]:
+def _scorers(
+    names: Sequence[str], settings: RewardConfig, sampling: SamplingConfig, prompts: Sequence[str]
+) -> dict[str, Judge]:
     """Load and check the additional rewards, keyed by `short_names`."""
     scorers: dict[str, Judge] = {}
-    device = str(initialize(config.timeout_minutes))
+    device = str(local_device())
     for name, short in zip(names, short_names(names)):
-        scorers[short] = Judge(name, config.reward, device, "--scorer")
-        scorers[short].check(config.sampling, prompts, device)
+        scorers[short] = Judge(name, settings, device, "--scorer")
+        scorers[short].check(sampling, prompts, device)
     return scorers
 
 
@@ -193,7 +196,7 @@ class _Evaluator:
         if len(chosen) < len(found.prompts):
             log.info(f"note: {source.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
         files = [found.files[i] for i in chosen]
-        device = initialize(self.config.timeout_minutes)
+        device = local_device()
         size = self.config.sampling.batch_size
 
         def read(numbers: range) -> Chunks:

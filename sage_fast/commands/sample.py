@@ -58,7 +58,7 @@ def generate(
     """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
     videos: dict[int, Tensor] = {}
     with model.policy.at_guidance(config.eval_guidance_scale):
-        for chosen, chunk in video_chunks(config, model, prompts, embeddings, seeds):
+        for chosen, chunk in video_chunks(config.sampling, config.eval, model, prompts, embeddings, seeds):
             videos.update(zip(chosen, chunk.cpu()))
     return [videos[i] for i in range(len(prompts))]
 

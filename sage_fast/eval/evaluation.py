@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import EvalConfig, SamplingConfig
 from sage_fast.eval.scores import read_scores
 from sage_fast.loading import Scoring, Setup
 from sage_fast.models.model import Model
@@ -98,7 +98,8 @@ def check_pairs(setup: Setup, run: Path) -> bool:
 
 @torch.no_grad()
 def video_chunks(
-    config: Config,
+    sampling: SamplingConfig,
+    settings: EvalConfig,
     model: Model,
     prompts: Sequence[str],
     embeddings: Mapping[Any, Condition],
@@ -113,15 +114,15 @@ def video_chunks(
     Args:
         pause: called after each step; an exception it raises ends the sampling.
     """
-    table = transition_table(sigma_schedule(config.eval.steps, config.sampling.shift), config.eval.sampler, 0.0)
+    table = transition_table(sigma_schedule(settings.steps, sampling.shift), settings.sampler, 0.0)
     device = model.policy.device
     coefs = table.coefficients(1).to(device)
-    shape = model.latent_shape(config.sampling)
+    shape = model.latent_shape(sampling)
     # Prompts of equal length share a forward, without padding.
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
-    runs = bucket_by_length([lengths[prompts[i]] for i in order], config.sampling.batch_size)
-    graphs = step_graphs(model.policy) if config.sampling.cuda_graphs else None
+    runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
+    graphs = step_graphs(model.policy) if sampling.cuda_graphs else None
     pending = None
 
     def generate(texts: Sequence[str], keys: Tensor) -> Tensor:
@@ -183,7 +184,9 @@ def evaluate(
 
     def sample(share: range) -> Chunks:
         own = [texts[i] for i in share]
-        return video_chunks(config, model, own, setup.embeddings, seeds[share.start : share.stop], pause=pause)
+        return video_chunks(
+            config.sampling, config.eval, model, own, setup.embeddings, seeds[share.start : share.stop], pause=pause
+        )
 
     with model.policy.at_guidance(config.eval_guidance_scale):
         return score_videos(

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from sage_fast.algorithm.objective import KL_STRATEGIES
+from sage_fast.algorithm.objective import KLStrategy
 from sage_fast.config.engines import ENGINES, OFFLOADS, OPTIMIZERS
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import ModelConfig, TrainConfig
 from sage_fast.models.policy import Policy
 from sage_fast.parallel import engine_settings
 
@@ -41,21 +41,21 @@ class Held:
     host: dict[str, float]
 
 
-def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
+def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy, ranks: int = 1) -> Held:
     """Compute the memory an engine will hold on each rank.
 
     Args:
-        config: validated settings.
+        model, train: sections of the settings.
+        strategy: the KL strategy, which may have an anchor.
         policy: with whole weights, on any device (including meta).
         ranks: N.
     """
-    train, adapter = config.train, config.model.trains_adapter
-    width = config.model.element_bytes if adapter else 4
+    width = model.element_bytes if model.trains_adapter else 4
     every, trained = [p for _, p in policy.named_parameters()], policy.parameters()
     n = sum(p.numel() for p in trained.values())
     f = sum(p.numel() for p in every) - n
     shards = ENGINES[train.engine].shards
-    snapshots = int(KL_STRATEGIES[config.kl.strategy].anchor is not None) + int(train.ema_decay > 0)
+    snapshots = int(strategy.anchor is not None) + int(train.ema_decay > 0)
     share = 1 / ranks if shards else 1.0
     state_bytes = OPTIMIZERS[train.optimizer].state_bytes
     moments = sum(state_bytes(policy.is_muon(name, p)) * p.numel() for name, p in trained.items()) * share
@@ -81,7 +81,7 @@ def held_bytes(config: Config, policy: Policy, ranks: int = 1) -> Held:
         # block at most are alive.
         copied = sum(p.numel() for p in policy.block_list()[0].parameters())
         training["gathered weights of a block"] = float(width * copied)
-    if config.model.element_bytes < width:
+    if model.element_bytes < width:
         training["bf16 copies of the weights (autocast)"] = 2.0 * copied
     moved = []
     if "state" in OFFLOADS[train.offload]:

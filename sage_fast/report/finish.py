@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sage_fast.config.schema import Config
 from sage_fast.eval.hacking import Evaluations
 from sage_fast.eval.scores import paired_table, read_evaluations
 from sage_fast.eval.sheets import comparison_sheet
@@ -24,12 +23,15 @@ from sage_fast.util.metrics import JUDGE_PART
 log = logging.getLogger(__name__)
 
 
-def report_run(config: Config) -> None:
+def report_run(run: Path, count: int) -> None:
     """Write `comparison.png` and `report.html` of a complete run, and log the table of its gains.
 
     A damaged evaluation or video is left out, with a note.
+
+    Args:
+        run: the run folder.
+        count: maximum number of videos shown in `comparison.png`.
     """
-    run, count = Path(config.output), config.eval.num_videos
     evaluations, left_out = read_evaluations(run)
     write_comparison(run, evaluations, count)
     keep_shown(run, evaluations, count)

@@ -90,30 +90,29 @@ def _acquire(lock: FileLock, file: Path) -> str | None:
     return None
 
 
-def claim_output(config: Config) -> None:
-    """Create the folder of a new run and write its settings. Collective.
+def claim_output(run: Path, settings: str) -> None:
+    """Create the folder of a new run and write its settings, as `dump` returns them. Collective.
 
     Raises:
         UserError: another run has claimed the folder since `check_output`.
     """
-    run = Path(config.output)
     launchers = all_gather_object(launcher())  # also a barrier: every rank has checked before rank 0 writes
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
-            raise UserError(f"output = {config.output!r}: another run began there while this one was loading")
+            raise UserError(f"output = {str(run)!r}: another run began there while this one was loading")
         if named := sorted({name for name in launchers if name is not None}):
             write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
-        write_atomic(run / "config.yaml", dump(config))
+        write_atomic(run / "config.yaml", settings)
     barrier()
 
 
-def is_restart(config: Config) -> bool:
-    """Whether torchrun has restarted ranks that began the run in `config.output`. Collective."""
+def is_restart(run: Path, timeout_minutes: float) -> bool:
+    """Whether torchrun has restarted ranks that began the run in this folder. Collective."""
     if launcher() is None:
         return False
-    initialize(config.timeout_minutes)
-    return any(all_gather_object(began_here(Path(config.output))))
+    initialize(timeout_minutes)
+    return any(all_gather_object(began_here(run)))
 
 
 def replace_settings(config: Config) -> None:

@@ -45,15 +45,14 @@ def time_left(seconds: float) -> str:
     return f"{seconds / size:.0f}{unit} left"
 
 
-def guidance_warning(config: Config) -> str | None:
+def guidance_warning(objective: Objective, trained: float, evaluated: float) -> str | None:
     """Return why evaluations at another guidance scale than training's will mislead; None if they will not."""
-    trained, evaluated = config.sampling.guidance_scale, config.eval_guidance_scale
-    if trained == evaluated or Objective.of(config).kl_acts:
+    if trained == evaluated or objective.kl_acts:
         return None
     return (
         f"sampling.guidance_scale = {trained:g} in training and eval.guidance_scale = {evaluated:g} in evaluations, "
-        f"and no KL acts (kl.strategy = {config.kl.strategy}): the policy learns what guidance does, and guidance on "
-        "top of it over-sharpens (docs/choosing.md)"
+        f"and no KL acts (kl.strategy = {objective.kl.strategy}): the policy learns what guidance does, and guidance "
+        "on top of it over-sharpens (docs/choosing.md)"
     )
 
 
@@ -91,4 +90,9 @@ def average_warning(train: TrainConfig, averaged_weights: bool) -> str | None:
 
 def config_warnings(config: Config) -> list[str]:
     """Return what in the settings is likely to mislead or to train little."""
-    return [*filter(None, (guidance_warning(config), average_warning(config.train, config.sampling.averaged_weights)))]
+    sampling = config.sampling
+    warnings = (
+        guidance_warning(Objective.of(config), sampling.guidance_scale, config.eval_guidance_scale),
+        average_warning(config.train, sampling.averaged_weights),
+    )
+    return [*filter(None, warnings)]

@@ -7,15 +7,14 @@ from typing import get_args
 from sage_fast.algorithm.kl_weight import FEEDBACKS
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.transitions import SAMPLERS
-from sage_fast.config.schema import Config, ODESampler
+from sage_fast.config.schema import ODESampler, SamplingConfig
 
 
-def method_of(config: Config) -> str:
+def method_of(objective: Objective, sampling: SamplingConfig) -> str:
     """Return the method in words, such as `SAGE-GRPO: sage SDE, eta 0.5, equalizer, dual KL, lambda 0.05`.
 
     It is SAGE-GRPO if a log-corrected SDE is scored with the equalizer.
     """
-    sampling, objective = config.sampling, Objective.of(config)
     sampler, equalized, row = sampling.sampler, objective.equalizes, objective.surrogate
     own = row.scores_rollout and SAMPLERS[sampler].log_corrected and equalized
     noisy = sampler not in get_args(ODESampler)

@@ -18,6 +18,7 @@ import torch
 
 from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.schedule import check_log_prob, check_trainable
+from sage_fast.config.load import dump
 from sage_fast.config.schema import AttentionBackend, Config
 from sage_fast.eval.evaluation import check_pairs, evaluate, read_evaluation
 from sage_fast.eval.hacking import verdict
@@ -45,11 +46,14 @@ from sage_fast.util.videos import numbered
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, *, resume: bool = False, report: Callable[[Config], object] = lambda config: None) -> Path:
+def train(
+    config: Config, *, resume: bool = False, report: Callable[[Path, int], object] = lambda run, count: None
+) -> Path:
     """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
 
     Args:
-        report: called on rank 0 once the run is complete; the commands pass `sage_fast.report.finish.report_run`.
+        report: called on rank 0 with the complete run's folder and `eval.num_videos`; the commands pass
+            `sage_fast.report.finish.report_run`.
 
     Returns:
         The run folder.
@@ -70,7 +74,7 @@ def train(config: Config, *, resume: bool = False, report: Callable[[Config], ob
             run.iterate()
             run.finish()
             if rank() == 0:
-                report(config)
+                report(run.folder, config.eval.num_videos)
         finally:
             run.close()
         barrier()  # wait for rank 0 to write the report
@@ -95,12 +99,14 @@ class Run:
 
     def __init__(self, config: Config, stop: Stop, *, resume: bool) -> None:
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
-        self.setup = setup = load_setup(config, attention=_attention_of(config, resume))
+        self.setup = setup = load_setup(
+            config, attention=_attention(config.model.attention, self.folder, resume=resume)
+        )
         trajectories = check_trajectories(config, setup.model)
         check_log_prob(config.objective, config.sampling, math.prod(setup.model.latent_shape(config.sampling)))
         lacks_before = resume and not check_pairs(setup, self.folder)
         if not resume:
-            claim_output(config)
+            claim_output(self.folder, dump(config))
         if world_size() > 1:
             log_to(self.folder / "logs" / f"rank-{rank():03d}.log")
         setup.encode(self.folder / "embeddings")
@@ -273,11 +279,11 @@ class _Completed:
         return self.held
 
 
-def _attention_of(config: Config, resume: bool) -> AttentionBackend:
+def _attention(configured: AttentionBackend, run: Path, *, resume: bool) -> AttentionBackend:
     """Return the attention backend. A resumed run keeps its own: a new measurement could change the bits."""
-    file = Path(config.output) / "run.json"
-    if config.model.attention != "auto" or not resume or not file.is_file():
-        return config.model.attention
+    file = run / "run.json"
+    if configured != "auto" or not resume or not file.is_file():
+        return configured
     return read_json(file).get("attention", "auto")
 
 
@@ -300,7 +306,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "parameters": parameters,
         "trainable_parameters": trainable,
         "decode": str(trainer.model.decoder.plan(trainer.latent_shape)),
-        "method": method_of(trainer.config),
+        "method": method_of(trainer.objective, trainer.config.sampling),
         "sampler": trainer.config.sampling.sampler,
         "notes": [*trainer.full_table.notes, *trainer.model.notes],
         "sigmas": trainer.full_table.sigmas.tolist(),

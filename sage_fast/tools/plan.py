@@ -15,13 +15,9 @@ from typing import Any
 
 from sage_fast.algorithm.flops import flops, forwards
 from sage_fast.algorithm.iteration_samples import share_of
-from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.schedule import (
-    check_trainable,
-    longest_window,
-    position_steps,
-)
-from sage_fast.config.schema import Config, ModelConfig
+from sage_fast.algorithm.objective import KLStrategy, Objective
+from sage_fast.algorithm.schedule import check_trainable, position_steps, window_steps
+from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_mode
 from sage_fast.models.load import find_spec, meta_policy
@@ -119,7 +115,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
 
     samples = train.prompts_per_iteration * train.group_size
-    steps = longest_window(config)
+    steps = max(window_steps(config), key=len)
     mine = len(share_of(samples, ranks // sharing, 0))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     decoder = float(config.model.element_bytes * cost.decoder_weights)
@@ -127,8 +123,9 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     mode: str = asked
     if asked == "auto":
         mode = fitting_mode(config, spec, policy, gpu_memory - decoder, ranks=ranks, on_gpu=True)
-    held = held_bytes(config, policy, ranks)
-    counted = _forwards(config, samples, steps)
+    objective = Objective.of(config)
+    held = held_bytes(config.model, train, objective.strategy, policy, ranks)
+    counted = _forwards(objective, s, samples, steps, config.seed)
     of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}
@@ -159,35 +156,36 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         other_memory=other,
         engine=config.train.engine,
         host_memory=float((config.model.element_bytes if config.model.trains_adapter else 4) * base) + decoder,
-        checkpoint=checkpoint_bytes(config, policy),
+        checkpoint=checkpoint_bytes(config.model, train, objective.strategy, policy),
         gpu_memory=gpu_memory,
     )
 
 
-def _forwards(config: Config, samples: int, steps: Sequence[int]) -> dict[str, int]:
+def _forwards(
+    objective: Objective, sampling: SamplingConfig, samples: int, steps: Sequence[int], seed: int
+) -> dict[str, int]:
     """Return part -> forwards of an iteration that trains `steps` of each sample, where the anchor is never free."""
-    objective, transitions = Objective.of(config), samples * len(steps)
-    positions = position_steps(config.kl.position_fraction, steps, config.seed, 0)
+    transitions = samples * len(steps)
+    positions = position_steps(objective.kl.position_fraction, steps, seed, 0)
     return forwards(
         objective,
-        passes=config.sampling.passes,
+        passes=sampling.passes,
         samples=samples,
-        steps=config.sampling.steps,
+        steps=sampling.steps,
         stored=transitions,
         trained=transitions,
         anchored=samples * len(positions) * (objective.strategy.anchor is not None),
     )
 
 
-def checkpoint_bytes(config: Config, policy: Policy) -> float:
+def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> float:
     """Return the bytes of a checkpoint: float32 tensors, whole and the same for every engine and number of ranks.
 
     The trained weights are in it twice, once as sampling and export read them; after full tuning with frozen ones.
     """
-    alone = dataclasses.replace(config, train=dataclasses.replace(config.train, engine="plain", offload="none"))
-    held = held_bytes(alone, policy)
-    exported = policy.parameters() if config.model.trains_adapter else dict(policy.named_parameters())
-    kept = ("anchor and EMA", f"state of the optimizer ({config.train.optimizer})")
+    held = held_bytes(model, dataclasses.replace(train, engine="plain", offload="none"), strategy, policy)
+    exported = policy.parameters() if model.trains_adapter else dict(policy.named_parameters())
+    kept = ("anchor and EMA", f"state of the optimizer ({train.optimizer})")
     whole = held.weights["trained weights"] + sum(held.training[part] for part in kept)
     return whole + 4.0 * sum(p.numel() for p in exported.values())
 
@@ -271,11 +269,11 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     """
     spec = find_spec(config.model.path)
     check_trainable(config, ranks)
-    train, heldout = configured_prompts(config)
-    check_prompt_sets(config, spec, train, heldout)
+    train, heldout = configured_prompts(config.data)
+    check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     data = _format_data(config, train, heldout)  # before the plan, which takes a second
     costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory))
-    return f"{wrapped(method_of(config))}\n\n{data}\n\n{costs}"
+    return f"{wrapped(method_of(Objective.of(config), config.sampling))}\n\n{data}\n\n{costs}"
 
 
 def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:
