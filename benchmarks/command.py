@@ -1,15 +1,15 @@
-"""The command `sage-fast bench`."""
+"""`sage-fast bench`: time the operators, the rollout or whole iterations against stock code."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from sage_fast.tools.harness import Save, save_nothing
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import write_json
+from sage_fast.util.files import make_folder_of, write_json
+from sage_fast.util.imports import heavy_imports
 
 ONLY = {
     "size": ("operators", "rollout"),
@@ -20,19 +20,39 @@ ONLY = {
 """Option -> the benchmarks that accept it."""
 
 
-def bench(options: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
+    parser.add_argument("--config", metavar="FILE", help="YAML file, for `bench iteration`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
+    parser.add_argument("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
+    parser.add_argument("--part", action="append", help="for `bench rollout`: forward, step, rollout, train or decode")
+    parser.add_argument(
+        "--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, compiled, ..."
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit"
+    )
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     """Measure, print the table, and write the JSON after every row. Return the exit status: 1 if a path failed.
 
     Raises:
         UserError: the benchmark does not accept an option, or does not know a name.
     """
+    make_folder_of(options.json)
+    with heavy_imports("bench"):
+        from sage_fast.tools.harness import Save, save_nothing
+
     if options.compile:
         from sage_fast.benchmarks.compile_report import compile_report, format_table
 
         print(format_table(compile_report()))
         return 0
     _check(options)
-    save: Save = save_nothing if options.json is None else functools.partial(write_json, path=Path(options.json))
+    save: Save = save_nothing if options.json is None else functools.partial(write_json, path=options.json)
     if options.what == "iteration":
         from sage_fast.benchmarks import iteration
 

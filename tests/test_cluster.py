@@ -94,10 +94,8 @@ def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]", 
 def grace_of(words: list[str]) -> float:
     """Value of `train.grace_seconds` in the command of a rank, which must be a valid one."""
     assert words[:2] == ["-m", "sage_fast"]
-    options, rest = cli._parser().parse_known_args(words[2:])
-    return load(
-        REPOSITORY / "configs" / "recipes" / "paper.yaml", cli._overrides(options.command, rest)
-    ).train.grace_seconds
+    _, overrides = cli.parse(words[2:])
+    return load(REPOSITORY / "configs" / "recipes" / "paper.yaml", overrides).train.grace_seconds
 
 
 def requeued(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sage_fast import cli
 from sage_fast.commands.card import model_card
-from sage_fast.commands.export import export
+from sage_fast.commands.export_formats import export
 from sage_fast.config.load import dump
 from sage_fast.config.schema import ModelConfig, SamplingConfig
 from sage_fast.models.hunyuan15.lora_names import comfyui, original

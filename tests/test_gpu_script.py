@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast import cli
+from sage_fast.config.command_line import overrides_of
 from sage_fast.config.load import load
 from sage_fast.rewards.load import load_reward
 from sage_fast.util.files import read_metrics
@@ -256,13 +257,12 @@ def test_the_commands_of_a_gpu_are_ones_that_exist(machine: Path) -> None:
     ):
         _, _, package, *arguments = commands[part]
         assert package == "sage_fast"
-        options, rest = cli._parser().parse_known_args(arguments)
-        overrides = cli._overrides(arguments[0], rest)
+        options, overrides = cli.parse(arguments)
         assert part in ("testbed", "testbed-bf16", *PROFILES) or not overrides
         if overrides:
             load_reward(load(REPOSITORY / options.config, overrides).reward)
     _, config, *arguments = commands["engines"]
-    assert load(REPOSITORY / config, cli._overrides("train", arguments)).model.tuning == "full"
+    assert load(REPOSITORY / config, overrides_of(arguments)).model.tuning == "full"
     assert commands["racecheck"] == ["sanitizer_part", "racecheck", *commands["memcheck"][2:]]
     for name in itertools.chain(*commands.values()):
         assert not name.startswith("tests/") or (REPOSITORY / name).exists()

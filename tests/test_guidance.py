@@ -7,8 +7,8 @@ import torch
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
-from sage_fast.commands.sample import generate
 from sage_fast.commands.sources import Source, notes_on
+from sage_fast.commands.videos import generate
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import Setup
 from sage_fast.rollout.loop import initial_latents, rollout

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.commands.eval import short_names
+from sage_fast.commands.evaluator import short_names
 from sage_fast.commands.sources import labelled
 from sage_fast.eval.evaluation import score_videos
 from sage_fast.eval.hacking import verdict

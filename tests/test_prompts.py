@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 
-import sage_fast.commands.embed
 import sage_fast.data.embeddings
 from sage_fast.cli import main
 from sage_fast.config.command_line import overrides_of

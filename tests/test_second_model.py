@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.cli import main
-from sage_fast.commands.export import export
+from sage_fast.commands.export_formats import export
 from sage_fast.config.load import dump
 from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.models.decoder import Decoder

@@ -20,7 +20,7 @@ from accelerate.tracking import TensorBoardTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_fast.commands.sample import save_videos
+from sage_fast.commands.videos import save_videos
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.report.finish import report_run
 from sage_fast.run import trackers

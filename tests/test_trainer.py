@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.objective import Objective
 from sage_fast.algorithm.schedule import Transition, check_trainable, update_schedule
-from sage_fast.commands.sample import generate
+from sage_fast.commands.videos import generate
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import Setup
 from sage_fast.ops import transition_score

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.commands.sample import save_videos
+from sage_fast.commands.videos import save_videos
 from sage_fast.eval.scores import read_evaluations
 from sage_fast.eval.sheets import comparison_sheet, contact_sheet
 from sage_fast.report.finish import keep_shown, write_comparison

@@ -5,6 +5,7 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Mapping
@@ -37,6 +38,22 @@ REAL_PROMPT = "a red fox trots through fresh snow"
 
 EVIDENCE = "# Evidence: "
 """Beginning of the second line of a shipped configuration; the first says what it trains."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", nargs="?", help="new folder, or one without files of those names"
+    )
+    parser.add_argument("--config", metavar="NAME", default="demo", help="a configuration of --list (default: demo)")
+    parser.add_argument(
+        "--list", action="store_true", help="print the configurations: what each trains, on what evidence"
+    )
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    if options.list == (options.folder is not None):
+        raise UserError("expected either FOLDER, as in sage-fast init FOLDER [--config NAME], or --list")
+    print(list_configurations() if options.list else init(options.folder, options.config))
 
 
 def list_configurations() -> str:

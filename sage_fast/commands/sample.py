@@ -2,87 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from sage_fast.config.schema import Config
-from sage_fast.data.prompts import Prompt
-from sage_fast.eval.evaluation import video_chunks
-from sage_fast.eval.sheets import contact_sheet
-from sage_fast.loading import load_setup
-from sage_fast.models.model import Model
-from sage_fast.models.protocol import Condition
-from sage_fast.run.folder import save_video
+from sage_fast.commands.sources import load_source
+from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import atomic_path, writing
-from sage_fast.util.seeding import sample_seeds
-from sage_fast.util.videos import numbered
-
-log = logging.getLogger(__name__)
 
 
-def sample(config: Config, prompts: Sequence[Prompt], folder: Path) -> list[Path]:
-    """Write one video per prompt and a contact sheet into `folder`; return the video files.
-
-    A prompt's own seed is used if it has one.
-
-    Raises:
-        UserError: `folder` is a file, or as `load_setup`.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
-    setup = load_setup(config, prompts, rewards=False)
-    for note in setup.model.notes:
-        log.info(f"note: {note}")
-    texts = [prompt.text for prompt in prompts]
-    seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
-    for place, seed in setup.eval_seeds.items():
-        seeds[place] = seed
-    with writing(folder):
-        setup.encode(folder / "embeddings")
-        videos = generate(config, setup.model, texts, setup.embeddings, seeds)
-        return save_videos(videos, texts, folder, setup.model.spec.fps)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
+    parser.add_argument("--folder", type=Path, default="samples", help="where the MP4 files go (default: samples)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-def generate(
-    config: Config,
-    model: Model,
-    prompts: Sequence[str],
-    embeddings: Mapping[Any, Condition],
-    seeds: Tensor,
-) -> list[Tensor]:
-    """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
-    videos: dict[int, Tensor] = {}
-    with model.policy.at_guidance(config.eval_guidance_scale):
-        for chosen, chunk in video_chunks(config.sampling, config.eval, model, prompts, embeddings, seeds):
-            videos.update(zip(chosen, chunk.cpu()))
-    return [videos[i] for i in range(len(prompts))]
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    if not options.prompt and not options.prompts:
+        raise UserError("give at least one --prompt, or --prompts FILE")
+    config = load_source("sample", options.config, overrides)
+    from sage_fast.commands.videos import sample
 
-
-def save_videos(videos: Sequence[Tensor], prompts: Sequence[str], folder: Path, fps: float) -> list[Path]:
-    """Write one file per video, and a contact sheet named after the number of the first video.
-
-    Nothing is overwritten: numbering continues from the highest number in `folder`.
-
-    Args:
-        videos: float `[F, 3, H, W]` in [0, 1] each.
-        prompts: one per video; surplus prompts are ignored.
-        folder: created if missing.
-        fps: frames per second.
-
-    Returns:
-        The video files.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    first = max(numbered(folder), default=-1) + 1
-    paths = []
-    for place, (video, prompt) in enumerate(zip(videos, prompts), start=first):
-        paths.append(save_video(video, prompt, folder, place, fps))
-    if videos:
-        with atomic_path(folder / f"contact-sheet-{first:02d}.png") as file:
-            contact_sheet(videos, prompts[: len(videos)]).save(file, "PNG")
-    return paths
+    prompts = [Prompt(text=text) for text in options.prompt]
+    prompts += read_prompts(options.prompts) if options.prompts else []
+    print(*sample(config, prompts, options.folder), sep="\n")

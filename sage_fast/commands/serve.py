@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import signal
 from collections.abc import Mapping
 
 from sage_fast.config.load import load
 from sage_fast.data.prompts import read_prompts
-from sage_fast.rewards import CompositeReward
-from sage_fast.rewards.http import TOKEN
-from sage_fast.rewards.server import RewardServer
 from sage_fast.util.errors import UserError
-from sage_fast.util.ranks import initialize
 
 log = logging.getLogger(__name__)
 
 
-def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int, largest_mib: int) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; its rewards are served")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 picks a free port (default: 8000)")
+    parser.add_argument(
+        "--largest", type=int, metavar="MIB", default=1024, help="largest request in MiB (default: 1024)"
+    )
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Serve the rewards of a configuration until SIGINT or SIGTERM.
-
-    Args:
-        path: a YAML file.
-        overrides: settings that replace the file's, as typed.
-        host, port: address to listen on; port 0 picks a free one.
-        largest_mib: largest request.
-
-    Returns:
-        The exit status.
 
     Raises:
         UserError: a setting or a reward is wrong.
         OSError: the server cannot listen on the address.
     """
-    if not 0 <= port < 2**16:
-        raise UserError(f"--port {port}: expected 0 (a free one) to 65535, such as 8000")
-    if largest_mib < 1:
-        raise UserError(f"--largest {largest_mib}: expected at least 1 MiB, such as 1024")
-    config, device = load(path, overrides), str(initialize())
+    if not 0 <= options.port < 2**16:
+        raise UserError(f"--port {options.port}: expected 0 (a free one) to 65535, such as 8000")
+    if options.largest < 1:
+        raise UserError(f"--largest {options.largest}: expected at least 1 MiB, such as 1024")
+    config = load(options.config, overrides)
     prompts = [prompt.text for prompt in read_prompts(config.data.prompts)]
+    from sage_fast.rewards import CompositeReward
+    from sage_fast.rewards.http import TOKEN
+    from sage_fast.rewards.server import RewardServer
+    from sage_fast.util.ranks import initialize
+
+    device = str(initialize())
     reward = CompositeReward.of(config.reward, device)
     reward.check(config.sampling, prompts, device)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    server = RewardServer(reward, host, port, device, largest_mib * 2**20)
+    server = RewardServer(reward, options.host, options.port, device, options.largest * 2**20)
     try:
         log.info(f"serves {', '.join(reward.names)} ({', '.join(reward.parts)}) at {server.address}")
         if not server.token and server.server_address[0] not in ("127.0.0.1", "::1"):
@@ -53,4 +56,3 @@ def serve_reward(path: str, overrides: Mapping[str, str], host: str, port: int, 
     finally:
         signal.signal(signal.SIGTERM, before)
         server.server_close()
-    return 0

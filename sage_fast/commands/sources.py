@@ -1,4 +1,4 @@
-"""Sources of `sage-fast eval` and `compare`: settings, runs, checkpoints and folders of videos.
+"""Sources of the commands: settings, runs, checkpoints and folders of videos.
 
 Imports nothing heavy.
 """
@@ -24,6 +24,7 @@ from sage_fast.run.manifest import (
 )
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS
+from sage_fast.util.imports import heavy_imports
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +160,16 @@ def notes_on(sources: Sequence[Source], config: Config) -> list[str]:
             if own != used
         ]
     return lines
+
+
+def load_source(command: str, source: str, overrides: Mapping[str, str]) -> Config:
+    """Load the settings of a command's run folder or YAML file, and import PyTorch; announce both."""
+    config, iteration = load_run(source, overrides)
+    if iteration is not None:
+        log.info(f"weights of iteration {iteration}: {config.model.weights}")
+    with heavy_imports(command):
+        import sage_fast.models.load  # noqa: F401  # most of what the commands import
+    return config
 
 
 def load_run(source: str, overrides: Mapping[str, str]) -> tuple[Config, int | None]:

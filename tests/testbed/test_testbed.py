@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.commands.sample import generate
+from sage_fast.commands.videos import generate
 from sage_fast.config.load import load
 from sage_fast.models.load import load_model
 from sage_fast.models.testbed import BASE

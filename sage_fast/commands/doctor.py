@@ -1,0 +1,22 @@
+"""`sage-fast doctor`: check what is installed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from sage_fast.util.files import make_folder_of
+from sage_fast.util.imports import heavy_imports
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row to FILE")
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    make_folder_of(options.json)
+    with heavy_imports("doctor"):
+        from sage_fast.tools.doctor import doctor
+
+    return doctor(options.json)

@@ -1,0 +1,247 @@
+"""Score the sources of `sage-fast eval` on the same prompts and seeds, sampled with the ODE."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sage_fast.commands.sources import Source
+from sage_fast.config.schema import AttentionBackend, Config, RewardConfig, SamplingConfig
+from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
+from sage_fast.eval.text import format_table
+from sage_fast.eval.videoset import VideoSet, check_prompts, hacked, of_scores, read_folder, table, write_folder
+from sage_fast.loading import Setup, configured_prompts, load_scoring, load_setup
+from sage_fast.report.gallery import write_gallery
+from sage_fast.report.playback import read_video
+from sage_fast.rewards import Judge
+from sage_fast.run.folder import save_video
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json, writing
+from sage_fast.util.metrics import JUDGE_PART
+from sage_fast.util.ranks import initialize, local_device, rank
+from sage_fast.util.videos import numbered
+
+log = logging.getLogger(__name__)
+
+
+def run_eval(
+    sources: Sequence[Source],
+    config: Config,
+    *,
+    scorers: Sequence[str] = (),
+    folder: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    """Evaluate the sources, print their table and write the requested files.
+
+    Args:
+        sources: gains are relative to the first.
+        config: samples and scores all sources; only the `model` section of each source's own settings is used.
+        scorers: additional rewards, named as in `reward.name`; their parts do not count in the composite.
+        folder: where to write the videos, `evaluation.md` and `evaluation.html`; new or empty.
+        json: file for all scores.
+
+    Raises:
+        UserError: a scorer, the folder or a video is wrong, or the sources have no prompt in common.
+    """
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--folder {str(folder)!r}: expected a new or an empty folder; nothing was changed")
+    initialize(config.timeout_minutes)
+    videos = {s.label: read_folder(s.label, Path(s.path)) for s in sources if s.config is None}
+    known = [prompt for found in videos.values() for prompt in found.prompts]
+    if len(videos) < len(sources):
+        known = [prompt.text for prompt in configured_prompts(config.data)[1]]
+    further = _scorers(scorers, config.reward, config.sampling, known)
+    evaluator = _Evaluator(sources, config, further, videos)
+    evaluations: dict[str, dict[str, Any]] = {}
+    sets: list[VideoSet] = []
+    for source, home in zip(sources, _folders(sources, folder)):
+        if home is not None:
+            home.mkdir(parents=True, exist_ok=True)
+        with writing(home or "."):
+            evaluations[source.label], found = evaluator(source, home)
+            sets.append(found)
+            if home is not None and rank() == 0:
+                write_folder(found, home)
+    if rank() == 0:
+        notes = [note for other in sets[1:] for note in check_prompts(sets[0], other)]
+        judges = [name for name in dict.fromkeys(n for s in sets for n in s.scores) if _watches(name, further)]
+        _finish(sets, evaluations, notes, judges, config.eval.num_videos, folder, json)
+
+
+def _scorers(
+    names: Sequence[str], settings: RewardConfig, sampling: SamplingConfig, prompts: Sequence[str]
+) -> dict[str, Judge]:
+    """Load and check the additional rewards, keyed by `short_names`."""
+    scorers: dict[str, Judge] = {}
+    device = str(local_device())
+    for name, short in zip(names, short_names(names)):
+        scorers[short] = Judge(name, settings, device, "--scorer")
+        scorers[short].check(sampling, prompts, device)
+    return scorers
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the prefix of each scorer's parts in tables: `clipscore`, or `Class` for `module:Class`.
+
+    A name whose short form is ambiguous is kept in full.
+
+    Raises:
+        UserError: a name is given twice.
+    """
+    ends = [name.rstrip("/").rpartition("//" if "//" in name else ":")[2] for name in names]
+    taken = [JUDGE_PART.rstrip("/"), *ends]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--scorer = {name!r}: given more than once")
+    return [name if taken.count(end) > 1 else end for name, end in zip(names, ends)]
+
+
+def _watches(score: str, scorers: Mapping[str, Judge]) -> bool:
+    """Whether a score is only watched: it comes from the judge or a scorer, and nothing trains on it."""
+    return score.startswith((JUDGE_PART, *(f"{name}/" for name in scorers)))
+
+
+def _folders(sources: Sequence[Source], folder: Path | None) -> list[Path | None]:
+    """Return a video folder for each source, named after it."""
+    if folder is None:
+        return [None] * len(sources)
+    names: list[str] = []
+    for source in sources:
+        name = re.sub(r"[^\w.-]+", "-", source.label).strip(".-")[:80] or "source"
+        names.append(name if name not in names else f"{name}-{len(names)}")
+    return [folder / "videos" / name for name in names]
+
+
+def _log_notes(setup: Setup) -> None:
+    for note in setup.model.notes:
+        log.info(f"note: {note}")
+
+
+class _Evaluator:
+    """Loads the rewards once and the models one at a time."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        config: Config,
+        scorers: Mapping[str, Judge],
+        videos: Mapping[str, VideoSet],
+    ) -> None:
+        self.config, self.scorers, self.videos = config, scorers, videos
+        self.several = len(sources) > 1
+        self.prompts: list[str] | None = None
+        first = next((source for source in sources if source.config is not None), None)
+        self.loaded: Source | None = first
+        if first is None:
+            self.scoring = load_scoring(config, [prompt for found in videos.values() for prompt in found.prompts])
+            return
+        assert first.config is not None
+        self.scoring = self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
+        _log_notes(self.setup)
+        self.prompts = prompts_and_seeds(self.setup)[0]
+        for label, found in videos.items():
+            missing = [prompt for prompt in dict.fromkeys(self.prompts) if prompt not in found.prompts]
+            if len(missing) == len(set(self.prompts)):
+                raise UserError(
+                    f"{label}: none of its prompts, such as {found.prompts[0]!r}, is among those evaluated, such as "
+                    f"{missing[0]!r}; data.eval_prompts = FILE with the prompts of {VIDEOS} makes them pairs"
+                )
+            if missing:
+                log.info(f"note: {label} has no video of {len(missing)} of the prompts, such as {missing[0]!r}")
+        self.setup.encode()
+
+    def __call__(self, source: Source, home: Path | None) -> tuple[dict[str, Any], VideoSet]:
+        """Evaluate one source; return its scores as in `eval/*.json`, and its videos."""
+        if source.config is None:
+            return self._of_videos(source)
+        if self.loaded is not source:
+            self._load(source)
+        if self.several:
+            log.info(f"evaluate {source.label}")
+
+        def save(number: int, prompt: str, video: Tensor) -> None:
+            if home is not None:
+                save_video(video, prompt, home, number, self.setup.model.spec.fps)
+
+        result = evaluate(self.setup, iteration=source.iteration, save=save, scorers=self.scorers).to_json()
+        return result, of_scores(source.label, result, numbered(home) if home is not None else {})
+
+    def _load(self, source: Source) -> None:
+        """Free the current model, then load that of `source`."""
+        assert source.config is not None
+        self.setup.replace_model(
+            dataclasses.replace(
+                source.config.model,
+                attention=cast(AttentionBackend, self.setup.model.attention),  # measured once
+                sequence_parallel=self.config.model.sequence_parallel,
+            )
+        )
+        _log_notes(self.setup)
+        self.loaded = source
+
+    def _of_videos(self, source: Source) -> tuple[dict[str, Any], VideoSet]:
+        """Score a folder's videos: those of the evaluated prompts, or all of them if no source has a model."""
+        found = self.videos[source.label]
+        wanted = None if self.prompts is None else set(self.prompts)
+        chosen = [i for i, prompt in enumerate(found.prompts) if wanted is None or prompt in wanted]
+        if len(chosen) < len(found.prompts):
+            log.info(f"note: {source.label}: {len(found.prompts) - len(chosen)} videos of other prompts do not count")
+        files = [found.files[i] for i in chosen]
+        device = local_device()
+        size = self.config.sampling.batch_size
+
+        def read(numbers: range) -> Chunks:
+            """Yield batches of videos of one shape."""
+            batch: list[Tensor] = []
+            for i in numbers:
+                file = files[i]
+                assert file is not None
+                video = read_video(file)
+                if batch and (len(batch) == size or video.shape != batch[0].shape):
+                    yield list(range(i - numbers.start - len(batch), i - numbers.start)), torch.stack(batch).to(device)
+                    batch = []
+                batch.append(video)
+            if batch:
+                yield list(range(len(numbers) - len(batch), len(numbers))), torch.stack(batch).to(device)
+
+        log.info(f"score {source.label}")
+        seeds = [found.seeds[i] if found.seeds else found.keys[i][1] for i in chosen]
+        prompts = [found.prompts[i] for i in chosen]
+        result = score_videos(self.scoring, prompts, seeds, read, scorers=self.scorers).to_json()
+        scored = of_scores(source.label, result, {})
+        return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
+
+
+def _finish(
+    sets: Sequence[VideoSet],
+    evaluations: Mapping[str, Mapping[str, Any]],
+    notes: Sequence[str],
+    judges: Sequence[str],
+    count: int,
+    folder: Path | None,
+    json: Path | None,
+) -> None:
+    rows = table(sets)
+    warnings = hacked(rows, judges)
+    text = format_table(rows)
+    print(text, *(textwrap.fill(line, 80, break_on_hyphens=False) for line in (*notes, *warnings)), sep="\n")
+    if json is not None:
+        one = next(iter(evaluations.values()))
+        lines = [{name: json_value(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
+        write_json(one if len(sets) == 1 else {"sources": evaluations, "table": lines}, json)
+    if folder is None:
+        return
+    write_atomic(folder / "evaluation.md", f"{text}\n")
+    page = folder / "evaluation.html"
+    title = " · ".join(videos.label for videos in sets)
+    write_gallery(page, title=title, sets=sets, rows=rows, count=count, notes=notes, warnings=warnings)
+    print(page)

@@ -1,0 +1,32 @@
+"""`sage-fast profile`: time one iteration by phase and by kernel."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from sage_fast.commands.sources import load_source
+from sage_fast.util.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    parser.add_argument(
+        "--folder", type=Path, default="profile", help="where profile.json and the trace go (default: profile)"
+    )
+    parser.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
+    parser.add_argument("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu")
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    if options.warmup < 0:
+        raise UserError(f"--warmup {options.warmup}: expected 0 or more")
+    config = load_source("profile", options.config, overrides)
+    from sage_fast.tools.profile import format_profile, profile_iteration
+
+    folder, window_only = options.folder, options.window_only
+    result = profile_iteration(
+        config, options.config, overrides, folder=folder, warmup=options.warmup, window_only=window_only
+    )
+    print(format_profile(result))

@@ -1,0 +1,21 @@
+"""`sage-fast report`: write the page of a run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run folder")
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    log.info(f"sage-fast report: reading {options.run}")
+    from sage_fast.report.page import write_report
+
+    print(write_report(Path(options.run)))

@@ -1,0 +1,84 @@
+"""`sage-fast train`: train a policy, or print the plan of a run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from sage_fast.config.load import load
+from sage_fast.run.preflight import check_output, preflight
+from sage_fast.run.resume import launcher, resumed_settings
+from sage_fast.util.errors import UserError
+from sage_fast.util.files import writing
+from sage_fast.util.imports import heavy_imports
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
+    parser.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
+    parser.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in the output folder, with its own settings"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    notes: list[str] = []
+    if options.resume:
+        config, notes = resumed_settings(options.config, overrides)
+    else:
+        config = load(options.config, overrides)
+    _check_gpus(options)
+    ranks = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    preflight(config, ranks)
+    if not options.dry_run and launcher() is None:  # torchrun may be restarting the run that is there
+        check_output(config, resume=options.resume)
+    if options.dry_run:
+        with heavy_imports("train"):
+            from sage_fast.tools.plan import dry_run
+
+        print(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80)))
+        return
+    with heavy_imports("train"):
+        from sage_fast.algorithm.objective import Objective
+        from sage_fast.report.finish import report_run
+        from sage_fast.run.fail_fast import fail_fast
+        from sage_fast.run.folder import is_restart
+        from sage_fast.run.method import method_of
+        from sage_fast.run.train import train
+        from sage_fast.util.console import wrapped
+
+    restarted = not options.resume and is_restart(Path(config.output), config.timeout_minutes)
+    if restarted:
+        config, notes = resumed_settings(options.config, overrides)
+        log.info(f"restarted by torchrun: resuming the run in {config.output}")
+    log.info(wrapped(method_of(Objective.of(config), config.sampling)))
+    for note in notes:
+        log.info(note)
+    with fail_fast(config.timeout_minutes), writing(config.output):
+        train(config, resume=options.resume or restarted, report=report_run)
+
+
+def _check_gpus(options: argparse.Namespace) -> None:
+    if options.gpu_memory is not None:
+        if not 0 < options.gpu_memory < math.inf:
+            raise UserError(f"--gpu-memory {options.gpu_memory:g}: expected GB above 0, such as 80")
+        if not options.dry_run:
+            raise UserError("--gpu-memory goes with --dry-run; a run takes what its GPUs have")
+    if options.gpus is None:
+        return
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus}: expected at least 1")
+    if not options.dry_run:
+        raise UserError(
+            f"--gpus {options.gpus} goes with --dry-run; to train on {options.gpus} GPUs: "
+            f"torchrun --nproc-per-node {options.gpus} -m sage_fast train {options.config}"
+        )
