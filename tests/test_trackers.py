@@ -183,6 +183,25 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pyt
         write(tmp_path, ["wandb"])
 
 
+def test_the_contact_sheet_is_drawn_once_for_all_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(TensorBoardTracker):
+        def __init__(self, project: str, folder: Path) -> None:
+            super().__init__("other", folder)
+
+        def log_images(self, images: dict[str, Any], step: int | None, **options: Any) -> None:
+            shown.append((step, images["heldout/videos"][0].size))
+
+    shown: list[Any] = []
+    drawn: list[Any] = []
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Other)
+    draw = trackers.contact_sheet
+    monkeypatch.setattr(trackers, "contact_sheet", lambda *given: drawn.append(given) or draw(*given))
+    write(tmp_path, ["mlflow", "tensorboard"])
+    assert len(drawn) == 2, "one for each evaluation"
+    sheets = events(tmp_path).Images("heldout/videos")
+    assert shown == [(sheet.step, (sheet.width, sheet.height)) for sheet in sheets]
+
+
 class Dying(TensorBoardTracker):
     """A tracker whose service goes away after the first row."""
 

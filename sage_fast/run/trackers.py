@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import logging
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from PIL.Image import Image
 from torch import Tensor
 
 from sage_fast.config.load import dump
 from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.util.errors import RunError, UserError, nearest
+from sage_fast.util.console import wrapped
+from sage_fast.util.errors import RunError, UserError, in_one_line, nearest
+
+log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]
+Sheet = Callable[[], Image]
+"""Returns the contact sheet of an evaluation, drawn by the first call."""
+
+CHANCES = 3
+"""Failed calls after which a tracker is dropped."""
 
 
 class Tracker:
-    """One of accelerate's trackers, started, with the run's settings stored in it.
+    """A tracker of accelerate, started, with the run's settings stored in it.
 
     Args:
         name: as in `tracking.trackers`.
@@ -71,21 +83,21 @@ class Tracker:
     def log(self, values: Values, step: int) -> None:
         self.tracker.log(values, step=step)
 
-    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
+    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
         """Send the video files if the tracker plays them, and a contact sheet of the videos if it takes images."""
         if hasattr(self.tracker, "log_images"):
-            self.tracker.log_images({"heldout/videos": self._image(videos, prompts)}, step=step)
+            self.tracker.log_images({"heldout/videos": self._image(sheet())}, step=step)
 
-    def _image(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> Any:
-        return [contact_sheet(videos, prompts[: len(videos)])]
+    def _image(self, sheet: Image) -> Any:
+        return [sheet]
 
     def finish(self) -> None:
         self.tracker.finish()
 
 
 class Aim(Tracker):
-    def _image(self, videos: Sequence[Tensor], prompts: Sequence[str]) -> Any:
-        return super()._image(videos, prompts)[0]
+    def _image(self, sheet: Image) -> Any:
+        return sheet
 
 
 class TensorBoard(Tracker):
@@ -95,9 +107,8 @@ class TensorBoard(Tracker):
     def _store_settings(self) -> None:  # its hyperparameter table would appear as a second run
         self.tracker.log({"config": textwrap.indent(dump(self.config), "    ")}, step=self.iteration)
 
-    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
-        pixels = np.stack(self._image(videos, prompts))
-        self.tracker.log_images({"heldout/videos": pixels}, step=step, dataformats="NHWC")
+    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
+        self.tracker.log_images({"heldout/videos": np.asarray(sheet())[None]}, step=step, dataformats="NHWC")
 
 
 class Trackio(Tracker):
@@ -109,13 +120,13 @@ class Trackio(Tracker):
     def _make(self, kind: Any) -> Any:
         return kind(self.config.tracking.project, name=f"{self.run.name}-{self.run_id}", resume="allow")
 
-    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
+    def show(self, files: Sequence[Path], sheet: Sheet, prompts: Sequence[str], step: int) -> None:
         package = importlib.import_module(self.package)
         media = {
             f"heldout/video_{number:02d}": package.Video(str(file), caption=prompt, format="mp4")
             for number, (file, prompt) in enumerate(zip(files, prompts))
         }
-        self.log(media | {"heldout/videos": package.Image(*self._image(videos, prompts))}, step)
+        self.log(media | {"heldout/videos": package.Image(sheet())}, step)
 
 
 class Wandb(Trackio):
@@ -134,6 +145,60 @@ class Wandb(Trackio):
 
     def log(self, values: Values, step: int) -> None:
         self.tracker.log({**values, self.STEP: step})
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "aim": Aim}
+"""Name in `tracking.trackers` -> its class; `Tracker` is the class of accelerate's other trackers."""
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Check that the trackers are installed, without starting them.
+
+    Raises:
+        UserError: accelerate does not know a name, or a tracker is not installed.
+    """
+    for name in names:
+        TRACKERS.get(name, Tracker).check(name)
+
+
+class Trackers:
+    """The trackers of a run. One that fails after its start does not stop the run: `metrics.jsonl` is the record.
+
+    Raises:
+        RunError: a tracker does not start, for example for lack of a login.
+    """
+
+    def __init__(self, config: Config, run: Path, run_id: str, iteration: int) -> None:
+        self._started = {
+            name: TRACKERS.get(name, Tracker)(name, config, run, run_id, iteration) for name in config.tracking.trackers
+        }
+        self._failures: Counter[str] = Counter()
+
+    def log(self, values: Values, step: int) -> None:
+        self._each(lambda tracker: tracker.log(values, step))
+
+    def show(self, files: Sequence[Path], videos: Sequence[Tensor], prompts: Sequence[str], step: int) -> None:
+        sheet = functools.cache(lambda: contact_sheet(videos, prompts[: len(videos)]))
+        self._each(lambda tracker: tracker.show(files, sheet, prompts, step))
+
+    def finish(self) -> None:
+        self._each(lambda tracker: tracker.finish())
+
+    def _each(self, act: Callable[[Tracker], object]) -> None:
+        """Call `act` on each tracker. Exceptions are reported, not raised."""
+        for name, tracker in list(self._started.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # each tracker has its own exceptions
+                self._failures[name] += 1
+                if self._failures[name] == 1:
+                    note = (
+                        f"note: tracker {name!r} failed ({in_one_line(error)}); it is left out if it fails {CHANCES} "
+                        "times, and metrics.jsonl has every row"
+                    )
+                    log.info(wrapped(note))
+                if self._failures[name] == CHANCES:
+                    del self._started[name]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, bool | int | float | str | None]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
-import pkgutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,22 @@ from torch import Tensor
 from sage_fast.config.schema import Config
 from sage_fast.eval.scores import columns_of, mean_and_margin
 from sage_fast.util.console import wrapped
-from sage_fast.util.errors import in_one_line
 from sage_fast.util.files import append_line, json_value, read_metrics, write_atomic
 
 log = logging.getLogger(__name__)
 
-CHANCES = 3
-"""Failed calls after which a tracker is dropped."""
-
-TRACKERS = {name.lower(): f"sage_fast.run.trackers:{name}" for name in ("TensorBoard", "Wandb", "Trackio", "Aim")}
-"""Name in `tracking.trackers` -> its class, imported when a run has a tracker."""
-OTHER = "sage_fast.run.trackers:Tracker"
-"""Class of accelerate's other trackers."""
+TRACKERS = "sage_fast.run.trackers"
+"""Module of the trackers, imported only by a run that has any."""
 
 
-def tracker_class(name: str) -> Any:
-    """Return the class of a tracker."""
-    return pkgutil.resolve_name(TRACKERS.get(name, OTHER))
-
-
-def check_trackers(names: Iterable[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Check that the trackers are installed, without starting them.
 
     Raises:
         UserError: accelerate does not know a name, or a tracker is not installed.
     """
-    for name in names:
-        tracker_class(name).check(name)
+    if names:
+        importlib.import_module(TRACKERS).check_trackers(names)
 
 
 class MetricsWriter:
@@ -65,11 +53,9 @@ class MetricsWriter:
         path = run / "metrics.jsonl"
         kept = [row for row in read_metrics(path) if row["iteration"] < iteration]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._trackers = {
-            name: tracker_class(name)(name, config, run.resolve(), run_id, iteration)
-            for name in config.tracking.trackers
-        }
-        self._failures: Counter[str] = Counter()
+        self._trackers: Any = None
+        if config.tracking.trackers:
+            self._trackers = importlib.import_module(TRACKERS).Trackers(config, run.resolve(), run_id, iteration)
         self._file = path.open("ab", buffering=0)
         self._unwritten: list[str] = []
 
@@ -81,8 +67,9 @@ class MetricsWriter:
         """
         self._unwritten.append(json.dumps({key: json_value(value) for key, value in row.items()}))
         self._append()
-        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
-        self._each(lambda tracker: tracker.log(numbers, row["iteration"] + 1))
+        if self._trackers is not None:
+            numbers = {key: x for key, x in row.items() if isinstance(x, int | float) and key != "iteration"}
+            self._trackers.log(numbers, row["iteration"] + 1)
 
     def write_evaluation(self, scores: Mapping[str, Any], files: Sequence[Path], videos: Sequence[Tensor]) -> None:
         """Send mean held-out scores and videos to the trackers.
@@ -90,34 +77,20 @@ class MetricsWriter:
         Args:
             scores: as in `eval/*.json`.
             files: videos of the first prompts, for trackers that play them.
-            videos: videos of the first prompts, float `[F, 3, H, W]` each, for a contact sheet.
+            videos: videos of the first prompts, float `[F, 3, H, W]` each, for a contact sheet, drawn once.
         """
+        if self._trackers is None:
+            return
         step = scores["iteration"]
         columns, prompts = columns_of(scores).items(), scores["prompts"]
         means = {f"heldout/{name}": mean_and_margin(prompts, values)[0] for name, values in columns}
-        self._each(lambda tracker: tracker.log(means, step))
-        self._each(lambda tracker: tracker.show(files, videos, prompts, step))
+        self._trackers.log(means, step)
+        self._trackers.show(files, videos, prompts, step)
 
     def _append(self) -> None:
         while self._unwritten:
             append_line(self._file, self._unwritten[0])
             del self._unwritten[0]
-
-    def _each(self, act: Callable[[Any], object]) -> None:
-        """Call `act` on each tracker. Exceptions are reported, not raised: `metrics.jsonl` is the record."""
-        for name, tracker in list(self._trackers.items()):
-            try:
-                act(tracker)
-            except Exception as error:  # each tracker has its own exceptions
-                self._failures[name] += 1
-                if self._failures[name] == 1:
-                    note = (
-                        f"note: tracker {name!r} failed ({in_one_line(error)}); it is left out if it fails {CHANCES} "
-                        "times, and metrics.jsonl has every row"
-                    )
-                    log.info(wrapped(note))
-                if self._failures[name] == CHANCES:
-                    del self._trackers[name]
 
     def sync(self) -> None:
         """Flush all rows to disk; call before writing a checkpoint.
@@ -133,7 +106,8 @@ class MetricsWriter:
 
         Rows after the last `sync` may be lost; a resume would drop them anyway.
         """
-        self._each(lambda tracker: tracker.finish())
+        if self._trackers is not None:
+            self._trackers.finish()
         try:
             self._file.close()
         except OSError as error:

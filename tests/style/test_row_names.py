@@ -17,7 +17,7 @@ from sage_fast.models.checkpointing import MODES
 from sage_fast.models.registry import CHECKPOINTS
 from sage_fast.models.registry import SHIPPED as FAMILIES
 from sage_fast.parallel.optimizers import SCHEDULES
-from sage_fast.run.writer import TRACKERS
+from sage_fast.run.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,7 +32,7 @@ TABLES: dict[str, tuple[Iterable[str], ...]] = {
     "sage_fast/models/checkpointing.py": (MODES,),
     "sage_fast/models/registry.py": (FAMILIES, CHECKPOINTS),
     "sage_fast/parallel/optimizers.py": (SCHEDULES,),
-    "sage_fast/run/writer.py": (TRACKERS,),
+    "sage_fast/run/trackers.py": (TRACKERS,),
 }
 """File -> the tables in it. A table's own file may name its rows."""
 ALLOWED = {
