@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from sage_fast.util.errors import UserError, nearest
@@ -20,20 +20,16 @@ ONLY = {
 """Option -> the benchmarks that accept it."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
-    parser.add_argument("--config", metavar="FILE", help="YAML file, for `bench iteration`")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
-    parser.add_argument("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
-    parser.add_argument("--part", action="append", help="for `bench rollout`: forward, step, rollout, train or decode")
-    parser.add_argument(
-        "--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, compiled, ..."
-    )
-    parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit"
-    )
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("what", nargs="?", choices=("operators", "rollout", "iteration"), default="operators")
+    add("--config", metavar="FILE", help="YAML file, for `bench iteration`")
+    add("--json", type=Path, metavar="FILE", help="write every number to FILE, again after every row")
+    add("--size", action="append", help="a size such as '480p batch 4'; may be given several times")
+    add("--part", action="append", help="for `bench rollout`: forward, step, rollout, train or decode")
+    add("--path", action="append", help="for `bench rollout` or `iteration`: stock, eager, compiled, ...")
+    add("--budget", type=float, metavar="SECONDS", help="for `bench rollout`: skip rows that do not fit")
+    add("--repetitions", type=int, default=15)
+    add("--compile", action="store_true", help="compile every Triton kernel instead; needs no GPU")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:

@@ -36,8 +36,8 @@ class Command(NamedTuple):
 
     Attributes:
         help: one line that starts with a verb.
-        module: has `add_arguments(parser)`, and `run(options, overrides)`, which returns the exit status; None is 0. It
-            imports nothing heavy until it runs.
+        module: has `add_arguments(add_argument)` and `run(options, overrides)`, which returns the exit status; None is
+            0. Importing it takes no time: `run` imports what is heavy.
         settings: the command's positional arguments in its usage line, if every setting is an option of it too. `run`
             gets the given ones as `overrides`, dotted key -> value as typed.
     """
@@ -118,7 +118,7 @@ def _parser(commands: Collection[str], *, list_settings: bool = False) -> argpar
 
             subparser.epilog = "Give a setting as --key.path VALUE or --key.path=VALUE, with the value as in YAML."
             add_settings(subparser)
-        command.load().add_arguments(subparser)
+        command.load().add_arguments(subparser.add_argument)
     return parser
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
 from sage_fast.config.engines import ENGINES
-from sage_fast.config.schema import AttentionBackend, Config, DataConfig, ModelConfig, RewardConfig, SamplingConfig
+from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts
 from sage_fast.models.checkpointing import MODES
@@ -79,17 +78,6 @@ class Setup(Scoring):
             prompt: dataclasses.replace(embedding, negative=self.negatives.get(prompt, ""))
             for prompt, embedding in found.items()
         }
-
-    def replace_model(self, settings: ModelConfig) -> None:
-        """Free the model, then load another one in its place, for evaluation."""
-        before = self.model.spec.path, self.model.policy.dtype
-        del self.model
-        gc.collect()
-        torch.cuda.empty_cache()
-        self.model = load_model(settings, self.config.sampling, local_device(), self.config.seed, needs_agreement=False)
-        self.config = dataclasses.replace(self.config, model=settings)
-        if (self.model.spec.path, self.model.policy.dtype) != before:
-            self.encode()
 
 
 def load_setup(
@@ -173,16 +161,6 @@ def check_prompt_sets(
                 f"data.{key} = {getattr(data, key)!r}: captions of the testbed's moving shapes, not for "
                 f"model.path = {model_path!r}; expected a file of other prompts: {FORMATS}"
             )
-
-
-def load_scoring(config: Config, prompts: Sequence[str]) -> Scoring:
-    """Load only the rewards, to score existing videos of these prompts.
-
-    Raises:
-        UserError: a reward is missing or does not fit.
-    """
-    reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, prompts, prompts)
-    return Scoring(config=config, reward=reward, judge=judge)
 
 
 def load_rewards(

@@ -123,15 +123,11 @@ class Trainer:
             ParityError: in the first iteration of a process, the ratio cannot be told from rounding.
         """
         watch, metrics = Stopwatch(self.device), Metrics()
-        config, seed = self.config, self.config.seed
-        train, sampling = config.train, config.sampling
+        train, sampling, seed = self.config.train, self.config.sampling, self.config.seed
         tables = iteration_tables(self.full_table, sampling, train.prompts_per_iteration, seed=seed, iteration=index)
         steps = [trained_steps(table, self.objective.surrogate, train, seed=seed, iteration=index) for table in tables]
-        samples = draw_samples(
-            train, self.prompts, shared_noise=sampling.shared_initial_noise, seed=seed, iteration=index
-        )
-        averaged = sampling.averaged_weights
-        with self.engine.averaged_weights() if averaged else contextlib.nullcontext():
+        samples = draw_samples(train, self.prompts, shared=sampling.shared_initial_noise, seed=seed, iteration=index)
+        with self.engine.averaged_weights() if sampling.averaged_weights else contextlib.nullcontext():
             batch, scores = self._rollout(samples, tables, steps, watch)
             if self.objective.scores_noised:
                 with watch("anchor"):
@@ -143,7 +139,7 @@ class Trainer:
 
         advantages, kept = self._advantages(scores, metrics)
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
-        chosen = [position_steps(config.kl.position_fraction, group, seed, index) for group in steps]
+        chosen = [position_steps(self.objective.kl.position_fraction, group, seed, index) for group in steps]
         anchored = transitions_of(samples, chosen)
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, batch.own(anchored))

@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from sage_fast.cli import main
+from sage_fast.commands.train import preflight
 from sage_fast.config.load import leaves, load
-from sage_fast.run.preflight import preflight
 from tests import faults
 from tests.tiny import FEW_STEPS, arguments
 

@@ -21,7 +21,7 @@ from hypothesis import settings as case_settings
 from hypothesis import strategies as st
 
 from sage_fast.cli import main
-from sage_fast.commands.sources import load_run
+from sage_fast.commands.sources import load_run, resumed_settings
 from sage_fast.config.command_line import overrides_of
 from sage_fast.config.fields import sections, settings_of
 from sage_fast.config.load import build, dump, load
@@ -29,7 +29,6 @@ from sage_fast.config.schema import Config
 from sage_fast.data.prompts import KEYS, read_prompts
 from sage_fast.eval.scores import paired_table, read_scores
 from sage_fast.report.page import checks, read_run, write_report
-from sage_fast.run.resume import resumed_settings
 from sage_fast.util.errors import RunError, UserError
 from sage_fast.util.files import read_json, read_metrics
 from tests.test_report import row

@@ -14,14 +14,13 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.commands.evaluator import short_names
+from sage_fast.commands.evaluator import load_scoring, short_names
 from sage_fast.commands.sources import labelled
 from sage_fast.eval.evaluation import score_videos
 from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import paired_table
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
-from sage_fast.loading import load_scoring
 from sage_fast.report.playback import for_browser, read_video
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4

@@ -148,7 +148,7 @@ def tables_and_steps(trainer: Trainer, iteration: int) -> tuple[list[TransitionT
 def drawn_samples(config: Config, prompts: Sequence[str], iteration: int) -> list[Sample]:
     """The samples of an iteration, as the trainer draws them."""
     shared = config.sampling.shared_initial_noise
-    return draw_samples(config.train, prompts, shared_noise=shared, seed=config.seed, iteration=iteration)
+    return draw_samples(config.train, prompts, shared=shared, seed=config.seed, iteration=iteration)
 
 
 def rounding_of_advantages(row: dict[str, Any]) -> float:

@@ -44,16 +44,22 @@ def prompts_of_iteration(prompts: int, per_iteration: int, iteration: int, seed:
 
 
 def draw_samples(
-    train: TrainConfig, prompts: Sequence[str], *, shared_noise: bool, seed: int, iteration: int
+    train: TrainConfig, prompts: Sequence[str], *, shared: bool, seed: int, iteration: int
 ) -> list[Sample]:
-    """Draw all samples of an iteration, group by group. The draw does not depend on the number of ranks."""
+    """Draw all samples of an iteration, group by group. The draw does not depend on the number of ranks.
+
+    Args:
+        train: section `train`.
+        prompts: training prompts.
+        shared: whether the samples of a group start from the same noise.
+        seed, iteration: seed the draw.
+    """
     chosen = prompts_of_iteration(len(prompts), train.prompts_per_iteration, iteration, seed)
     samples = []
-    for group, prompt in enumerate(chosen):
+    for group, text in enumerate(prompts[place] for place in chosen):
         seeds = sample_seeds(seed, iteration, group, range(train.group_size)).tolist()
         for index, own in enumerate(seeds):
-            latent_seed = seeds[0] if shared_noise else own
-            text = prompts[prompt]
+            latent_seed = seeds[0] if shared else own
             samples.append(Sample(group=group, index=index, prompt=text, key=text, seed=own, latent_seed=latent_seed))
     return samples
 

@@ -76,7 +76,12 @@ def trained_steps(
     return steps[:count]
 
 
-def window_steps(config: Config) -> list[list[int]]:
+def longest_window(config: Config) -> list[int]:
+    """Return the trained steps of the window that has most of them."""
+    return max(_window_steps(config), key=len)
+
+
+def _window_steps(config: Config) -> list[list[int]]:
     """Return the trained steps of every window."""
     surrogate, train, seed = SURROGATES[config.objective.surrogate], config.train, config.seed
     tables = windows(configured_table(config.sampling), config.sampling.sde_window)
@@ -101,7 +106,7 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
         s.eta <= largest, "sampling.eta", s.eta, f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
     )
     table = configured_table(s)
-    trainable = min(map(len, window_steps(config)))
+    trainable = min(map(len, _window_steps(config)))
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
         forward = " or ".join(name for name, row in SURROGATES.items() if not row.scores_rollout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import labelled
@@ -13,12 +13,10 @@ from sage_fast.util.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it"
-    )
-    parser.add_argument("--folder", type=Path, default="comparison", help="where the page goes (default: comparison)")
-    parser.add_argument("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("run", metavar="RUN", nargs="+", help="run folder, or folder with videos.csv; LABEL=RUN names it")
+    add("--folder", type=Path, default="comparison", help="where the page goes (default: comparison)")
+    add("--videos", type=int, metavar="N", default=6, help="rows of videos on the page (default: 6)")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.util.files import make_folder_of
 from sage_fast.util.imports import heavy_imports
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row to FILE")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("--json", type=Path, metavar="FILE", help="write every row to FILE")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import load_source
@@ -15,10 +15,10 @@ from sage_fast.util.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("--prompts", metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("config", metavar="CONFIG", help="YAML file")
+    add("--prompts", metavar="FILE", help="encode these instead of data.prompts and data.eval_prompts")
+    add("--quiet", action="store_true", help="print nothing but errors")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

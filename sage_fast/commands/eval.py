@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import notes_on, read_sources, settings_for
@@ -14,21 +14,17 @@ from sage_fast.util.imports import heavy_imports
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def add_arguments(add: Callable[..., object]) -> None:
+    add(
         "source",
         metavar="SOURCE",
         nargs="+",
         help="YAML file, run folder, checkpoint, folder with videos.csv, or base; LABEL=SOURCE names it",
     )
-    parser.add_argument(
-        "--scorer", action="append", default=[], metavar="NAME", help="an extra reward; may be given several times"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="new or empty folder for the videos, the table, and a page with both"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every score to FILE")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add("--scorer", action="append", default=[], metavar="NAME", help="an extra reward; may be given several times")
+    add("--folder", type=Path, help="new or empty folder for the videos, the table, and a page with both")
+    add("--json", type=Path, metavar="FILE", help="write every score to FILE")
+    add("--quiet", action="store_true", help="no progress bar")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

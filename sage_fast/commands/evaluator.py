@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import re
 import textwrap
@@ -18,7 +19,8 @@ from sage_fast.config.schema import AttentionBackend, Config, RewardConfig, Samp
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import VideoSet, check_prompts, hacked, of_scores, read_folder, table, write_folder
-from sage_fast.loading import Setup, configured_prompts, load_scoring, load_setup
+from sage_fast.loading import Scoring, Setup, configured_prompts, load_rewards, load_setup
+from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge
@@ -178,13 +180,20 @@ class _Evaluator:
     def _load(self, source: Source) -> None:
         """Free the current model, then load that of `source`."""
         assert source.config is not None
-        self.setup.replace_model(
-            dataclasses.replace(
-                source.config.model,
-                attention=cast(AttentionBackend, self.setup.model.attention),  # measured once
-                sequence_parallel=self.config.model.sequence_parallel,
-            )
+        setup, config = self.setup, self.setup.config
+        settings = dataclasses.replace(
+            source.config.model,
+            attention=cast(AttentionBackend, setup.model.attention),  # measured once
+            sequence_parallel=self.config.model.sequence_parallel,
         )
+        before = setup.model.spec.path, setup.model.policy.dtype
+        del setup.model
+        gc.collect()
+        torch.cuda.empty_cache()
+        setup.model = load_model(settings, config.sampling, local_device(), config.seed, needs_agreement=False)
+        setup.config = dataclasses.replace(config, model=settings)
+        if (setup.model.spec.path, setup.model.policy.dtype) != before:
+            setup.encode()
         _log_notes(self.setup)
         self.loaded = source
 
@@ -219,6 +228,16 @@ class _Evaluator:
         result = score_videos(self.scoring, prompts, seeds, read, scorers=self.scorers).to_json()
         scored = of_scores(source.label, result, {})
         return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
+
+
+def load_scoring(config: Config, prompts: Sequence[str]) -> Scoring:
+    """Load only the rewards, to score existing videos of these prompts.
+
+    Raises:
+        UserError: a reward is missing or does not fit.
+    """
+    reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, prompts, prompts)
+    return Scoring(config=config, reward=reward, judge=judge)
 
 
 def _finish(

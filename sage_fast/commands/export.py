@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.util.imports import heavy_imports
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one"
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty folder")
-    parser.add_argument(
-        "--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder"
-    )
+def add_arguments(add: Callable[..., object]) -> None:
+    add("run", type=Path, metavar="RUN", help="run folder, whose newest weights are used, or a checkpoint in one")
+    add("folder", type=Path, metavar="FOLDER", help="new or empty folder")
+    add("--base", metavar="HUB_ID", help="the base model on the hub, where model.path is a local folder")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

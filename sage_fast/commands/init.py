@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -40,14 +40,10 @@ EVIDENCE = "# Evidence: "
 """Beginning of the second line of a shipped configuration; the first says what it trains."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", nargs="?", help="new folder, or one without files of those names"
-    )
-    parser.add_argument("--config", metavar="NAME", default="demo", help="a configuration of --list (default: demo)")
-    parser.add_argument(
-        "--list", action="store_true", help="print the configurations: what each trains, on what evidence"
-    )
+def add_arguments(add: Callable[..., object]) -> None:
+    add("folder", type=Path, metavar="FOLDER", nargs="?", help="new folder, or one without files of those names")
+    add("--config", metavar="NAME", default="demo", help="a configuration of --list (default: demo)")
+    add("--list", action="store_true", help="print the configurations: what each trains, on what evidence")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

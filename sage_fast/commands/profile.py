@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import load_source
 from sage_fast.util.errors import UserError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    parser.add_argument(
-        "--folder", type=Path, default="profile", help="where profile.json and the trace go (default: profile)"
-    )
-    parser.add_argument("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
-    parser.add_argument("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    add("--folder", type=Path, default="profile", help="where profile.json and the trace go (default: profile)")
+    add("--warmup", type=int, default=1, help="iterations before the measured one (default: 1)")
+    add("--window-only", action="store_true", help="emit only NVTX ranges, to run under nsys or ncu")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run folder")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("run", metavar="RUN", help="run folder")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

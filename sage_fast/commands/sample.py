@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import load_source
@@ -11,12 +11,12 @@ from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.util.errors import UserError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
-    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    parser.add_argument("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
-    parser.add_argument("--folder", type=Path, default="samples", help="where the MP4 files go (default: samples)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("config", metavar="CONFIG", help="YAML file, or a run folder (its weights are used)")
+    add("--prompt", action="append", default=[], help="may be given several times")
+    add("--prompts", metavar="FILE", help="UTF-8 text with one prompt a line, or .jsonl")
+    add("--folder", type=Path, default="samples", help="where the MP4 files go (default: samples)")
+    add("--quiet", action="store_true", help="no progress bar")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from sage_fast.config.load import load
 from sage_fast.data.prompts import read_prompts
@@ -14,13 +14,11 @@ from sage_fast.util.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file; its rewards are served")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0 picks a free port (default: 8000)")
-    parser.add_argument(
-        "--largest", type=int, metavar="MIB", default=1024, help="largest request in MiB (default: 1024)"
-    )
+def add_arguments(add: Callable[..., object]) -> None:
+    add("config", metavar="CONFIG", help="YAML file; its rewards are served")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 picks a free port (default: 8000)")
+    add("--largest", type=int, metavar="MIB", default=1024, help="largest request in MiB (default: 1024)")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sage_fast.config.load import from_overrides, load
+from sage_fast.config.fields import settings_of
+from sage_fast.config.load import from_overrides, keys_of, load
 from sage_fast.config.schema import Config
 from sage_fast.run.manifest import (
     MANIFEST,
@@ -22,6 +23,7 @@ from sage_fast.run.manifest import (
     iteration_of,
     iteration_of_weights,
 )
+from sage_fast.run.resume import check_run, value_of
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS
 from sage_fast.util.imports import heavy_imports
@@ -216,3 +218,40 @@ def newest_weights(run: Path) -> tuple[Path, int]:
         what = "weights/" if folder == final else f"checkpoint {folder.name}"
         log.info(f"note: {what} is damaged and is skipped: {fault}")
     raise UserError(f"run {str(run)!r}: no checkpoint can be used ({'; '.join(faults)})")
+
+
+def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
+    """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
+
+    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
+    may have changed since, and it lacks the options of the start.
+
+    Returns:
+        The settings, and one line for each setting of the file that is ignored.
+
+    Raises:
+        UserError: there is no run, or as `load`.
+    """
+    path = Path(source)
+    own = path if path.is_dir() else path.parent
+    is_run = path.is_dir() or (path.name == "config.yaml" and (own / "run.json").is_file())
+    file = own / "config.yaml" if is_run else path
+    run = own if is_run and "output" not in overrides else Path(load(file, overrides).output)
+    check_run(run)
+    config = dataclasses.replace(load(run / "config.yaml", overrides), output=str(run))  # the folder may have moved
+    lines = []
+    if file.resolve() != (run / "config.yaml").resolve():
+        given = load(file)
+        names = [name for name in keys_of(file) if name not in ("output", *_settings_in(overrides))]
+        lines = [
+            f"{name} stays {value_of(config, name)!r} as in the run, not {value_of(given, name)!r} as in {file}; "
+            f"--{name} would change it"
+            for name in names
+            if value_of(given, name) != value_of(config, name)
+        ]
+    return config, lines
+
+
+def _settings_in(overrides: Mapping[str, str]) -> set[str]:
+    """Return the names of the settings that dotted keys set; a key may name an entry of a mapping."""
+    return {name for name in settings_of(Config) for key in overrides if f"{key}.".startswith(f"{name}.")}

@@ -6,28 +6,33 @@ import argparse
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sage_fast.commands.sources import resumed_settings
 from sage_fast.config.load import load
-from sage_fast.run.preflight import check_output, preflight
-from sage_fast.run.resume import launcher, resumed_settings
+from sage_fast.config.rewards import place_of_reward
+from sage_fast.config.schema import Config
+from sage_fast.config.secrets import from_environment
+from sage_fast.data.prompts import negatives_of, read_prompts
+from sage_fast.models.sharing import check_ranks
+from sage_fast.run.preflight import check_output
+from sage_fast.run.resume import began_here, launcher
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import writing
 from sage_fast.util.imports import heavy_imports
+from sage_fast.util.plugins import module_of
 
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
-    parser.add_argument("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
-    parser.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
-    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the run in the output folder, with its own settings"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+def add_arguments(add: Callable[..., object]) -> None:
+    add("config", metavar="CONFIG", help="YAML file; with --resume also a run folder")
+    add("--dry-run", action="store_true", help="print sizes, FLOPs and memory, then stop")
+    add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs")
+    add("--gpu-memory", type=float, metavar="GB", help="with --dry-run: memory of a GPU (default: 80)")
+    add("--resume", action="store_true", help="continue the run in the output folder, with its own settings")
+    add("--quiet", action="store_true", help="print nothing but errors")
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
@@ -51,12 +56,11 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         from sage_fast.algorithm.objective import Objective
         from sage_fast.report.finish import report_run
         from sage_fast.run.fail_fast import fail_fast
-        from sage_fast.run.folder import is_restart
         from sage_fast.run.method import method_of
         from sage_fast.run.train import train
         from sage_fast.util.console import wrapped
 
-    restarted = not options.resume and is_restart(Path(config.output), config.timeout_minutes)
+    restarted = not options.resume and _is_restart(Path(config.output), config.timeout_minutes)
     if restarted:
         config, notes = resumed_settings(options.config, overrides)
         log.info(f"restarted by torchrun: resuming the run in {config.output}")
@@ -82,3 +86,29 @@ def _check_gpus(options: argparse.Namespace) -> None:
             f"--gpus {options.gpus} goes with --dry-run; to train on {options.gpus} GPUs: "
             f"torchrun --nproc-per-node {options.gpus} -m sage_fast train {options.config}"
         )
+
+
+def preflight(config: Config, ranks: int) -> None:
+    """Check names of rewards, their `${NAME}`, the prompt files, and that every rank gets a sample.
+
+    Raises:
+        UserError: they are not as expected.
+    """
+    for key, entry in config.named_rewards.items():
+        setting = f"{key} = {entry.name!r}"
+        if not entry.is_address:
+            module_of(place_of_reward(entry.name, setting), setting)
+        from_environment(entry.args, f"{setting}: args")
+    sources = config.data.prompts, config.data.eval_prompts
+    negatives_of(prompt for source in sources for prompt in read_prompts(source))
+    check_ranks(config.train, config.model.sequence_parallel, ranks)
+
+
+def _is_restart(run: Path, timeout_minutes: float) -> bool:
+    """Whether torchrun has restarted ranks that began the run in this folder. Collective."""
+    if launcher() is None:
+        return False
+    from sage_fast.util.ranks import all_gather_object, initialize
+
+    initialize(timeout_minutes)
+    return any(all_gather_object(began_here(run)))

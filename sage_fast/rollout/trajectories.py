@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.schedule import Transition, window_steps
+from sage_fast.algorithm.schedule import Transition, longest_window
 from sage_fast.config.schema import Config
 from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
 
@@ -134,7 +134,7 @@ def on_device(values: float | Sequence[float] | Tensor, device: torch.device) ->
 
 def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
     """Return the bytes of stored states and of stored velocities: `samples` rollouts, `numel` elements per latent."""
-    trained, objective = max(map(len, window_steps(config))), Objective.of(config)
+    trained, objective = len(longest_window(config)), Objective.of(config)
     # With untrained steps in between, a trained transition stores up to two states of its own.
     shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
     states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)

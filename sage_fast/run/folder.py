@@ -23,11 +23,11 @@ from filelock import FileLock, Timeout
 from sage_fast.config.load import dump, load
 from sage_fast.config.schema import Config
 from sage_fast.run.preflight import LOCK
-from sage_fast.run.resume import LAUNCHERS, began_here, differences, launcher
+from sage_fast.run.resume import LAUNCHERS, differences, launcher
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import UserError, reason
 from sage_fast.util.files import PARTIAL, read_json, read_metrics, remove, write_atomic
-from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, initialize, rank
+from sage_fast.util.ranks import all_gather_object, barrier, broadcast_object, rank
 from sage_fast.util.videos import save_mp4
 
 log = logging.getLogger(__name__)
@@ -105,14 +105,6 @@ def claim_output(run: Path, settings: str) -> None:
             write_atomic(run / LAUNCHERS, "".join(f"{name}\n" for name in named))
         write_atomic(run / "config.yaml", settings)
     barrier()
-
-
-def is_restart(run: Path, timeout_minutes: float) -> bool:
-    """Whether torchrun has restarted ranks that began the run in this folder. Collective."""
-    if launcher() is None:
-        return False
-    initialize(timeout_minutes)
-    return any(all_gather_object(began_here(run)))
 
 
 def replace_settings(config: Config) -> None:

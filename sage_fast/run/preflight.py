@@ -1,37 +1,16 @@
-"""Checks of settings and files before PyTorch is imported, which takes seconds. Imports nothing heavy."""
+"""The check of the output folder, before PyTorch is imported, which takes seconds. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import Config
-from sage_fast.config.secrets import from_environment
-from sage_fast.data.prompts import negatives_of, read_prompts
-from sage_fast.models.sharing import check_ranks
 from sage_fast.run.manifest import checkpoints, iteration_of
 from sage_fast.run.resume import check_kept, check_run
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import PARTIAL, read_metrics
-from sage_fast.util.plugins import module_of
 
 LOCK = "run.lock"
-
-
-def preflight(config: Config, ranks: int) -> None:
-    """Check names of rewards, their `${NAME}`, the prompt files, and that every rank gets a sample.
-
-    Raises:
-        UserError: they are not as expected.
-    """
-    for key, entry in config.named_rewards.items():
-        setting = f"{key} = {entry.name!r}"
-        if not entry.is_address:
-            module_of(place_of_reward(entry.name, setting), setting)
-        from_environment(entry.args, f"{setting}: args")
-    sources = config.data.prompts, config.data.eval_prompts
-    negatives_of(prompt for source in sources for prompt in read_prompts(source))
-    check_ranks(config.train, config.model.sequence_parallel, ranks)
 
 
 def check_output(config: Config, *, resume: bool) -> None:

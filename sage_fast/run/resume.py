@@ -1,19 +1,17 @@
-"""The settings of a resumed run: its own, with the allowed changes on top.
+"""What a resumed run keeps of its settings, and whether torchrun restarted it.
 
 Imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sage_fast.config.fields import settings_of
-from sage_fast.config.load import keys_of, load
+from sage_fast.config.load import load
 from sage_fast.config.schema import Config, RewardEntry
 from sage_fast.util.errors import UserError
 
@@ -27,38 +25,6 @@ KEPT = (
 )
 """Settings that a resume must not change. Otherwise the checkpoint belongs to another policy, or the evaluations before
 and after training are not paired."""
-
-
-def resumed_settings(source: str, overrides: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """Return the settings for `train SOURCE --resume`: the run's own, with `overrides`.
-
-    A run folder, or the config.yaml in one, is the run itself. Any other file is only used to find the run folder: it
-    may have changed since, and it lacks the options of the start.
-
-    Returns:
-        The settings, and one line for each setting of the file that is ignored.
-
-    Raises:
-        UserError: there is no run, or as `load`.
-    """
-    path = Path(source)
-    own = path if path.is_dir() else path.parent
-    is_run = path.is_dir() or (path.name == "config.yaml" and (own / "run.json").is_file())
-    file = own / "config.yaml" if is_run else path
-    run = own if is_run and "output" not in overrides else Path(load(file, overrides).output)
-    check_run(run)
-    config = dataclasses.replace(load(run / "config.yaml", overrides), output=str(run))  # the folder may have moved
-    lines = []
-    if file.resolve() != (run / "config.yaml").resolve():
-        given = load(file)
-        names = [name for name in keys_of(file) if name not in ("output", *_settings_in(overrides))]
-        lines = [
-            f"{name} stays {value_of(config, name)!r} as in the run, not {value_of(given, name)!r} as in {file}; "
-            f"--{name} would change it"
-            for name in names
-            if value_of(given, name) != value_of(config, name)
-        ]
-    return config, lines
 
 
 def check_run(run: Path) -> None:
@@ -116,11 +82,6 @@ def value_of(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def _settings_in(overrides: Mapping[str, str]) -> set[str]:
-    """Return the names of the settings that dotted keys set; a key may name an entry of a mapping."""
-    return {name for name in settings_of(Config) for key in overrides if f"{key}.".startswith(f"{name}.")}
 
 
 # -- restarts by torchrun ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 from sage_fast.algorithm.flops import flops, forwards
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KLStrategy, Objective
-from sage_fast.algorithm.schedule import check_trainable, position_steps, window_steps
+from sage_fast.algorithm.schedule import check_trainable, longest_window, position_steps
 from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_mode
@@ -115,7 +115,7 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
 
     samples = train.prompts_per_iteration * train.group_size
-    steps = max(window_steps(config), key=len)
+    steps = longest_window(config)
     mine = len(share_of(samples, ranks // sharing, 0))
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     decoder = float(config.model.element_bytes * cost.decoder_weights)
