@@ -14,13 +14,14 @@ import torch
 import yaml
 
 from sage_fast.cli import main
-from sage_fast.commands.evaluator import load_scoring, short_names
+from sage_fast.commands.evaluator import short_names
 from sage_fast.commands.sources import labelled
 from sage_fast.eval.evaluation import score_videos
 from sage_fast.eval.hacking import verdict
 from sage_fast.eval.scores import paired_table
 from sage_fast.eval.text import format_table
 from sage_fast.eval.videoset import VideoSet, hacked, of_scores, read_folder, table, write_folder
+from sage_fast.loading import Scoring, load_rewards
 from sage_fast.report.playback import for_browser, read_video
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.videos import save_mp4
@@ -195,9 +196,10 @@ def test_wrong_sources_are_named(
 
 def test_a_reward_that_hangs_on_videos_of_another_program_is_named() -> None:
     """There is no model then, whose gathered weights other ranks could wait for."""
-    reward = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
-    config = settings(**reward, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
-    scoring = load_scoring(config, ["a", "b"])
+    hangs = {"reward__name": "tests.test_rewards:hangs", "reward__weights": {"red": 1}, "reward__timeout_seconds": 0.3}
+    config = settings(**hangs, sampling__batch_size=1, eval__num_prompts=2, eval__seeds_per_prompt=1)
+    reward, judge = load_rewards(config.reward, None, config.sampling, ["a", "b"], ["a", "b"])
+    scoring = Scoring(config=config, reward=reward, judge=judge)
     with pytest.raises(RewardError, match=r"'tests.test_rewards:hangs' gave no answer within"):
         score_videos(scoring, ["a", "b"], [0, 1], lambda numbers: iter([(list(numbers), torch.rand(2, 5, 3, 8, 8))]))
 

@@ -78,14 +78,9 @@ def trained_steps(
 
 def longest_window(config: Config) -> list[int]:
     """Return the trained steps of the window that has most of them."""
-    return max(_window_steps(config), key=len)
-
-
-def _window_steps(config: Config) -> list[list[int]]:
-    """Return the trained steps of every window."""
     surrogate, train, seed = SURROGATES[config.objective.surrogate], config.train, config.seed
     tables = windows(configured_table(config.sampling), config.sampling.sde_window)
-    return [trained_steps(table, surrogate, train, seed=seed, iteration=0) for table in tables]
+    return max((trained_steps(table, surrogate, train, seed=seed, iteration=0) for table in tables), key=len)
 
 
 def check_trainable(config: Config, ranks: int | None = None) -> None:
@@ -100,13 +95,14 @@ def check_trainable(config: Config, ranks: int | None = None) -> None:
             transitions, a KL that is always 0 or that needs rollout log-probs where there are none, averaged weights
             without an average, one part to balance, a lambda that cannot move, or more ranks than samples.
     """
-    s, train = config.sampling, config.train
+    s, train, surrogate = config.sampling, config.train, SURROGATES[config.objective.surrogate]
     largest = SAMPLERS[s.sampler].largest_eta
     require(
         s.eta <= largest, "sampling.eta", s.eta, f"{s.sampler} is defined up to {largest:g}; the nearest is {largest:g}"
     )
     table = configured_table(s)
-    trainable = min(map(len, _window_steps(config)))
+    tables = windows(table, s.sde_window)
+    trainable = min(len(trained_steps(each, surrogate, train, seed=config.seed, iteration=0)) for each in tables)
     rows = f"sampler {s.sampler!r} with eta {s.eta:g} and {s.steps} steps"
     if trainable == 0:
         forward = " or ".join(name for name, row in SURROGATES.items() if not row.scores_rollout)

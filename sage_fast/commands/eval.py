@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     make_folder_of(options.json)
     sources = read_sources(options.source, overrides)
     config = settings_for(sources, overrides)
-    for note in notes_on(sources, config):
+    for note in notes_on(sources, config.sampling, config.eval_guidance_scale):
         log.info(note)
     with heavy_imports("eval"):
         from sage_fast.commands.evaluator import run_eval

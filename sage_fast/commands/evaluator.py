@@ -144,7 +144,9 @@ class _Evaluator:
         first = next((source for source in sources if source.config is not None), None)
         self.loaded: Source | None = first
         if first is None:
-            self.scoring = load_scoring(config, [prompt for found in videos.values() for prompt in found.prompts])
+            known = [prompt for found in videos.values() for prompt in found.prompts]
+            reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, known, known)
+            self.scoring = Scoring(config=config, reward=reward, judge=judge)
             return
         assert first.config is not None
         self.scoring = self.setup = load_setup(dataclasses.replace(config, model=first.config.model))
@@ -228,16 +230,6 @@ class _Evaluator:
         result = score_videos(self.scoring, prompts, seeds, read, scorers=self.scorers).to_json()
         scored = of_scores(source.label, result, {})
         return result, dataclasses.replace(scored, files=files, seeds=seeds if found.seeds else None)
-
-
-def load_scoring(config: Config, prompts: Sequence[str]) -> Scoring:
-    """Load only the rewards, to score existing videos of these prompts.
-
-    Raises:
-        UserError: a reward is missing or does not fit.
-    """
-    reward, judge = load_rewards(config.reward, config.eval.judge, config.sampling, prompts, prompts)
-    return Scoring(config=config, reward=reward, judge=judge)
 
 
 def _finish(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import load_source
 from sage_fast.data.prompts import Prompt, read_prompts
 from sage_fast.util.errors import UserError
+from sage_fast.util.files import writing
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(add: Callable[..., object]) -> None:
@@ -20,11 +24,33 @@ def add_arguments(add: Callable[..., object]) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    """Write one video per prompt and a contact sheet, and print the video files.
+
+    A prompt's own seed is used if it has one.
+
+    Raises:
+        UserError: there is no prompt, the folder is a file, or as `load_setup`.
+    """
     if not options.prompt and not options.prompts:
         raise UserError("give at least one --prompt, or --prompts FILE")
     config = load_source("sample", options.config, overrides)
-    from sage_fast.commands.videos import sample
+    from sage_fast.commands.videos import generate, save_videos
+    from sage_fast.loading import load_setup
+    from sage_fast.util.seeding import sample_seeds
 
     prompts = [Prompt(text=text) for text in options.prompt]
     prompts += read_prompts(options.prompts) if options.prompts else []
-    print(*sample(config, prompts, options.folder), sep="\n")
+    folder = options.folder
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
+    setup = load_setup(config, prompts, rewards=False)
+    for note in setup.model.notes:
+        log.info(f"note: {note}")
+    texts = [prompt.text for prompt in prompts]
+    seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
+    for place, seed in setup.eval_seeds.items():
+        seeds[place] = seed
+    with writing(folder):
+        setup.encode(folder / "embeddings")
+        videos = generate(config, setup.model, texts, setup.embeddings, seeds)
+        print(*save_videos(videos, texts, folder, setup.model.spec.fps), sep="\n")

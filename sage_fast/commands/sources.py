@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sage_fast.config.fields import settings_of
 from sage_fast.config.load import from_overrides, keys_of, load
-from sage_fast.config.schema import Config
+from sage_fast.config.schema import Config, SamplingConfig
 from sage_fast.run.manifest import (
     MANIFEST,
     check_weights,
@@ -143,7 +143,7 @@ def settings_for(sources: Sequence[Source], overrides: Mapping[str, str]) -> Con
     return from_overrides(overrides)
 
 
-def notes_on(sources: Sequence[Source], config: Config) -> list[str]:
+def notes_on(sources: Sequence[Source], sampling: SamplingConfig, guidance_scale: float) -> list[str]:
     """Return lines that name the evaluated weights and the settings of a source that are ignored."""
     lines = []
     for source in sources:
@@ -152,10 +152,9 @@ def notes_on(sources: Sequence[Source], config: Config) -> list[str]:
         if source.iteration:
             lines.append(f"weights of iteration {source.iteration}: {source.config.model.weights}")
         both = [
-            (f"sampling.{name}", *(getattr(settings.sampling, name) for settings in (source.config, config)))
-            for name in SAMPLED
+            (f"sampling.{name}", getattr(source.config.sampling, name), getattr(sampling, name)) for name in SAMPLED
         ]
-        both.append(("eval.guidance_scale", source.config.eval_guidance_scale, config.eval_guidance_scale))
+        both.append(("eval.guidance_scale", source.config.eval_guidance_scale, guidance_scale))
         lines += [
             f"note: {source.label} has {name} = {own}, but is sampled with {used}, like the first"
             for name, own, used in both

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,42 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from sage_fast.config.schema import Config
-from sage_fast.data.prompts import Prompt
 from sage_fast.eval.evaluation import video_chunks
 from sage_fast.eval.sheets import contact_sheet
-from sage_fast.loading import load_setup
 from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition
 from sage_fast.run.folder import save_video
-from sage_fast.util.errors import UserError
-from sage_fast.util.files import atomic_path, writing
-from sage_fast.util.seeding import sample_seeds
+from sage_fast.util.files import atomic_path
 from sage_fast.util.videos import numbered
-
-log = logging.getLogger(__name__)
-
-
-def sample(config: Config, prompts: Sequence[Prompt], folder: Path) -> list[Path]:
-    """Write one video per prompt and a contact sheet into `folder`; return the video files.
-
-    A prompt's own seed is used if it has one.
-
-    Raises:
-        UserError: `folder` is a file, or as `load_setup`.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--folder {str(folder)!r}: a file; expected a folder; it is created if missing")
-    setup = load_setup(config, prompts, rewards=False)
-    for note in setup.model.notes:
-        log.info(f"note: {note}")
-    texts = [prompt.text for prompt in prompts]
-    seeds = sample_seeds(config.seed, 0, 0, range(len(prompts)), "sample-command")
-    for place, seed in setup.eval_seeds.items():
-        seeds[place] = seed
-    with writing(folder):
-        setup.encode(folder / "embeddings")
-        videos = generate(config, setup.model, texts, setup.embeddings, seeds)
-        return save_videos(videos, texts, folder, setup.model.spec.fps)
 
 
 def generate(
