@@ -35,7 +35,7 @@ CHANCES = 3
 
 
 class Tracker:
-    """A tracker of accelerate, started, with the run's settings stored in it.
+    """One of accelerate's trackers, started, with the run's settings stored in it.
 
     Args:
         name: as in `tracking.trackers`.
