@@ -16,7 +16,7 @@ from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts
-from sage_fast.models.checkpointing import MODES
+from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
 from sage_fast.models.policy import Policy
@@ -190,26 +190,31 @@ def load_rewards(
     return reward, judge
 
 
-MEMORY_SHARE = 0.9
-"""Share of the free memory that `auto` may plan with; the rest is for decoding, workspaces and fragmentation."""
+MEMORY_SHARE = 0.85
+"""Share of the free memory that `auto` may plan with; the rest is for decoding, workspaces, fragmentation, and a plan
+that no GPU has checked."""
 
 
-def choose_checkpointing(config: Config, model: Model) -> str:
-    """Return the mode of `model.gradient_checkpointing`, resolving `auto`. Collective.
+def choose_checkpointing(config: Config, model: Model) -> Recomputation:
+    """Return what `model.gradient_checkpointing` recomputes, resolving `auto`. Collective.
 
-    Called while every rank holds all weights: the bytes that they take now count as usable. All ranks use the mode of
-    the rank with the least memory: they would wait for it anyway. Every mode gives the same gradients.
+    Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
+    as the rank with the least memory: they would wait for it anyway. The gradients are the same.
     """
     asked, policy = config.model.gradient_checkpointing, model.policy
     if asked != "auto":
-        return asked
+        return Recomputation(asked)
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
-    fits = fitting_mode(config, model.spec, policy, usable, ranks=world_size(), on_gpu=policy.device.type == "cuda")
-    return MODES[max(all_gather_object(MODES.index(fits)))]
+    fits = fitting_recomputation(
+        config, model.spec, policy, usable, ranks=world_size(), on_gpu=policy.device.type == "cuda"
+    )
+    return max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
 
 
-def fitting_mode(config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int, on_gpu: bool) -> str:
-    """Return the fastest mode of checkpointing with which training fits, for a run and for its plan.
+def fitting_recomputation(
+    config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int, on_gpu: bool
+) -> Recomputation:
+    """Return the least recomputation with which training fits, for a run and for its plan.
 
     Training needs activations, and whatever else the engine and the stored rollouts will take on a rank.
 
@@ -227,7 +232,7 @@ def fitting_mode(config: Config, spec: Spec, policy: Policy, usable: float, *, r
     held = held_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy, ranks)
     needed = spec.cost(config).activations
     room = share * (usable - sum(held.weights.values())) - sum(held.training.values()) - stored
-    return next((mode for mode in MODES if needed[mode] <= room), MODES[-1])
+    return fastest_that_fits(needed, room, len(policy.block_list()))
 
 
 def _trajectories(config: Config, spec: Spec, groups: int) -> tuple[int, int]:

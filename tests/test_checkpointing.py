@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from sage_fast import loading as setup
 from sage_fast.config.load import load
 from sage_fast.models.attention import ATTENTION, Backend, is_attention
-from sage_fast.models.checkpointing import MODES
+from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.memory import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
@@ -43,7 +43,7 @@ class Attentions(TorchDispatchMode):
 @pytest.mark.parametrize(("mode", "again"), [("none", 0), ("attention", 0), ("full", 1)])
 def test_attention_runs_once(mode: str, again: int) -> None:
     model = tiny_model(settings())
-    model.set_checkpointing(mode)
+    model.set_checkpointing(Recomputation(mode))
     x, sigma, text = inputs(PROMPTS)
     conditioning = model.policy.condition(sigma, text)
     layers = len(model.policy.forward.blocks)
@@ -56,6 +56,66 @@ def test_attention_runs_once(mode: str, again: int) -> None:
     joint = 80 + conditioning.context.shape[1]
     per_token = attention_output_bytes(model.policy.transformer.config, 4)
     assert forward.bytes == len(PROMPTS) * layers * joint * per_token
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("mode", ["attention", "full"])
+def test_blocks_may_differ_in_mode(mode: str, count: int) -> None:
+    """The first ones recompute more. The gradients are those without checkpointing, to the bit."""
+    x, sigma, text = inputs(PROMPTS)
+    upstream, found = torch.randn(x.shape), []
+    for chosen in (Recomputation("none"), Recomputation(mode, count, 3)):
+        model = tiny_model(settings(model__tuning="full"))
+        assert len(model.policy.block_list()) == 3
+        model.set_checkpointing(chosen)
+        forward, again = Blocks(model), Blocks(model)
+        with forward:
+            v = model.policy.velocity(x, model.policy.condition(sigma, text))
+        with again:
+            v.backward(upstream)
+        found.append([p.grad for p in model.policy.parameters().values() if p.grad is not None])
+    assert forward.ran == [0, 1, 2]
+    recomputed = range(count) if mode == "attention" else range(3)  # `full` in some: `attention` in the others
+    assert again.ran == list(reversed(recomputed))
+    assert len(found[0]) > 50
+    assert all(map(torch.equal, *found))
+
+
+class Blocks:
+    """Which blocks run within the context."""
+
+    def __init__(self, model: Model) -> None:
+        self.blocks, self.ran = model.policy.forward.blocks, list[int]()
+
+    def __enter__(self) -> None:
+        self.hooks = [
+            block.register_forward_pre_hook(lambda *_, number=number: self.ran.append(number))
+            for number, block in enumerate(self.blocks)
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("room", "mode", "count", "text"),
+    [
+        (100, "none", 10, "none"),
+        (99, "attention", 1, "attention in 1 of 10 blocks, none in the others"),
+        (31, "attention", 9, "attention in 9 of 10 blocks, none in the others"),
+        (20, "attention", 10, "attention"),
+        (19, "full", 1, "full in 1 of 10 blocks, attention in the others"),
+        (10, "full", 10, "full"),
+        (9, "full", 10, "full"),
+    ],
+)
+def test_as_few_blocks_recompute_as_memory_needs(room: int, mode: str, count: int, text: str) -> None:
+    needed = {"none": 100.0, "attention": 20.0, "full": 10.0}
+    chosen = fastest_that_fits(needed, room, 10)
+    assert (chosen, str(chosen)) == (Recomputation(mode, count, 10), text)
+    assert chosen.mean(needed) <= max(room, 10)
+    assert chosen.count == 1 or Recomputation(mode, count - 1, 10).mean(needed) > room or count == 10
 
 
 @pytest.mark.parametrize(
@@ -101,11 +161,16 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
     trained = sum(p.numel() for p in model.policy.parameters().values())
     coming = (4 + 8) * trained  # gradients, and the two moments of AdamW
     for mode, need in zip(MODES, needs):
-        for spare, expected in ((1, mode), (-1, MODES[min(MODES.index(mode) + 1, 2)])):
+        slower = MODES[min(MODES.index(mode) + 1, 2)]
+        for spare, expected in (
+            (1, Recomputation(mode, 3, 3)),
+            (-1, Recomputation(slower, 1 if slower != mode else 3, 3)),
+        ):
             free = (need + coming + spare) / setup.MEMORY_SHARE
             monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
             assert setup.choose_checkpointing(config, model) == expected
-    assert setup.choose_checkpointing(settings(model__gradient_checkpointing="attention"), model) == "attention"
+    asked = settings(model__gradient_checkpointing="attention")
+    assert setup.choose_checkpointing(asked, model) == Recomputation("attention")
 
 
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,12 +182,12 @@ def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     need = activation_bytes("none", model.policy.transformer.config, tokens, 4, rank=4, batch_size=8) + 12 * trained
     monkeypatch.setattr(setup, "free_bytes", lambda device: need / (setup.MEMORY_SHARE - 0.2))
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    assert setup.choose_checkpointing(config, model) == "attention"
+    assert setup.choose_checkpointing(config, model).mode == "attention"
     config.sampling.cuda_graphs = False
-    assert setup.choose_checkpointing(config, model) == "none"
+    assert setup.choose_checkpointing(config, model).mode == "none"
     config.sampling.cuda_graphs = True
     monkeypatch.setattr(setup, "MAX_TOKENS", config.sampling.batch_size * tokens - 1)
-    assert setup.choose_checkpointing(config, model) == "none"
+    assert setup.choose_checkpointing(config, model).mode == "none"
 
 
 @pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)])

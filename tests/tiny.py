@@ -19,6 +19,7 @@ from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.config.load import build, load
 from sage_fast.config.schema import Config, KLConfig, ModelConfig, ObjectiveConfig
 from sage_fast.loading import load_setup
+from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.text import TextEmbedding
@@ -113,7 +114,7 @@ def tiny_model(config: Config, dtype: torch.dtype = torch.float32, device: torch
     policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=config.sampling.guidance_scale)
     decoder = VideoDecoder(vae)
     model = Model(spec=tiny_spec(policy), policy=policy, decoder=decoder)
-    model.set_checkpointing(config.model.gradient_checkpointing, gathered=config.train.engine == "zero3")
+    model.set_checkpointing(Recomputation(config.model.gradient_checkpointing), gathered=config.train.engine == "zero3")
     return model
 
 

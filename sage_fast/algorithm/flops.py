@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from sage_fast.algorithm.objective import Objective
-from sage_fast.models.checkpointing import RECOMPUTED
+from sage_fast.models.checkpointing import MODES, RECOMPUTED, Recomputation
 from sage_fast.models.spec import Cost
 
 
@@ -29,7 +30,7 @@ def forwards(
 
 
 def flops(
-    cost: Cost, counts: Mapping[str, int], videos: int, *, checkpointing: str | None, frozen_base: bool
+    cost: Cost, counts: Mapping[str, int], videos: int, *, checkpointing: Recomputation | None, frozen_base: bool
 ) -> dict[str, float]:
     """Return part -> FLOPs of an iteration, all ranks together.
 
@@ -37,9 +38,14 @@ def flops(
         cost: cost of one sample.
         counts: part -> forwards, as `forwards` returns them.
         videos: decoded videos.
-        checkpointing, frozen_base: as for `training_flops`.
+        checkpointing: what the backward recomputes; None: model FLOPs.
+        frozen_base: as for `training_flops`.
     """
-    per_training = training_flops(cost.forward, cost.attention, checkpointing=checkpointing, frozen_base=frozen_base)
+    of_mode = functools.partial(training_flops, cost.forward, cost.attention, frozen_base=frozen_base)
+    if checkpointing is None:
+        per_training = of_mode(checkpointing=None)
+    else:
+        per_training = checkpointing.mean({mode: of_mode(checkpointing=mode) for mode in MODES})
     per_forward = {"training": per_training}
     parts = {part: count * per_forward.get(part, cost.forward) for part, count in counts.items()}
     return parts | {"decode": videos * cost.decode}

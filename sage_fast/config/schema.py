@@ -75,8 +75,8 @@ class ModelConfig(Section):
     measured at the size of the run."""
     gradient_checkpointing: Checkpointing = "auto"
     """What the backward recomputes. `full`: every transformer block, at the least memory and the cost of one more
-    forward. `attention`: the blocks except for attention, whose output is kept. `none`: nothing. `auto`: the fastest
-    mode that fits into free memory."""
+    forward. `attention`: the blocks except for attention, whose output is kept. `none`: nothing. `auto`: as
+    little as fits into free memory, by block."""
     sequence_parallel: int = within(1, least=1)
     """GPUs that share one sample, for videos too long for one GPU. Each holds a part of the tokens and, for attention,
     a part of the heads. Must divide the number of the transformer's heads and the number of ranks."""

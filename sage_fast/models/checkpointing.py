@@ -8,9 +8,14 @@ backward of cuDNN's attention and of FlashAttention sums by atomics.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sage_fast.config.schema import Checkpointing
@@ -22,20 +27,83 @@ MODES = tuple(RECOMPUTED)
 assert {"auto", *MODES} == set(get_args(Checkpointing)), "a mode is named in config.Checkpointing and in RECOMPUTED"
 
 
-def set_checkpointing(transformer: Any, mode: str, *, gathered: bool = False) -> None:
+@dataclasses.dataclass(frozen=True)
+class Recomputation:
+    """What the backward recomputes: `mode` in the first `count` of the blocks, the next faster mode in the others.
+
+    By default all blocks have the mode. The last blocks keep more, since the backward begins with them: what they keep
+    is freed before the first recomputation needs room.
+    """
+
+    mode: str
+    count: int = 1
+    blocks: int = 1
+
+    @property
+    def faster(self) -> str:
+        """Mode of the other blocks."""
+        return MODES[max(MODES.index(self.mode) - 1, 0)]
+
+    def mean(self, of_mode: Mapping[str, float]) -> float:
+        """Return the mean over the blocks of a value that each mode has."""
+        rest = self.blocks - self.count
+        return (self.count * of_mode[self.mode] + rest * of_mode[self.faster]) / self.blocks
+
+    def __str__(self) -> str:
+        if self.count == self.blocks:
+            return self.mode
+        return f"{self.mode} in {self.count} of {self.blocks} blocks, {self.faster} in the others"
+
+
+NOTHING = Recomputation(MODES[0])
+
+
+def fastest_that_fits(needed: Mapping[str, float], room: float, blocks: int) -> Recomputation:
+    """Return what to recompute in `blocks` so that activations, of `needed` bytes in each mode, fit into `room` bytes.
+
+    If they fit in no mode, everything is recomputed.
+    """
+    if needed[MODES[0]] <= room:
+        return Recomputation(MODES[0], blocks, blocks)
+    for faster, mode in itertools.pairwise(MODES):
+        if needed[mode] <= room:
+            share = (needed[faster] - room) / (needed[faster] - needed[mode])
+            return Recomputation(mode, math.ceil(share * blocks), blocks)
+    return Recomputation(MODES[-1], blocks, blocks)
+
+
+def set_checkpointing(
+    transformer: Any, mode: str, *, others: str | None = None, first: Iterable[nn.Module] = (), gathered: bool = False
+) -> None:
     """Set one of `MODES` through diffusers' own switch.
 
     Args:
+        others: mode of the blocks that are not among the `first`; None: all blocks have `mode`.
         gathered: whether weights are gathered for each layer and released after it (ZeRO-3). This turns off PyTorch's
             comparison of recomputed shapes, because a frozen weight is empty at that point; it is gathered when read.
     """
     if not RECOMPUTED[mode]:
         transformer.disable_gradient_checkpointing()
         return
+    run, run_other = (_runner(m, gathered) for m in (mode, others or mode))
+    # Told apart by their weights: a model may run blocks of its own over those of diffusers'.
+    weights = {id(p) for block in first for p in block.parameters()}
+
+    def run_block(block: Any, *arguments: Any) -> Any:
+        chosen = run if others is None or id(next(block.parameters())) in weights else run_other
+        return chosen(block, *arguments)
+
+    transformer.enable_gradient_checkpointing(run_block)
+
+
+def _runner(mode: str, gathered: bool) -> Callable[..., Any]:
+    """Return the function (block, *arguments) that runs a block in a mode."""
+    if not RECOMPUTED[mode]:
+        return lambda block, *arguments: block(*arguments)
     options: dict[str, Any] = {"use_reentrant": False, "determinism_check": "none" if gathered else "default"}
     if "attention" not in RECOMPUTED[mode]:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    transformer.enable_gradient_checkpointing(functools.partial(checkpoint, **options))
+    return functools.partial(checkpoint, **options)
 
 
 def _policy(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -6,7 +6,7 @@ import dataclasses
 
 from sage_fast.config.schema import SamplingConfig
 from sage_fast.models.attention import REFERENCE
-from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.checkpointing import NOTHING, Recomputation, set_checkpointing
 from sage_fast.models.decoder import Decoder
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Encoder
@@ -24,7 +24,7 @@ class Model:
         attention: name of the attention backend.
         attention_milliseconds: measured time per backend; empty if there was no choice.
         notes: what the user should know about this checkpoint and machine, one sentence each.
-        checkpointing: what the backward recomputes, one of `models.checkpointing.MODES`.
+        checkpointing: what the backward recomputes.
     """
 
     spec: Spec
@@ -33,13 +33,15 @@ class Model:
     attention: str = REFERENCE
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
-    checkpointing: str = "none"
+    checkpointing: Recomputation = NOTHING
 
-    def set_checkpointing(self, mode: str, *, gathered: bool = False) -> None:
-        """Set one of `checkpointing.MODES` in all networks; `gathered` as in `checkpointing.set_checkpointing`."""
-        self.checkpointing = mode
+    def set_checkpointing(self, chosen: Recomputation, *, gathered: bool = False) -> None:
+        """Set what the backward recomputes; `gathered` as in `checkpointing.set_checkpointing`."""
+        self.checkpointing = chosen
+        others = chosen.faster if chosen.count < chosen.blocks else None
+        first = self.policy.block_list()[: chosen.count]
         for network in self.policy.networks.values():
-            set_checkpointing(network, mode, gathered=gathered)
+            set_checkpointing(network, chosen.mode, others=others, first=first, gathered=gathered)
 
     def latent_shape(self, sampling: SamplingConfig) -> tuple[int, int, int, int]:
         """(C, T, H, W) of one video's latents."""

@@ -301,7 +301,7 @@ def describe(trainer: Trainer, run: Path, iteration: int) -> dict[str, Any]:
         "model_is_local": Path(trainer.model.spec.path).is_dir(),
         "attention": trainer.model.attention,
         "attention_milliseconds": trainer.model.attention_milliseconds,
-        "gradient_checkpointing": trainer.model.checkpointing,
+        "gradient_checkpointing": str(trainer.model.checkpointing),
         "engine": trainer.config.train.engine,
         "parameters": parameters,
         "trainable_parameters": trainable,

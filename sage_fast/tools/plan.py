@@ -19,7 +19,8 @@ from sage_fast.algorithm.objective import KLStrategy, Objective
 from sage_fast.algorithm.schedule import check_trainable, longest_window, position_steps
 from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt
-from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_mode
+from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_recomputation
+from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
@@ -96,7 +97,14 @@ class Plan:
     gpu_memory: float
 
 
-def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory: float = 80e9) -> Plan:
+def plan(
+    config: Config,
+    spec: Spec | None = None,
+    *,
+    ranks: int = 1,
+    gpu_memory: float = 80e9,
+    checkpointing: Recomputation | None = None,
+) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.
 
     Args:
@@ -104,7 +112,8 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
         spec: spec of the model; by default the published sizes of the default family.
         ranks: number of GPUs. Samples are spread over them, or over groups of `model.sequence_parallel`; `train.engine`
             decides which weights and optimizer states are sharded.
-        gpu_memory: bytes of a GPU, for which `auto` chooses the mode of checkpointing.
+        gpu_memory: bytes of a GPU, for which `auto` chooses what to recompute.
+        checkpointing: what a run has chosen to recompute.
     """
     spec = spec or _published()
     s, train, sharing = config.sampling, config.train, config.model.sequence_parallel
@@ -120,13 +129,14 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     decoder = float(config.model.element_bytes * cost.decoder_weights)
     asked = config.model.gradient_checkpointing
-    mode: str = asked
-    if asked == "auto":
-        mode = fitting_mode(config, spec, policy, gpu_memory - decoder, ranks=ranks, on_gpu=True)
+    if checkpointing is None and asked == "auto":
+        usable = gpu_memory - decoder
+        checkpointing = fitting_recomputation(config, spec, policy, usable, ranks=ranks, on_gpu=True)
+    checkpointing = checkpointing or Recomputation(asked)
     objective = Objective.of(config)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
     counted = _forwards(objective, s, samples, steps, config.seed)
-    of_parts = flops(cost, counted, samples, checkpointing=mode, frozen_base=config.model.trains_adapter)
+    of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}
     trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
@@ -135,11 +145,12 @@ def plan(config: Config, spec: Spec | None = None, *, ranks: int = 1, gpu_memory
     else:
         memory, host = memory | trajectories, {}
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
-    activations = dict(cost.activations)
-    memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {mode}"] = activations.pop(mode)
+    chosen = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
+    memory[chosen] = checkpointing.mean(cost.activations)
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
-    other = {f"activations, checkpointing {name}": size for name, size in activations.items()} | videos | host
+    modes = {mode: size for mode, size in cost.activations.items() if mode != str(checkpointing)}
+    other = {f"activations, checkpointing {mode}": size for mode, size in modes.items()} | videos | host
     return Plan(
         parameters=base,
         trainable=trainable,

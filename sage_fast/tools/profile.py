@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import logging
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 
 from sage_fast.algorithm.schedule import check_trainable
-from sage_fast.config.schema import Checkpointing, Config
+from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
 from sage_fast.ops import implementation
 from sage_fast.tools.harness import head_line, matmul_ceiling
@@ -115,9 +114,7 @@ def profile_iteration(
                 trainer.iteration(index)
         log.info("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
-        chosen = cast(Checkpointing, setup.model.checkpointing)  # resolves `auto`
-        run = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=chosen))
-        expected = plan(run, setup.model.spec)
+        expected = plan(config, setup.model.spec, checkpointing=setup.model.checkpointing)
         flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items() if part in expected.flops}
         profiler = None if window_only else torch.profiler.profile()
         with profiler or contextlib.nullcontext():
