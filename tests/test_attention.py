@@ -4,8 +4,10 @@ import importlib.util
 import json
 import math
 import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +21,13 @@ from sage_fast.algorithm.objective import SURROGATES
 from sage_fast.loading import load_setup
 from sage_fast.models.attention import ATTENTION, Attention, Backend, check_attention, usable
 from sage_fast.models.attention_trial import LARGEST_ERROR, measure_attention, try_attention
-from sage_fast.models.checkpointing import set_checkpointing
+from sage_fast.models.checkpointing import Recomputation, set_checkpointing
 from sage_fast.models.load import choose_attention
 from sage_fast.tools import selftest
 from sage_fast.util.errors import UserError
 from tests.pretend_cuda import PretendCuda, cudnn_attention
+from tests.test_forward import PROMPTS
+from tests.test_forward import inputs as model_inputs
 from tests.tiny import settings, tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,7 +76,7 @@ def test_what_is_missing_is_an_error_that_says_how_to_get_it(monkeypatch: pytest
         check_attention("flash", gpu, torch.bfloat16)
     with pytest.raises(ValueError, match=r"'xformers' is not installed: pip install 'sage-fast\[xformers\]'"):
         check_attention("xformers", gpu, torch.bfloat16)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=name))
     with pytest.raises(ValueError, match=r"'flash' needs model.dtype = bfloat16"):
         check_attention("flash", gpu, torch.float32)
     with pytest.raises(ValueError, match=r"'flash3' does not run on NVIDIA A100; expected one of auto, sdpa"):
@@ -101,6 +105,82 @@ def test_cudnn_is_used_where_pytorch_uses_it(cuda: str | None, allowed: bool, mo
             UserError, match=rf"'cudnn' needs a PyTorch for CUDA 12.9 or newer, .* this is for {cuda}; "
         ):
             check_attention("cudnn", gpu, torch.bfloat16)
+
+
+class Flash4:
+    """The interface of flash-attn-4, by PyTorch, counting its calls."""
+
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+
+    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+        assert (return_lse, torch.is_grad_enabled()) == (True, False)
+        self.forwards += 1
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        return out.contiguous(), scores.logsumexp(-1).float()
+
+    def _flash_attn_bwd(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        self.backwards += 1
+        scale = q.shape[-1] ** -0.5
+        p = torch.exp(scale * torch.einsum("bqhd,bkhd->bhqk", q, k) - lse[..., None])
+        of_p = torch.einsum("bqhd,bkhd->bhqk", gradient, v)
+        ds = scale * p * (of_p - (gradient * out).sum(-1).transpose(1, 2)[..., None])
+        of_q, of_k = torch.einsum("bhqk,bkhd->bqhd", ds, k), torch.einsum("bhqk,bqhd->bkhd", ds, q)
+        of_v = torch.einsum("bhqk,bqhd->bkhd", p, gradient)
+        return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
+
+
+@pytest.fixture
+def flash4(monkeypatch: pytest.MonkeyPatch) -> Flash4:
+    package = Flash4()
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        module = ModuleType(name)
+        vars(module).update(flash_attn_func=package.flash_attn_func, _flash_attn_bwd=package._flash_attn_bwd)
+        monkeypatch.setitem(sys.modules, name, module)
+    return package
+
+
+def test_flash4_is_an_operator_with_a_backward(flash4: Flash4) -> None:
+    """The package itself needs a GPU: this is its interface. Values and gradients as of every backend."""
+    inputs = [torch.randn(2, 77, 4, 64, requires_grad=True) for _ in range(3)]
+    upstream = torch.randn(2, 4, 77, 64).transpose(1, 2)
+    out, expected = ATTENTION["flash4"](*inputs, None), exact(*inputs, None)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for mine, reference in zip(
+        torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream.double())
+    ):
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(ATTENTION["flash4"](*inputs, None), out)
+    torch.library.opcheck(torch.ops.sage_fast_flash4.attention.default, inputs)
+
+
+@pytest.mark.parametrize(("mode", "again"), [("attention", 0), ("full", 1)])
+def test_checkpointing_keeps_what_flash4_gave(flash4: Flash4, mode: str, again: int) -> None:
+    model = tiny_model(settings())
+    model.policy.set_attention(ATTENTION["flash4"])
+    model.set_checkpointing(Recomputation(mode))
+    x, sigma, text = model_inputs(PROMPTS[:1])
+    v = model.policy.velocity(x, model.policy.condition(sigma, text))
+    v.backward(torch.randn_like(v))
+    layers = len(model.policy.block_list())
+    assert (flash4.forwards, flash4.backwards) == (layers * (1 + again), layers)
+
+
+def test_a_package_inside_another_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn-4 lies in the folder of flash-attn 2, and alone it leaves that folder a bare namespace."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {"flash", "flash4"}
+    assert not names & set(usable(torch.device("cuda"), torch.bfloat16))
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    assert names & set(usable(torch.device("cuda"), torch.bfloat16)) == {"flash4"}
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    assert names & set(usable(torch.device("cuda"), torch.bfloat16)) == names
 
 
 def test_auto_measures_where_there_is_a_choice() -> None:

@@ -102,10 +102,10 @@ class Blocks:
     ("room", "mode", "count", "text"),
     [
         (100, "none", 10, "none"),
-        (99, "attention", 1, "attention in 1 of 10 blocks, none in the others"),
-        (31, "attention", 9, "attention in 9 of 10 blocks, none in the others"),
+        (99, "attention", 1, "attention in 1 of 10 blocks"),
+        (31, "attention", 9, "attention in 9 of 10 blocks"),
         (20, "attention", 10, "attention"),
-        (19, "full", 1, "full in 1 of 10 blocks, attention in the others"),
+        (19, "full", 1, "full in 1 of 10 blocks"),
         (10, "full", 10, "full"),
         (9, "full", 10, "full"),
     ],

@@ -98,7 +98,7 @@ def test_help_of_train_lists_every_setting_in_80_columns() -> None:
         ("sage-fast train c.yaml --dr", ["--dry-run"]),
         ("sage-fast eval runs/demo --sampling.sh", ["--sampling.shift", "--sampling.shared_initial_noise"]),
         ("sage-fast train c.yaml --kl.strategy ", ["none", "fixed", "stepwise", "moving", "dual"]),
-        ("sage-fast sample c.yaml --model.attention=fl", ["flash", "flash3"]),
+        ("sage-fast sample c.yaml --model.attention=fl", ["flash", "flash3", "flash4"]),
     ],
 )
 def test_completion(line: str, expected: list[str]) -> None:

@@ -28,7 +28,7 @@ Feedback = Literal["paper", "ppo", "share", "none"]
 DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
-AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "xformers"]
+AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "xformers"]
 Optimizer = Literal["adamw", "muon"]
 LearningRateSchedule = Literal["constant", "cosine", "linear"]
 EngineName = Literal["plain", "zero1", "zero2", "zero3"]
@@ -71,8 +71,8 @@ class ModelConfig(Section):
     """Regular expression over full module names. Layers that match get an adapter. If not given, those that the model
     chooses: of its blocks, the linear layers of attention and feed-forward."""
     attention: AttentionBackend = "auto"
-    """Attention kernel. `flash` is flash-attn 2, `flash3` is flash-attn 3. `auto` picks the fastest one installed,
-    measured at the size of the run."""
+    """Attention kernel. `flash`, `flash3` and `flash4` are flash-attn 2, 3 and 4. `auto` picks the fastest one
+    installed, measured at the size of the run."""
     gradient_checkpointing: Checkpointing = "auto"
     """What the backward recomputes. `full`: every transformer block, at the least memory and the cost of one more
     forward. `attention`: the blocks except for attention, whose output is kept. `none`: nothing. `auto`: as

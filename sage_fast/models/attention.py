@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -72,6 +73,12 @@ def _flash3(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+def _flash4(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from sage_fast.models.flash4 import attention
+
+    return attention(query, key, value)
+
+
 def _xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     from xformers.ops import memory_efficient_attention
 
@@ -94,7 +101,7 @@ def _cudnn_lacks(device: torch.device) -> str:
     return "" if torch.backends.cudnn.is_available() else _does_not_run(device)
 
 
-def _flash3_lacks(device: torch.device) -> str:
+def _needs_hopper(device: torch.device) -> str:
     return "" if torch.cuda.get_device_capability(device) >= (9, 0) else _does_not_run(device)
 
 
@@ -144,7 +151,14 @@ ATTENTION = {
         operators=("flash_attn_3::", "flash_attn3::"),
         package="flash_attn_interface",
         install="build it from the folder hopper/ of github.com/Dao-AILab/flash-attention",
-        lacks=_flash3_lacks,
+        lacks=_needs_hopper,
+    ),
+    "flash4": Backend(
+        attend=_without_mask(_flash4),
+        operators=("sage_fast_flash4::",),
+        package="flash_attn.cute",
+        install="pip install 'sage-fast[flash-attn-4]'",
+        lacks=_needs_hopper,
     ),
     "xformers": Backend(
         attend=_without_mask(_xformers),
@@ -163,10 +177,20 @@ assert {"auto", *ATTENTION} == set(get_args(AttentionBackend)), (
 
 
 def is_attention(operator: Any) -> bool:
-    """Whether an operator is the forward of an attention kernel."""
-    name = str(operator)
+    """Whether an operator, or its name `namespace::operator`, is the forward of an attention kernel."""
+    name = operator if isinstance(operator, str) else operator.name()  # str() would say namespace.operator
     forward = "backward" not in name and "bwd" not in name
     return forward and any(part in name for backend in ATTENTION.values() for part in backend.operators)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is there. Nothing is imported: a broken one gets an error of its own when it is used."""
+    parent, _, child = package.partition(".")
+    if (spec := importlib.util.find_spec(parent)) is None:
+        return False
+    if child:
+        return any((Path(folder) / child).is_dir() for folder in spec.submodule_search_locations or ())
+    return spec.origin is not None  # flash-attn-4 alone leaves a bare namespace `flash_attn`, with `cute` in it
 
 
 def _lack(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
@@ -175,7 +199,7 @@ def _lack(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
         return ""
     if device.type != "cuda":
         return f"needs a CUDA device, and this is the {device.type}"
-    if backend.package is not None and importlib.util.find_spec(backend.package) is None:
+    if backend.package is not None and not _is_installed(backend.package):
         return f"is not installed: {backend.install}"
     if why := backend.lacks(device):
         return why

@@ -50,9 +50,7 @@ class Recomputation:
         return (self.count * of_mode[self.mode] + rest * of_mode[self.faster]) / self.blocks
 
     def __str__(self) -> str:
-        if self.count == self.blocks:
-            return self.mode
-        return f"{self.mode} in {self.count} of {self.blocks} blocks, {self.faster} in the others"
+        return self.mode if self.count == self.blocks else f"{self.mode} in {self.count} of {self.blocks} blocks"
 
 
 NOTHING = Recomputation(MODES[0])
