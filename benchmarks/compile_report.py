@@ -109,6 +109,10 @@ _SCORE_INPUTS: tuple[dict[str, Any], ...] = (
     {"x": "bf16", "anchor": True, "old": True},
     {"anchor": True, "old": True, "aligned": False},
     {"x": "bf16", "anchor": True, "old": True, "aligned": False},
+    {"guidance": True},
+    {"guidance": True, "anchor": True},
+    {"guidance": True, "anchor": True, "old": True},
+    {"guidance": True, "anchor": True, "old": True, "aligned": False},
 )
 
 SPECIALISATIONS: tuple[Specialisation, ...] = (
@@ -181,7 +185,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     if unknown := [name for name in flagged if name not in flags]:
         raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
-    absent = ["v_uncond_ptr", "guidance_ptr"] * (not s.guidance)
+    absent = ["v_uncond_ptr", "guidance", "dv_uncond_ptr"] * (not s.guidance)
     absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old) + ["beta"] * (not s.beta)
     absent += ["kl_anchor_ptr", "kl_old_ptr", "error_plus_ptr", "error_minus_ptr"] * (s.outputs != 5)
     if "RESIDUAL" in flagged:
@@ -196,7 +200,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         if name in constants:
             return "constexpr"
         if not name.endswith("_ptr"):
-            floats = ("eps", "beta", "inverse_numel", "two_over_numel")
+            floats = ("eps", "beta", "guidance", "inverse_numel", "two_over_numel")
             return s.numel if name == "numel" else "fp32" if name in floats else "i32"
         if name in ("step_ptr", "seed_ptr"):
             return "*i64"
@@ -204,7 +208,10 @@ def _compile(s: Specialisation, arch: int) -> Any:
             return f"*{s.weights if s.weights and name.startswith(('video_', 'text_')) else s.x}"
         if name in ("x_ptr", "x_next_ptr"):
             return f"*{s.x}"
-        return f"*{s.v}" if name in ("v_ptr", "v_uncond_ptr", "v_anchor_ptr", "v_old_ptr", "dv_ptr") else "*fp32"
+        velocities = ("v_ptr", "v_uncond_ptr", "dv_ptr", "dv_uncond_ptr")
+        if not s.guidance:  # guided velocities are stored in float32
+            velocities += ("v_anchor_ptr", "v_old_ptr")
+        return f"*{s.v}" if name in velocities else "*fp32"
 
     # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
     divisible = ("_ptr", *(("_stride", "width") if norm else ()), *(("numel",) if s.aligned else ()))

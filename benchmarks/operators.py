@@ -177,7 +177,7 @@ def eager(operator: str, case: Case, wrapped: Callable[..., Any] = lambda functi
         step = wrapped(eager_step)
         return lambda x, v, *_: step(x, v, *sigmas, ETA)
     score = wrapped(eager_score)
-    return lambda x, x_next, v, v_anchor, *_: score(x, x_next, v, v_anchor, *sigmas, ETA)
+    return lambda x, x_next, v, *others: score(x, x_next, v, others[2], *sigmas, ETA)
 
 
 def contenders(operator: str, case: Case, compiled: bool) -> dict[str, tuple[Callable[..., Any], Case]]:

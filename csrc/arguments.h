@@ -19,19 +19,26 @@ struct Row {
 };
 static_assert(sizeof(Row) == 6 * sizeof(float), "rows are read from a contiguous table [T, 6]");
 
+// One sample's velocity: v_uncond + guidance (v - v_uncond), or v if v_uncond is absent.
+struct Velocity {
+  Array v, v_uncond;
+  float guidance;
+};
+
 // Arguments of transition_step for one sample.
 struct StepArgs {
-  Array x, v, v_uncond;
+  Array x;
+  Velocity v;
   void* x_next;
   Row row;
-  float guidance;
   uint64_t seed;
   uint32_t step;
 };
 
 // Arguments of transition_score for one sample.
 struct ScoreArgs {
-  Array x, x_next, v;
+  Array x, x_next;
+  Velocity v;
   Array other[2];  // anchor, rollout policy
   Row row;
   bool errors = false;  // whether the sums of the errors are wanted
@@ -74,7 +81,7 @@ constexpr int64_t kModulateScratch = 10, kRotateScratch = 11;  // floats per ele
 struct Loops {
   double (*step)(const StepArgs&, int64_t begin, int64_t end);
   void (*score)(const ScoreArgs&, int64_t begin, int64_t end, double* sums);
-  void (*score_backward)(const ScoreArgs&, const float* weight, void* dv, int64_t begin, int64_t end);
+  void (*score_backward)(const ScoreArgs&, const float* weight, void* dv, void* dv_uncond, int64_t begin, int64_t end);
   void (*norm_modulate)(const ModulateArgs&, int64_t begin, int64_t end, float* scratch);
   void (*norm_modulate_backward)(const ModulateArgs&, int64_t begin, int64_t end, float* sums, float* scratch);
   void (*norm_rotate)(const RotateArgs&, int64_t begin, int64_t end, float* scratch);

@@ -62,6 +62,17 @@ class Samples {
   int64_t count_ = 0, numel_ = 0;
 };
 
+// Velocities [B, ...] of B samples, guided if there are unconditional ones.
+struct Velocities {
+  Velocities(const Tensor& v, const std::optional<Tensor>& v_uncond, std::optional<double> guidance)
+      : vs(v), unconds(v_uncond), scale(static_cast<float>(guidance.value_or(1))) {}
+
+  Velocity operator[](int64_t sample) const { return {vs[sample], unconds[sample], scale}; }
+
+  Samples vs, unconds;
+  float scale;
+};
+
 // Each sample's row of the coefficient table.
 class Rows {
  public:

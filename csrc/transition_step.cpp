@@ -6,17 +6,13 @@
 namespace sage_fast {
 
 std::tuple<Tensor, Tensor> transition_step(const Tensor& x, const Tensor& v, const std::optional<Tensor>& v_uncond,
-                                           const std::optional<Tensor>& guidance, const Tensor& coefs,
-                                           const Tensor& step, const Tensor& seed) {
-  const Samples xs(x), vs(v), unconds(v_uncond);
+                                           std::optional<double> guidance, const Tensor& coefs, const Tensor& step,
+                                           const Tensor& seed) {
+  const Samples xs(x);
+  const Velocities vs(v, v_uncond, guidance);
   STD_TORCH_CHECK(xs.type() != Type::float16, "x: expected float32 or bfloat16");
   const Rows rows(coefs, step, xs.count());
   const Tensor seeds = torch::stable::contiguous(seed);
-  float scale = 1;
-  if (guidance.has_value()) {
-    STD_TORCH_CHECK(guidance->scalar_type() == ScalarType::Float, "guidance: expected float32");
-    scale = *static_cast<const float*>(guidance->const_data_ptr());
-  }
 
   Tensor x_next = new_like(x);
   Tensor log_prob = new_floats(x, {xs.count()});
@@ -24,7 +20,7 @@ std::tuple<Tensor, Tensor> transition_step(const Tensor& x, const Tensor& v, con
   const int64_t chunks = chunks_of(xs.numel());
   std::vector<double> sums(xs.count() * chunks);
   for_each_chunk(xs, [&](int64_t i, int64_t chunk, int64_t begin, int64_t end) {
-    StepArgs args{xs[i], vs[i], unconds[i], out + i * xs.numel() * size_of(xs.type()), rows[i], scale, 0, 0};
+    StepArgs args{xs[i], vs[i], out + i * xs.numel() * size_of(xs.type()), rows[i], 0, 0};
     args.seed = static_cast<const uint64_t*>(seeds.const_data_ptr())[i];
     args.step = static_cast<uint32_t>(rows.step(i));
     sums[i * chunks + chunk] = loops().step(args, begin, end);
@@ -39,7 +35,7 @@ std::tuple<Tensor, Tensor> transition_step(const Tensor& x, const Tensor& v, con
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sage_fast_cpu, m) {
   m.def(
-      "transition_step(Tensor x, Tensor v, Tensor? v_uncond, Tensor? guidance, Tensor coefs, Tensor step, Tensor seed)"
+      "transition_step(Tensor x, Tensor v, Tensor? v_uncond, float? guidance, Tensor coefs, Tensor step, Tensor seed)"
       " -> (Tensor, Tensor)");
 }
 

@@ -102,6 +102,16 @@ def _load(ptr, start, inner, mask):
 
 
 @triton.jit
+def _velocity(v_ptr, v_uncond_ptr, guidance, start, inner, mask, HAS_GUIDANCE: tl.constexpr):
+    """Load the velocity; the guided one is rounded as `sage_fast.ops.guidance.guided` rounds it."""
+    v = _load(v_ptr, start, inner, mask)
+    if HAS_GUIDANCE:
+        v_uncond = _load(v_uncond_ptr, start, inner, mask)
+        v = v_uncond + guidance * (v - v_uncond)
+    return v
+
+
+@triton.jit
 def _mean(a, b, x, v):
     """Return a x + b v, rounded alike by step and score."""
     return tl.fma(b, v, a * x)

@@ -6,8 +6,8 @@
 
 x, v, v_uncond, x_next `[B, ...]` flattened to `[B, numel]`; coefs `[T, 6]`; step `[]` or `[B]`; seed `[B]`; logp `[B]`.
 Bytes per element with fp32 x and bf16 v: 10 (12 with guidance), and 4 per 2 tiles of partial sums. The noise never
-leaves the registers. The kernel reads table, step, seed and guidance from device memory and the launch does not
-synchronise, so one captured CUDA graph serves every step. `sage_fast.ops.transition_step` is the specification.
+leaves the registers. The kernel reads table, step and seed from device memory and the launch does not synchronise, so
+one captured CUDA graph serves every step. `sage_fast.ops.transition_step` is the specification.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sage_fast.kernels.common import (
     _noise,
     _row,
     _tile,
+    _velocity,
     contiguous,
     reduce,
     split,
@@ -37,7 +38,7 @@ def _transition_step_fwd_kernel(
     x_ptr,
     v_ptr,
     v_uncond_ptr,
-    guidance_ptr,
+    guidance,
     coefs_ptr,
     step_ptr,
     seed_ptr,
@@ -58,8 +59,6 @@ def _transition_step_fwd_kernel(
     program = tl.program_id(1).to(tl.int64)
     a, b, c, _, _, _, step = _row(coefs_ptr, step_ptr, sample, steps, STEP_STRIDE)
     seed = tl.load(seed_ptr + sample)
-    if HAS_GUIDANCE:
-        guidance = tl.load(guidance_ptr).to(tl.float32)
     inner = _tile(BLOCK, VEC)
     total = tl.zeros([BLOCK // VEC, VEC], tl.float32)
     for turn in range(TILES):
@@ -67,10 +66,7 @@ def _transition_step_fwd_kernel(
         start = sample * numel + first
         mask = _inside(inner, numel - first, ALIGNED, BLOCK)
         x = _load(x_ptr, start, inner, mask)
-        v = _load(v_ptr, start, inner, mask)
-        if HAS_GUIDANCE:
-            v_uncond = _load(v_uncond_ptr, start, inner, mask)
-            v = tl.fma(guidance, v - v_uncond, v_uncond)
+        v = _velocity(v_ptr, v_uncond_ptr, guidance, start, inner, mask, HAS_GUIDANCE)
         mean = _mean(a, b, x, v)
         x_next = tl.fma(c, _noise(seed, step, first, BLOCK, VEC), mean).to(x_next_ptr.dtype.element_ty)
         tl.store(x_next_ptr + start + inner, x_next, mask=mask)
@@ -83,7 +79,7 @@ def transition_step(
     x: Tensor,
     v: Tensor,
     v_uncond: Tensor | None,
-    guidance: Tensor | None,
+    guidance: float | None,
     coefs: Tensor,
     step: Tensor,
     seed: Tensor,

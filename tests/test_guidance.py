@@ -11,10 +11,13 @@ from sage_fast.commands.sources import Source, notes_on
 from sage_fast.commands.videos import generate
 from sage_fast.eval.evaluation import evaluate
 from sage_fast.loading import Setup
+from sage_fast.ops import transition_score
+from sage_fast.ops.guidance import guided
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.replay import Replay
 from sage_fast.run.messages import config_warnings, guidance_warning
 from sage_fast.trainer import Trainer
-from tests.tiny import settings, tiny_trainer
+from tests.tiny import perturb, settings, tiny_trainer
 
 PROMPT = "a red circle moves left quickly"
 
@@ -115,3 +118,58 @@ def test_a_source_that_was_evaluated_at_another_scale_is_named() -> None:
     ]
     same = Source(label="same", path="same", config=settings(sampling__guidance_scale=6.0))
     assert notes_on([same], settings().sampling, 6.0) == []
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def count_eager(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record every guided velocity that is formed outside the fused operators."""
+    calls: list[Any] = []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return guided(*arguments)
+
+    monkeypatch.setattr("sage_fast.models.policy.guided", counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stored"),
+    [({"kl__strategy": "none"}, 0), ({"kl__strategy": "stepwise", "kl__velocity_term": "closed_form"}, 5)],
+    ids=["no KL", "closed form"],
+)
+def test_a_guided_velocity_is_formed_only_where_it_is_stored(
+    overrides: dict[str, Any], stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollout and training otherwise pass both velocities to the fused operators. Five steps, one batch."""
+    calls = count_eager(monkeypatch)
+    config = settings(sampling__guidance_scale=3.0, train__parity_gate=False, train__optimizer_steps=2, **overrides)
+    trainer = tiny_trainer(config)
+    assert trainer.iteration(0)["grad_norm"] > 0
+    assert len(calls) == stored
+
+
+def test_gradients_are_those_of_a_velocity_guided_by_plain_pytorch() -> None:
+    """Of the log-prob and both KLs in the weights, through both passes of the forward."""
+    config = settings(sampling__guidance_scale=3.0, kl__velocity_term="closed_form", train__optimizer_steps=2)
+    trainer, seen = tiny_trainer(config), []
+    trainer.replay.score = lambda *given: seen.append(given) or Replay.score(trainer.replay, *given)  # type: ignore
+    trainer.iteration(0)
+    (batch, micro, *_), weights = seen[-1], trainer.engine.parameters
+    perturb(trainer, 0.05, seed=1)
+    stored = batch.trajectories
+    old, step = stored.gather(stored.velocities, micro), torch.tensor([t for _, t in micro])
+    anchor = batch.anchor_of(micro)
+    assert anchor is not None
+    eager = transition_score(
+        stored.gather(stored.states, micro), stored.next_states(micro), trainer.replay.velocity(batch, micro),
+        batch.coefs, step, anchor, old,
+    )  # fmt: skip
+    upstream = torch.rand(3, len(micro)).unbind()
+    ours, theirs = (
+        torch.autograd.grad(scores[:3], weights, upstream) for scores in (trainer.replay.score(batch, micro), eager)
+    )
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))

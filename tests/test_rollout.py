@@ -66,10 +66,12 @@ def test_training_recomputes_the_log_prob(sampler: str, guidance: float) -> None
         micro = [(i, t) for i in range(4)]
         x, old = rows.gather(rows.states, micro), rows.gather(rows.log_probs, micro)
         conditioning = policy.condition(sigmas[t].expand(4), text, negative if guidance != 1 else None)
-        v = policy.guided_velocity(x, conditioning)
+        v, v_uncond = policy.velocities(x, conditioning)
         assert v.requires_grad
         stored = rows.gather(rows.velocities, micro)
-        new, kl, *_ = transition_score(x, rows.next_states(micro), v, coefs, torch.tensor(t), stored)
+        new, kl, *_ = transition_score(
+            x, rows.next_states(micro), v, coefs, torch.tensor(t), stored, v_uncond=v_uncond, guidance=policy.guidance
+        )
         torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
         assert float(kl.detach().abs().max()) < 1e-9
 
@@ -124,7 +126,9 @@ def test_only_trained_steps_are_stored() -> None:
     rows = Trajectories(LATENT_SHAPE, trained, 6, CPU)
     x = [torch.randn(2, *LATENT_SHAPE) for _ in range(7)]
     for t in range(6):
-        rows.record(slice(0, 2), t, x[t], x[t + 1], torch.full((2,), float(t)), x[t])
+        rows.record(
+            slice(0, 2), t, x[t], x[t + 1], torch.full((2,), float(t)), lambda: pytest.fail("no velocity is kept")
+        )
     assert sorted(rows.states) == list(itertools.product(range(2), [1, 2, 3, 5, 6]))
     assert sorted(rows.log_probs) == trained
     assert not rows.velocities

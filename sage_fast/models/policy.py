@@ -111,6 +111,11 @@ class Policy:
         return self.guidance_scale != 1
 
     @property
+    def guidance(self) -> float | None:
+        """The guidance scale as the operators take it, beside an unconditional velocity; None without guidance."""
+        return self.guidance_scale if self.uses_guidance else None
+
+    @property
     def collective_forwards(self) -> bool:
         """Whether forwards are collective (ZeRO-3, sequence parallelism): no rank may leave a rollout alone."""
         return sequence_size() > 1 or (world_size() > 1 and self.states.gathers)
@@ -164,10 +169,13 @@ class Policy:
             return conditional, None
         return conditional, self.velocity(x, inputs.negative)
 
+    def guided(self, v: Tensor, v_uncond: Tensor | None = None) -> Tensor:
+        """Return the velocity that moves the latents: v in its own dtype, or with guidance both combined in float32."""
+        return v if v_uncond is None else guided(v, v_uncond, self.guidance_scale, torch.float32)
+
     def guided_velocity(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """Return the velocity that moves the latents (with guidance, float32); `transition_score` differentiates it."""
-        v, v_uncond = self.velocities(x, inputs)
-        return guided(v, v_uncond, self.guidance_scale, x.dtype) if v_uncond is not None else v
+        """Return `guided` of the velocities at latents `x`."""
+        return self.guided(*self.velocities(x, inputs))
 
     @contextlib.contextmanager
     def at_guidance(self, scale: float) -> Iterator[None]:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sage_fast.ops._common import LIBRARY, check, compute_dtype, per_sample, row, sample_mean
 from sage_fast.ops._dispatch import register
-from sage_fast.ops.guidance import guided
+from sage_fast.ops.guidance import check_guidance, guided
 from sage_fast.ops.philox import philox_normal
 
 LIBRARY.define(
-    "transition_step(Tensor x, Tensor v, Tensor? v_uncond, Tensor? guidance, Tensor coefs, Tensor step, Tensor seed)"
+    "transition_step(Tensor x, Tensor v, Tensor? v_uncond, float? guidance, Tensor coefs, Tensor step, Tensor seed)"
     " -> (Tensor, Tensor)"
 )
 
@@ -31,7 +31,7 @@ def transition_step(
     step: Tensor,
     seed: Tensor,
     v_uncond: Tensor | None = None,
-    guidance: Tensor | None = None,
+    guidance: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advance latents by one transition.
 
@@ -42,7 +42,7 @@ def transition_step(
         step: int64 `[]` or `[B]`, the row of `coefs`; read on the device, so a CUDA graph can be replayed.
         seed: int64 `[B]`, the noise key of each sample.
         v_uncond: `[B, ...]` unconditional velocity for classifier-free guidance.
-        guidance: float32 `[]`, the guidance scale; required with `v_uncond`.
+        guidance: the guidance scale; required with `v_uncond`.
 
     Returns:
         x_next `[B, ...]` in the dtype of x, and its log-prob, float32 `[B]`. Not differentiable.
@@ -51,13 +51,10 @@ def transition_step(
         ValueError: the shape, dtype or device of a tensor does not fit, or only one of `v_uncond` and `guidance` is
             given.
     """
-    check(x, coefs, step, {"v": v, "v_uncond": v_uncond}, {"seed": seed, "guidance": guidance})
+    check(x, coefs, step, {"v": v, "v_uncond": v_uncond}, {"seed": seed})
     if seed.dtype != torch.int64 or seed.shape != x.shape[:1]:
         raise ValueError(f"seed: expected int64 [{len(x)}], got {seed.dtype} {list(seed.shape)}")
-    if (v_uncond is None) != (guidance is None):
-        raise ValueError("v_uncond and guidance go together: give both or neither")
-    if guidance is not None and (guidance.dtype != torch.float32 or guidance.ndim != 0):
-        raise ValueError(f"guidance: expected float32 [], got {guidance.dtype} {list(guidance.shape)}")
+    check_guidance(v_uncond, guidance)
     x_next, logp = torch.ops.sage_fast.transition_step(x, v, v_uncond, guidance, coefs, step, seed)
     return x_next, logp
 
@@ -66,7 +63,7 @@ def transition_step_reference(
     x: Tensor,
     v: Tensor,
     v_uncond: Tensor | None,
-    guidance: Tensor | None,
+    guidance: float | None,
     coefs: Tensor,
     step: Tensor,
     seed: Tensor,

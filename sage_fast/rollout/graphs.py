@@ -79,11 +79,10 @@ class StepGraph:
             buffer.copy_(value)
         self._step.zero_()
 
-    def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Replay one step; return x, x_next, log-prob and velocity, which the next call overwrites."""
+    def step(self) -> tuple[Tensor, ...]:
+        """Replay one step; return x and the outputs of `denoise`, which the next call overwrites."""
         self._replay()
-        x_next, log_prob, velocity = self._outputs
-        return self._x_before, x_next, log_prob, velocity
+        return self._x_before, *self._outputs
 
 
 class StepGraphs:

@@ -7,6 +7,7 @@ randomness is a function of a sample's seed, so a sample comes out the same in a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,8 +21,9 @@ from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.step import History, denoise
 from sage_fast.util.profiling import annotate
 
-Record = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""(step, x, x_next, log_prob, guided velocity) of a step; the next step may overwrite the tensors."""
+Record = Callable[[int, Tensor, Tensor, Tensor, Callable[[], Tensor]], None]
+"""(step, x, x_next, log_prob, function that computes the guided velocity) of a step. The next step may overwrite the
+tensors, those behind the function included."""
 
 
 def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
@@ -87,11 +89,11 @@ def rollout(
     for t in range(len(table)):
         with annotate("step", t):
             if graph is not None:
-                x, x_next, log_prob, velocity = graph.step()
+                x, x_next, log_prob, *velocities = graph.step()
             else:
-                x_next, log_prob, velocity = denoise(policy, coefs, conditions, seeds, x, steps[t : t + 1], history)
+                x_next, log_prob, *velocities = denoise(policy, coefs, conditions, seeds, x, steps[t : t + 1], history)
             if record is not None:
-                record(t, x, x_next, log_prob, velocity)
+                record(t, x, x_next, log_prob, functools.partial(policy.guided, *velocities))
         x = x_next
         if on_step is not None:
             on_step()

@@ -57,17 +57,17 @@ class Replay:
         """
         stored = batch.trajectories
         x = stored.gather(stored.states, micro)
-        v, step = self.velocity(batch, micro, x), on_device([t for _, t in micro], self.policy.device)
+        v, v_uncond = self.policy.velocities(x, self._inputs(batch, micro))
+        step = on_device([t for _, t in micro], self.policy.device)
         if v_old is None and self.objective.stores_velocities:
             v_old = stored.gather(stored.velocities, micro)
         x_next, v_anchor, objective = stored.next_states(micro), batch.anchor_of(micro), self.objective
         beta = objective.settings.nft_beta if objective.surrogate.uses_errors else None
-        return transition_score(x, x_next, v, batch.coefs, step, v_anchor, v_old, beta)
+        return transition_score(x, x_next, v, batch.coefs, step, v_anchor, v_old, beta, v_uncond, self.policy.guidance)
 
-    def velocity(self, batch: Batch, micro: Sequence[Transition], x: Tensor | None = None) -> Tensor:
-        """Return the guided velocity `[B, C, T, H, W]` at the stored latents; pass `x` if already gathered."""
-        if x is None:
-            x = batch.trajectories.gather(batch.trajectories.states, micro)
+    def velocity(self, batch: Batch, micro: Sequence[Transition]) -> Tensor:
+        """Return the guided velocity `[B, C, T, H, W]` at the stored latents."""
+        x = batch.trajectories.gather(batch.trajectories.states, micro)
         return self.policy.guided_velocity(x, self._inputs(batch, micro))
 
     def _inputs(self, batch: Batch, micro: Sequence[Transition]) -> Inputs:
@@ -98,11 +98,13 @@ class Replay:
         stored.scored = True
         for micro in self._work(batch, stored.trained):
             x, step = stored.gather(stored.states, micro), on_device(micro[0][1], stored.device)
-            v = self.velocity(batch, micro, x)
-            log_probs = transition_score(x, stored.next_states(micro), v, batch.coefs, step)[0]
+            v, v_uncond = self.policy.velocities(x, self._inputs(batch, micro))
+            log_probs, *_ = transition_score(
+                x, stored.next_states(micro), v, batch.coefs, step, v_uncond=v_uncond, guidance=self.policy.guidance
+            )
             stored.log_probs |= zip(micro, log_probs, strict=True)
             if stored.velocities:
-                stored.put(stored.velocities, micro, v)
+                stored.put(stored.velocities, micro, self.policy.guided(v, v_uncond))
 
     def _work(self, batch: Batch, transitions: Sequence[Transition]) -> Iterable[Sequence[Transition]]:
         """Return the transitions of each forward, which are of one step; equally many forwards per rank.

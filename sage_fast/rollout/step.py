@@ -1,4 +1,4 @@
-"""One denoising step of a rollout: a velocity, guided or not, and the fused transition."""
+"""One denoising step of a rollout: a velocity, two with guidance, and the fused transition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import BatchConditions
 from sage_fast.ops import transition_step
-from sage_fast.ops.guidance import guided
 from sage_fast.util.profiling import annotate
 
 
@@ -42,8 +41,8 @@ def denoise(
     x: Tensor,
     step: Tensor,
     history: History | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one step of B samples; return x_next, log-prob `[B]` and the guided velocity.
+) -> tuple[Tensor, ...]:
+    """Run one step of B samples; return x_next, log-prob `[B]` and the velocity, or two for `Policy.guided` to combine.
 
     Args:
         step: int64 `[1]`.
@@ -52,11 +51,10 @@ def denoise(
     with annotate("transformer"):
         v, v_uncond = policy.velocities(x, conditions.at(step))
     with annotate("transition"):
-        guidance = None if v_uncond is None else torch.full((), policy.guidance_scale, device=x.device)
         if history is None:
-            x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, guidance)
-            return x_next, log_prob, v if v_uncond is None else guided(v, v_uncond, guidance, x.dtype)
-        v = guided(v, v_uncond, guidance, x.dtype)
+            x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, policy.guidance)
+            return (x_next, log_prob, v) if v_uncond is None else (x_next, log_prob, v, v_uncond)
+        v = policy.guided(v, v_uncond)
         along = v + history.weights[step] * (v - history.velocity)
         history.velocity.copy_(v)
         x_next, log_prob = transition_step(x, along, coefs, step[0], seeds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -68,8 +68,13 @@ class Trajectories:
         for transition, value in zip(transitions, values, strict=True):
             stored[transition].copy_(value, non_blocking=True)
 
-    def record(self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor) -> None:
-        """Store a step of samples `rows`, which train the same steps; no-op for a step that is not trained."""
+    def record(
+        self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Callable[[], Tensor]
+    ) -> None:
+        """Store a step of samples `rows`, which train the same steps; no-op for a step that is not trained.
+
+        `velocity` is called only if velocities are kept.
+        """
         before, now, after = ([(i, t) for i in range(rows.start, rows.stop)] for t in (step - 1, step, step + 1))
         if now[0] not in self._after:
             return
@@ -78,7 +83,7 @@ class Trajectories:
         self.put(self.states, after, x_next)
         self.log_probs |= zip(now, log_prob.clone())  # the next step may overwrite it
         if self.velocities:
-            self.put(self.velocities, now, velocity)
+            self.put(self.velocities, now, velocity())
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:
         """Store what training needs of the final latents of samples `rows`."""
@@ -112,7 +117,9 @@ class NoisedSamples(Trajectories):
     def _successors(self, length: int) -> dict[Transition, Transition]:
         return {(i, t): (i, length) for i, t in self.trained}
 
-    def record(self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Tensor) -> None:
+    def record(
+        self, rows: slice, step: int, x: Tensor, x_next: Tensor, log_prob: Tensor, velocity: Callable[[], Tensor]
+    ) -> None:
         """No-op: no step of the rollout is trained."""
 
     def finish(self, rows: slice, latents: Tensor, seeds: Tensor, sigmas: Tensor) -> None:

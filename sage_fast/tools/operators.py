@@ -16,7 +16,6 @@ from torch import Tensor
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import transition_score, transition_step
 from sage_fast.ops.gated_norm import gated_norm, gated_norm_backward_reference, gated_norm_reference
-from sage_fast.ops.guidance import guided
 from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_backward_reference, norm_rotate_reference
 from sage_fast.ops.transition_score import transition_score_backward_reference, transition_score_reference
@@ -95,9 +94,9 @@ def check_transition_step(kernels: Kernels, layout: Layout, *arguments: Any) -> 
     yield Comparison("x_next", x_next, plain, exact)
     # The log-prob belongs to the value as stored, so the references score that value.
     plain, exact = (
-        transition_score_reference(
-            x.to(dtype), x_next.to(dtype), guided(v, v_uncond, guidance, dtype), None, None, coefs, step, None
-        )[0]
+        transition_score_reference(x.to(dtype), x_next.to(dtype), v, v_uncond, guidance, None, None, coefs, step, None)[
+            0
+        ]
         for dtype in (torch.float32, torch.float64)
     )
     yield Comparison("logp", logp, plain, exact)
@@ -109,7 +108,7 @@ def check_transition_score(kernels: Kernels, layout: Layout, *arguments: Any) ->
     x = arguments[0]
     grads = (layout(torch.randn(len(x), device=x.device)) for _ in range(3))
     backward = kernels("transition_score_backward")
-    yield from compare(["dv"], backward, transition_score_backward_reference, *grads, *arguments[:-1])
+    yield from compare(["dv", "dv_uncond"], backward, transition_score_backward_reference, *grads, *arguments[:-1])
 
 
 def check_norm_modulate(kernels: Kernels, layout: Layout, *arguments: Any) -> Iterator[Comparison]:
@@ -175,8 +174,8 @@ OPERATORS: dict[str, Operator] = {
         check_transition_step, *LATENTS,
     ),
     "transition_score": Operator(
-        lambda x, x_next, v, v_anchor, v_old, coefs, step, beta: transition_score(
-            x, x_next, v, coefs, step, v_anchor, v_old, beta
+        lambda x, x_next, v, v_uncond, guidance, v_anchor, v_old, coefs, step, beta: transition_score(
+            x, x_next, v, coefs, step, v_anchor, v_old, beta, v_uncond, guidance
         ),
         check_transition_score, *LATENTS,
     ),
@@ -223,9 +222,9 @@ def inputs(
 
     Args:
         shape: `[B, ...]` of latents, `[B, S, d]` of tokens, or (B, N, L, H, D) of `norm_rotate`.
-        dtypes: of the latents, the velocity, the other velocity (unconditional, or the anchor's) and the old one; or of
-            the tokens and their modulation or weights. The last one serves the rest. One alone is that of a run, whose
-            latents are float32.
+        dtypes: of the latents and of the velocities: the policy's, the unconditional, the anchor's and the old one; or
+            of the tokens and their modulation or weights. The last one serves the rest. One alone is that of a run,
+            whose latents are float32.
         device: where they are.
         layout: of every tensor.
         coefs: table of the transitions, of 10 rows or more; by default that of flow, with a last row without noise.
@@ -234,13 +233,13 @@ def inputs(
     """
     if isinstance(dtypes, torch.dtype):
         dtypes = (torch.float32, dtypes) if operator.startswith("transition") else (dtypes,)
-    kinds = [*dtypes, *[dtypes[-1]] * 3]
+    kinds = [*dtypes, *[dtypes[-1]] * 4]
 
     def random(*size: int, of: int = 0) -> Tensor:
         return layout(torch.randn(size, device=device).mul(2).add(0.5).to(kinds[of]))
 
     if operator.startswith("transition"):
-        x, v, other, old = (random(*shape, of=i) for i in range(4))
+        x, v, v_uncond, v_anchor = (random(*shape, of=i) for i in range(4))
         if coefs is None:
             table = transition_table(sigma_schedule(10, 5.0), "flow", 0.7).window(0, 9)
             coefs = table.coefficients(math.prod(shape[1:]))
@@ -249,11 +248,12 @@ def inputs(
         if optional:
             step = layout(torch.arange(6, 6 + 3 * shape[0], 3, device=device) % 10)  # ten take all rows
         seed = layout(torch.randint(-(2**63), 2**63 - 1, shape[:1], device=device))
+        guidance = (v_uncond, 6.0) if optional else (None, None)
         if operator == "transition_step":
-            pair = (other, torch.tensor(6.0, device=device)) if optional else (None, None)
-            return [x, v, *pair, coefs, step, seed]
-        x_next = layout(registered("transition_step")(x, v, None, None, coefs, step, seed)[0])
-        return [x, x_next, v, other, old if optional else None, coefs, step, 0.3 if optional else None]
+            return [x, v, *guidance, coefs, step, seed]
+        x_next = layout(registered("transition_step")(x, v, *guidance, coefs, step, seed)[0])
+        v_old, beta = (random(*shape, of=4), 0.3) if optional else (None, None)
+        return [x, x_next, v, *guidance, v_anchor, v_old, coefs, step, beta]
     if operator == "norm_rotate":
         batch, tokens, texts, heads, width = shape
         angles = 6.3 * torch.rand(tokens, width // 2, device=device)

@@ -47,7 +47,7 @@ def roll(
         prompts,
         seeds,
         initial_latents(seeds, LATENT_SHAPE, policy.device),
-        record=lambda step, *tensors: recorded.extend(tensor.clone() for tensor in tensors),
+        record=lambda step, x, x_next, log_prob, v: recorded.extend(t.clone() for t in (x, x_next, log_prob, v())),
         graphs=graphs,
     )
     return [last, *recorded]

@@ -219,7 +219,7 @@ def _gradients(trainer: Trainer, batch: Batch, t: int) -> Tensor:
     for i, advantage in enumerate(batch.advantages.double()):
         micro = [(i, t)]
         x = rows.gather(rows.states, micro)
-        v = trainer.replay.velocity(batch, micro, x)
+        v = trainer.replay.velocity(batch, micro)
         log_prob, *_ = transition_score(x, rows.next_states(micro), v, batch.coefs, torch.tensor([t]))
         grad_v, *grads = torch.autograd.grad(log_prob.sum(), [v, *weights], allow_unused=True)
         whole = torch.cat(

@@ -19,7 +19,7 @@ from tests.ops.accuracy import kernels_of
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if GPU.type == "cuda" else []
-CALLS = ("step", "step with guidance", "score", "score backward")
+CALLS = ("step", "step with guidance", "score", "score with guidance", "score backward", "backward with guidance")
 Call = Callable[[], tuple[Tensor, ...] | Tensor]
 
 
@@ -28,11 +28,14 @@ def make(call: str, name: str, numel: int) -> tuple[Call, int]:
     functions, device = kernels_of(name)
     step, score = (inputs(f"transition_{part}", (2, numel), torch.bfloat16, device) for part in ("step", "score"))
     grads = (torch.ones(2, device=device),) * 3
+    plain = [*score[:3], None, None, *score[5:]]
     calls: dict[str, Call] = {
         "step": lambda: functions("transition_step")(*step[:2], None, None, *step[4:]),
         "step with guidance": lambda: functions("transition_step")(*step),
-        "score": lambda: functions("transition_score")(*score),
-        "score backward": lambda: functions("transition_score_backward")(*grads, *score[:-1]),
+        "score": lambda: functions("transition_score")(*plain),
+        "score with guidance": lambda: functions("transition_score")(*score),
+        "score backward": lambda: functions("transition_score_backward")(*grads, *plain[:-1]),
+        "backward with guidance": lambda: functions("transition_score_backward")(*grads, *score[:-1]),
     }
     return calls[call], step[1].nbytes
 

@@ -221,7 +221,9 @@ NFT = {"objective__surrogate": "nft_adaptive", "kl__strategy": "none", "sampling
 
 
 @pytest.mark.parametrize(
-    ("tuning", "method"), [("full", {}), ("full", NFT), ("lora", {})], ids=["full", "full, nft", "lora"]
+    ("tuning", "method"),
+    [("full", {}), ("full", NFT), ("lora", {}), ("lora", {"sampling__guidance_scale": 6.0})],
+    ids=["full", "full, nft", "lora", "lora, guidance"],
 )
 def test_what_an_iteration_launches_is_listed(
     tuning: str, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import SAMPLERS, Reduction, sigma_schedule, transition_table
 from sage_fast.ops import implementation
+from sage_fast.ops.guidance import guided
 from sage_fast.ops.philox import philox_normal
 from sage_fast.tools.operators import OPERATORS, Comparison, Kernels, check, inputs, registered
 from tests.ops.accuracy import assert_accurate
@@ -167,7 +168,7 @@ def test_outputs_of_triton_are_those_of_the_fake() -> None:
 def test_schemas(operator: str) -> None:
     """As registered; `norm_rotate` is differentiated by a function around it, which gives it the text."""
     given = inputs(operator, ODD[operator], (FP32,))
-    for place in {"transition_score": (2,), "norm_modulate": range(3), "gated_norm": range(5)}.get(operator, ()):
+    for place in {"transition_score": (2, 3), "norm_modulate": range(3), "gated_norm": range(5)}.get(operator, ()):
         given[place] = given[place].detach().clone().requires_grad_()
     if operator == "norm_rotate":
         del given[1]
@@ -203,11 +204,14 @@ def test_one_step_for_the_whole_batch(operator: str, kernels: tuple[Kernels, tor
     assert_accurate(check(operator, functions, inputs(operator, (3, 131), (FP32, BF16), device, optional=False)))
 
 
+@pytest.mark.parametrize("guidance", [False, True], ids=["plain", "guided"])
 @pytest.mark.parametrize(("anchor", "old"), [(False, False), (True, False), (False, True)])
-def test_absent_velocities_score_zero(anchor: bool, old: bool, kernels: tuple[Kernels, torch.device]) -> None:
+def test_absent_velocities_score_zero(
+    anchor: bool, old: bool, guidance: bool, kernels: tuple[Kernels, torch.device]
+) -> None:
     functions, device = kernels
     x, x_next, v, *others, coefs, step, beta = inputs("transition_score", (2, 1026), (FP32, BF16), device)
-    others = [other if kept else None for other, kept in zip(others, (anchor, old))]
+    others = [other if kept else None for other, kept in zip(others, (guidance, guidance, anchor, old))]
     for branch in (None, beta):
         compared = {
             c.name: c for c in check("transition_score", functions, [x, x_next, v, *others, coefs, step, branch])
@@ -215,6 +219,7 @@ def test_absent_velocities_score_zero(anchor: bool, old: bool, kernels: tuple[Ke
         assert_accurate(compared.values())
         assert anchor or not compared["kl_anchor"].fused.any()
         assert old or not compared["kl_old"].fused.any()
+        assert compared["dv_uncond"].fused.numel() == guidance * v.numel()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["4-a-thread", "8-a-thread"])
@@ -267,14 +272,37 @@ def test_a_sample_does_not_depend_on_its_batch(operator: str, kernels: tuple[Ker
             assert torch.equal(single, out[i : i + 1])
 
 
+@pytest.mark.parametrize("guidance", [None, 6.3])
 @pytest.mark.parametrize("dtypes", OF_LATENTS, ids=str)
 @pytest.mark.parametrize("numel", [59, 2048])
 def test_scoring_a_step_repeats_its_log_prob(
-    numel: int, dtypes: tuple[torch.dtype, ...], kernels: tuple[Kernels, torch.device]
+    numel: int, dtypes: tuple[torch.dtype, ...], guidance: float | None, kernels: tuple[Kernels, torch.device]
 ) -> None:
     """On-policy the ratio is 1: the score of a stored transition is the log-prob of its step, to the last bits."""
     functions, device = kernels
-    x, v, _, _, *table = inputs("transition_step", (3, numel), dtypes, device)
-    x_next, logp = functions("transition_step")(x, v, None, None, *table)
-    again, *_ = functions("transition_score")(x, x_next, v, None, None, *table[:2], None)
+    x, v, v_uncond, _, *table = inputs("transition_step", (3, numel), dtypes, device)
+    pair = (v_uncond if guidance else None, guidance)
+    x_next, logp = functions("transition_step")(x, v, *pair, *table)
+    again, *_ = functions("transition_score")(x, x_next, v, *pair, None, None, *table[:2], None)
     torch.testing.assert_close(again, logp, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtypes", OF_LATENTS, ids=str)
+@pytest.mark.parametrize("numel", [59, 2048])
+def test_the_guided_velocity_is_that_of_plain_pytorch_to_the_bit(
+    numel: int, dtypes: tuple[torch.dtype, ...], kernels: tuple[Kernels, torch.device]
+) -> None:
+    """In the step and in the score: the KL to a stored velocity of the same weights is 0, without any rounding."""
+    functions, device = kernels
+    x, v, v_uncond, _, *table = inputs("transition_step", (3, numel), dtypes, device)
+    v_old = guided(v, v_uncond, 6.3, FP32)
+    results = functions("transition_step")(x, v, v_uncond, 6.3, *table)
+    for ours, expected in zip(results, functions("transition_step")(x, v_old, None, None, *table), strict=True):
+        assert torch.equal(ours, expected)
+    coefs, step, _ = table
+    ours = functions("transition_score")(x, results[0], v, v_uncond, 6.3, v_old, v_old, coefs, step, 0.3)
+    expected = functions("transition_score")(x, results[0], v_old, None, None, v_old, v_old, coefs, step, 0.3)
+    assert not ours[1].any()
+    assert not ours[2].any()
+    for value, same in zip(ours, expected, strict=True):
+        assert torch.equal(value, same)

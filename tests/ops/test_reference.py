@@ -52,22 +52,29 @@ def test_score_by_hand() -> None:
             assert float(kl[i]) == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.parametrize("guidance", [None, 2.5])
 @pytest.mark.parametrize("anchors", [0, 1, 2])
-def test_score_gradient(anchors: int) -> None:
+def test_score_gradient(anchors: int, guidance: float | None) -> None:
     """The operator's own backward against finite differences and against autograd through the reference."""
     x, x_next, v, v_anchor, v_old = inputs()
     others = (v_anchor if anchors > 0 else None, v_old if anchors > 1 else None)
     step = torch.tensor([0, 3, 5])
-    v.requires_grad_()
-    assert torch.autograd.gradcheck(lambda w: transition_score(x, x_next, w, COEFS, step, *others, 0.3), (v,))
+    trained = [v.requires_grad_()] + ([torch.randn_like(v).requires_grad_()] if guidance else [])
+
+    def score(v: torch.Tensor, v_uncond: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        return transition_score(x, x_next, v, COEFS, step, *others, 0.3, v_uncond, guidance)
+
+    assert torch.autograd.gradcheck(score, trained)
     upstream = [torch.randn(3, dtype=torch.float64) for _ in range(3)]
-    scores = transition_score(x, x_next, v, COEFS, step, *others, 0.3)
+    scores = score(*trained)
     assert not any(error.requires_grad for error in scores[3:])
-    ours = torch.autograd.grad(scores[:3], v, upstream)[0]
-    outputs = transition_score_reference(x, x_next, v, *others, COEFS, step, 0.3)
+    ours = torch.autograd.grad(scores[:3], trained, upstream)
+    pair = (trained[1], guidance) if guidance else (None, None)
+    outputs = transition_score_reference(x, x_next, v, *pair, *others, COEFS, step, 0.3)
     used = [(out, grad) for out, grad in zip(outputs, upstream) if out.requires_grad]
-    theirs = torch.autograd.grad([out for out, _ in used], v, [grad for _, grad in used])[0]
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    theirs = torch.autograd.grad([out for out, _ in used], trained, [grad for _, grad in used])
+    for name, ours_of, theirs_of in zip(("dv", "dv_uncond"), ours, theirs):
+        torch.testing.assert_close(ours_of, theirs_of, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0), (2,)])
@@ -95,6 +102,9 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
         (lambda x, s: transition_step(x, x, COEFS, s, torch.arange(2)), r"seed: expected int64 \[3\]"),
         (lambda x, s: transition_step(x, x, COEFS, s, torch.arange(3), x), "go together"),
         (lambda x, s: transition_score(x, x, x, COEFS, s, x[:1]), "v_anchor: expected the shape of x"),
+        (lambda x, s: transition_score(x, x, x, COEFS, s, v_uncond=x), "go together"),
+        (lambda x, s: transition_score(x, x, x, COEFS, s, guidance=6.0), "go together"),
+        (lambda x, s: transition_score(x, x, x, COEFS, s, v_uncond=x[:2], guidance=6.0), "v_uncond: expected the sha"),
         (lambda x, s: transition_score(x, x, x, COEFS.to("meta"), s), "coefs: is on meta, x is on cpu"),
     ],
 )
