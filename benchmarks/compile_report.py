@@ -208,9 +208,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
             return f"*{s.weights if s.weights and name.startswith(('video_', 'text_')) else s.x}"
         if name in ("x_ptr", "x_next_ptr"):
             return f"*{s.x}"
-        velocities = ("v_ptr", "v_uncond_ptr", "dv_ptr", "dv_uncond_ptr")
-        if not s.guidance:  # guided velocities are stored in float32
-            velocities += ("v_anchor_ptr", "v_old_ptr")
+        stored = ("v_anchor_ptr", "v_old_ptr")  # in float32 if they are guided
+        velocities = ("v_ptr", "v_uncond_ptr", "dv_ptr", "dv_uncond_ptr", *stored * (not s.guidance))
         return f"*{s.v}" if name in velocities else "*fp32"
 
     # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.

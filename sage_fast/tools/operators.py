@@ -94,10 +94,8 @@ def check_transition_step(kernels: Kernels, layout: Layout, *arguments: Any) -> 
     yield Comparison("x_next", x_next, plain, exact)
     # The log-prob belongs to the value as stored, so the references score that value.
     plain, exact = (
-        transition_score_reference(x.to(dtype), x_next.to(dtype), v, v_uncond, guidance, None, None, coefs, step, None)[
-            0
-        ]
-        for dtype in (torch.float32, torch.float64)
+        transition_score_reference(before, after, v, v_uncond, guidance, None, None, coefs, step, None)[0]
+        for before, after in ((x, x_next), (x.double(), x_next.double()))
     )
     yield Comparison("logp", logp, plain, exact)
 
