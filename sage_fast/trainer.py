@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.advantages import balanced_rewards, group_advantages
 from sage_fast.algorithm.flops import forwards
-from sage_fast.algorithm.iteration_samples import Sample, assign_to_ranks, draw_samples
+from sage_fast.algorithm.iteration_samples import Rollouts, Sample, assign_to_ranks, draw_samples
 from sage_fast.algorithm.kl_weight import KLController
 from sage_fast.algorithm.metrics import record_losses, record_rewards
 from sage_fast.algorithm.objective import Loss, Objective, Replayed, StepConstants, gradient_norms, sage_loss
@@ -37,7 +37,7 @@ from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.graphs import step_graphs
-from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
+from sage_fast.rollout.loop import initial_latents, rollout, rollout_runs
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
 from sage_fast.rollout.scoring import VideoScorer
@@ -148,8 +148,7 @@ class Trainer:
         self.forwards = forwards(
             self.objective,
             passes=sampling.passes,
-            samples=len(samples),
-            steps=sampling.steps,
+            rollout=batch.rollout_steps,
             stored=len(transitions_of(samples, steps)),
             trained=sum(map(len, updates)),
             anchored=0 if self.anchor is None or self.reuses_velocities else len(anchored),
@@ -181,40 +180,51 @@ class Trainer:
     ) -> tuple[Batch, Scores]:
         """Generate and score `samples`; return this rank's, with the `steps` of each group stored, and all scores.
 
+        With shared initial noise, the steps before a group's window run once for the group's samples on this rank.
         On a GPU, decoding one batch overlaps the rollout of the next.
         """
         scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=self.policy.collective_forwards)
         with fail_together(self.policy.collective_forwards):
             with watch("rollout"):
                 coefs = {table: self._coefficients(table) for table in set(tables)}
-                numbers = self._assigned(samples, tables)
+                rollouts = Rollouts.of(tables, self.config.train.group_size, self.config.sampling.shared_initial_noise)
+                shares = self._assigned(samples, rollouts)
+                numbers = shares[data_rank()]
                 own = [samples[number] for number in numbers]
                 batch = self._batch(numbers, own, tables[0].sigmas, steps)
-            seeds, latent_seeds = torch.tensor([[one.seed for one in own], [one.latent_seed for one in own]])
+                batch.rollout_steps = sum(map(rollouts.count, shares))
 
-            def generate(rows: slice) -> Tensor:
-                table = tables[own[rows.start].group]
+            seeds, latent_seeds = torch.tensor([[one.seed for one in own], [one.latent_seed for one in own]])
+            starts: dict[int, Tensor] = {}  # group -> latents after the steps that its samples share
+
+            def denoise(places: Sequence[int], steps: range) -> Tensor:
+                groups, rows = [own[place].group for place in places], slice(places[0], places[-1] + 1)
+                table, ends = tables[groups[0]], steps.stop == rollouts.steps
                 with watch("rollout"):
-                    latents = rollout(
-                        self.policy,
-                        table,
-                        coefs[table],
-                        batch.conditioning,
-                        batch.keys[rows],
-                        seeds[rows],
-                        initial_latents(latent_seeds[rows], self.latent_shape, self.device),
-                        record=functools.partial(batch.trajectories.record, rows),
-                        on_step=bar.update,
-                        graphs=self.graphs,
-                    )
-                    batch.trajectories.finish(rows, latents, seeds[rows].to(self.device), table.sigmas)
-                return latents
+                    if steps.start:
+                        x = torch.stack([starts[group] for group in groups])
+                    else:
+                        x = initial_latents(latent_seeds[places], self.latent_shape, self.device)
+                    keys = [batch.keys[place] for place in places]
+                    given = (self.policy, table, coefs[table], batch.conditioning, keys, seeds[places], x)
+                    record = functools.partial(batch.trajectories.record, rows) if ends else None
+                    x = rollout(*given, steps=steps, record=record, on_step=bar.update, graphs=self.graphs)
+                    if ends:
+                        batch.trajectories.finish(rows, x, seeds[rows].to(self.device), table.sigmas)
+                    else:
+                        starts.update(zip(groups, x))
+                return x
 
             alike = [(self.replay.lengths[sample.key], tables[sample.group]) for sample in own]
-            runs = bucket_by_length(alike, self.config.sampling.batch_size)
-            with Progress("rollout", len(runs) * len(tables[0]), pause=self.pause) as bar:
-                for rows in self.policy.states.pad_to_largest(runs, lambda: generate(runs[-1])):
-                    scorer.submit(generate(rows), [sample.prompt for sample in own[rows]])
+            runs = rollout_runs(alike, [sample.group for sample in own], rollouts, self.config.sampling.batch_size)
+            with Progress("rollout", sum(len(steps) for _, steps in runs), pause=self.pause) as bar:
+                missing = self.policy.states.padding(bar.total)
+                for places, steps_of_run in runs:
+                    latents = denoise(places, steps_of_run)
+                    if steps_of_run.stop == rollouts.steps:
+                        scorer.submit(latents, [own[place].prompt for place in places])
+                for _ in range(missing):  # dummy steps, so that collectives match
+                    denoise(runs[-1][0], range(1))
             scorer.finish()
         with watch.waiting():
             return batch, scorer.gather(batch.numbers)
@@ -247,12 +257,11 @@ class Trainer:
             anchor_velocities={},
         )
 
-    def _assigned(self, samples: Sequence[Sample], tables: Sequence[TransitionTable]) -> list[int]:
-        """Return the indices of the samples assigned to this rank, balanced by token count (both CFG passes)."""
+    def _assigned(self, samples: Sequence[Sample], rollouts: Rollouts) -> list[list[int]]:
+        """Return the indices of the samples assigned to each rank, balanced by token count (both CFG passes)."""
         video, texts = self.model.spec.tokens(self.latent_shape), self.replay.lengths
         tokens = [sum(video + text for text in texts[sample.key]) for sample in samples]
-        windows = [min(tables[sample.group].stochastic_steps, default=0) for sample in samples]
-        return assign_to_ranks(tokens, data_size(), self.config.sampling.batch_size, windows)[data_rank()]
+        return assign_to_ranks(tokens, data_size(), self.config.sampling.batch_size, rollouts)
 
     def _coefficients(self, table: TransitionTable) -> Tensor:
         return table.coefficients(math.prod(self.latent_shape), self.config.objective.log_prob).to(self.device)

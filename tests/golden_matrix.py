@@ -64,6 +64,7 @@ TINY: dict[str, dict[str, Any]] = {
     "refreshed-anchor": {"kl__anchor_interval": 1, **TWO_UPDATES},
     "guidance": {"sampling__guidance_scale": 3.0},
     "shared-noise": {"sampling__shared_initial_noise": True},
+    "shared-steps": {"sampling__shared_initial_noise": True, "sampling__sde_window": 2},
     "full": {"model__tuning": "full"},
     "ema": {"train__ema_decay": 0.9},
     "batch-std": {"objective__advantage_std": "batch"},

@@ -39,6 +39,7 @@ class OneFlatGroup:
         pytest.param({"kl__strategy": "fixed", "kl__position_fraction": 0.4}, id="some-steps"),
         pytest.param({"kl__strategy": "none", "train__timestep_fraction": 0.6}, id="no-anchor"),
         pytest.param({"objective__surrogate": "nft", "kl__strategy": "moving"}, id="nft"),
+        pytest.param({"sampling__shared_initial_noise": True, "sampling__sde_window": 2}, id="shared-steps"),
         pytest.param(
             {"objective__surrogate": "awm", "kl__strategy": "none", "train__optimizer_steps": 2}, id="matching"
         ),

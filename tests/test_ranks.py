@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sage_fast.trainer
-from sage_fast.algorithm.iteration_samples import assign_to_ranks
+from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks
 from sage_fast.algorithm.metrics import record_rewards
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.cli import main
@@ -110,6 +110,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Reward]]] = {
     "batches, lengths, guidance": (
         {"sampling__steps": 3, "sampling__batch_size": 2, "train__batch_size": 3, "sampling__guidance_scale": 3.0,
          "train__parity_gate": False},
+        BrightnessReward,
+    ),
+    "shared steps, windows that start apart": (
+        ALONE | {"sampling__sampler": "precise", "sampling__steps": 4, "sampling__sde_window": 2, "seed": 7,
+                 "sampling__window_per_prompt": True, "sampling__shared_initial_noise": True},
         BrightnessReward,
     ),
     "a window for each prompt": (
@@ -444,6 +449,12 @@ def test_each_rank_writes_a_log_and_says_there_what_ended_it(tmp_path: Path) -> 
 # -- without a process group ------------------------------------------------------------------------------------------
 
 
+def assigned(tokens: list[int], ranks: int, batch: int, windows: list[int] | None = None) -> list[list[int]]:
+    """Assign samples that share no steps."""
+    rollouts = Rollouts(steps=5, group_size=1, windows=windows or [0] * len(tokens), shared=False)
+    return assign_to_ranks(tokens, ranks, batch, rollouts)
+
+
 def contiguous(tokens: list[int], ranks: int) -> int:
     """Tokens of the busiest rank if sorted samples were split into contiguous shares."""
     order = sorted(tokens)
@@ -458,7 +469,7 @@ def test_samples_are_dealt_out_evenly() -> None:
         lengths = [generator.randint(1600, 2800) for _ in range(groups)]
         tokens = [length for length in lengths for _ in range(size)]
         ranks = generator.randint(1, len(tokens))
-        shares = assign_to_ranks(tokens, ranks, batch)
+        shares = assigned(tokens, ranks, batch)
         assert sorted(sample for share in shares for sample in share) == list(range(len(tokens)))
         counts = [len(share) for share in shares]
         assert max(counts) - min(counts) <= 1
@@ -473,16 +484,16 @@ def test_prompts_of_many_lengths_are_balanced_by_tokens() -> None:
     """Deal eight groups of eight to eight ranks: with one group each, most would wait for the longest prompt."""
     tokens = [1560 + 100 * group for group in range(8) for _ in range(8)]
     for batch in (1, 4):
-        loads = [sum(tokens[i] for i in share) for share in assign_to_ranks(tokens, 8, batch)]
+        loads = [sum(tokens[i] for i in share) for share in assigned(tokens, 8, batch)]
         assert max(loads) == min(loads) == sum(tokens) / 8
         assert max(loads) < 0.85 * contiguous(tokens, 8)
-    in_fours = [bucket_by_length([tokens[i] for i in share], 4) for share in assign_to_ranks(tokens, 8, 4)]
+    in_fours = [bucket_by_length([tokens[i] for i in share], 4) for share in assigned(tokens, 8, 4)]
     assert all(len(runs) == 2 for runs in in_fours)  # full batches, as few as with one group per rank
 
 
 def test_one_rank_has_all_samples_in_the_order_of_their_lengths() -> None:
-    assert assign_to_ranks([7, 7, 4, 4, 9, 9], 1, 8) == [[2, 3, 0, 1, 4, 5]]
-    assert assign_to_ranks([7, 7, 7, 4, 4, 4], 1, 8, windows=[2, 0, 2, 3, 3, 1]) == [[5, 3, 4, 1, 0, 2]]
+    assert assigned([7, 7, 4, 4, 9, 9], 1, 8) == [[2, 3, 0, 1, 4, 5]]
+    assert assigned([7, 7, 7, 4, 4, 4], 1, 8, windows=[2, 0, 2, 3, 3, 1]) == [[5, 3, 4, 1, 0, 2]]
 
 
 def test_more_ranks_than_samples() -> None:

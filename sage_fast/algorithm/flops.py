@@ -11,21 +11,20 @@ from sage_fast.models.spec import Cost
 
 
 def forwards(
-    objective: Objective, *, passes: int, samples: int, steps: int, stored: int, trained: int, anchored: int
+    objective: Objective, *, passes: int, rollout: int, stored: int, trained: int, anchored: int
 ) -> dict[str, int]:
     """Return part -> forwards of one sample in an iteration, all ranks together.
 
     Args:
         objective: the resolved settings.
         passes: forwards of a step, 2 with guidance.
-        samples: samples of the iteration.
-        steps: denoising steps of a rollout.
+        rollout: denoising steps of all samples; those that a rank runs once for several samples count once.
         stored: transitions that may be trained.
         trained: transitions that are trained.
         anchored: transitions at which the anchor runs; 0 while it is free.
     """
     scored = stored * objective.scores_noised
-    counts = {"rollout": samples * steps, "training": trained, "anchor": anchored + scored}
+    counts = {"rollout": rollout, "training": trained, "anchor": anchored + scored}
     return {part: count * passes for part, count in counts.items()}
 
 

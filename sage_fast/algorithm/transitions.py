@@ -213,6 +213,11 @@ class TransitionTable:
         """Indices of the steps with c > 0, the only ones with a policy gradient."""
         return [int(t) for t in self.c.nonzero()]
 
+    @property
+    def first_stochastic(self) -> int:
+        """Index of the first stochastic step; 0 if there is none."""
+        return min(self.stochastic_steps, default=0)
+
     def window(self, start: int, stop: int) -> TransitionTable:
         """Return the table with ODE rows outside steps `[start, stop)`."""
         inside = torch.zeros(len(self), dtype=torch.bool)

@@ -144,7 +144,8 @@ class SamplingConfig(Section):
     """Roll out, and score the old policy, with the average of the weights, as DiffusionNFT does. Needs train.ema_decay
     above 0, which sets how slowly the average follows. The ratio then differs from 1 in the first update already."""
     shared_initial_noise: bool = False
-    """Give all samples of a group the same initial latents."""
+    """Give all samples of a group the same initial latents. The steps before its window then run once per rank for all
+    of its samples."""
     batch_size: int = within(4, least=1)
     """Samples denoised together."""
     cuda_graphs: bool = True

@@ -25,6 +25,7 @@ class Batch:
         trajectories: what is stored of the rollouts.
         advantages: float32 `[N]` on the device; 0 until the rewards are known.
         anchor_velocities: transition -> `[C, T, H, W]`, guidance included; lacks those without a KL to the anchor.
+        rollout_steps: denoising steps of all ranks' samples.
     """
 
     numbers: Sequence[int]
@@ -34,6 +35,7 @@ class Batch:
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]
+    rollout_steps: int = 0
 
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:
         """Return the transitions of this rank's samples, renumbered from 0; those given are of all ranks' samples."""

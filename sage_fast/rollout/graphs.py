@@ -79,6 +79,10 @@ class StepGraph:
             buffer.copy_(value)
         self._step.zero_()
 
+    def skip_to(self, step: int) -> None:
+        """Make `step` the next step."""
+        self._step.fill_(step)
+
     def step(self) -> tuple[Tensor, ...]:
         """Replay one step; return x and the outputs of `denoise`, which the next call overwrites."""
         self._replay()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sage_fast.algorithm.iteration_samples import Rollouts
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import ConditionTable, Key
@@ -42,6 +43,28 @@ def bucket_by_length(lengths: Sequence[object], size: int) -> list[slice]:
     return runs
 
 
+def rollout_runs(
+    alike: Sequence[object], groups: Sequence[int], rollouts: Rollouts, size: int
+) -> list[tuple[list[int], range]]:
+    """Return the batches of one rank's rollouts, in order: indices of samples, and the steps to denoise them over.
+
+    First the steps that a group shares, with one of its samples; then the other steps, with every sample.
+
+    Args:
+        alike: per sample, what the samples of a batch have in common: text lengths and transitions.
+        groups: group of each sample.
+        rollouts: denoising steps of the iteration's samples.
+        size: maximum batch size.
+    """
+    prefixes = [rollouts.prefixes[group] for group in groups]
+    heads = [i for i, group in enumerate(groups) if prefixes[i] and group not in groups[:i]]
+    batches = [heads[run] for run in bucket_by_length([alike[i] for i in heads], size)]
+    shared = [(batch, range(prefixes[batch[0]])) for batch in batches]
+    every = list(range(len(groups)))
+    own = [(every[run], range(prefixes[run.start], rollouts.steps)) for run in bucket_by_length(alike, size)]
+    return shared + own
+
+
 def initial_latents(seeds: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return standard normal latents at sigma = 1, float32 `[B, *shape]`, determined by the seeds."""
     return philox_normal(
@@ -59,11 +82,12 @@ def rollout(
     seeds: Tensor,
     latents: Tensor,
     *,
+    steps: range | None = None,
     record: Record | None = None,
     on_step: Callable[[], object] | None = None,
     graphs: StepGraphs | None = None,
 ) -> Tensor:
-    """Sample from sigma = 1 to 0.
+    """Sample from sigma = 1 to 0, or a part of the way.
 
     Args:
         policy: predicts the velocity.
@@ -72,26 +96,30 @@ def rollout(
         conditioning: conditions at the noise levels of `table`.
         keys: condition keys of B samples.
         seeds: int64 `[B]`, noise key of each sample.
-        latents: float32 `[B, C, T, H, W]` at sigma = 1.
+        latents: float32 `[B, C, T, H, W]` before the first of `steps`; at sigma = 1 by default.
+        steps: consecutive steps to run, all by default. A sampler of second order starts at step 0.
         record: called with the results of every step (`Trajectories.record`).
         on_step: called after every step (progress).
         graphs: CUDA graphs to replay steps from; results are bit-identical.
 
     Returns:
-        float32 `[B, C, T, H, W]`, the final samples (VAE-scaled).
+        float32 `[B, C, T, H, W]` after the last of `steps`: the final samples (VAE-scaled) by default.
     """
     conditions = conditioning.of(keys)
     seeds = seeds.to(policy.device)
     history = History.of(table, latents)
+    steps = range(len(table)) if steps is None else steps
     graph = graphs.prepare(coefs, conditions, seeds, latents, history) if graphs is not None else None
-    steps = torch.arange(len(table), device=policy.device)
+    if graph is not None:
+        graph.skip_to(steps.start)
+    index = torch.arange(len(table), device=policy.device)
     x = latents
-    for t in range(len(table)):
+    for t in steps:
         with annotate("step", t):
             if graph is not None:
                 x, x_next, log_prob, *velocities = graph.step()
             else:
-                x_next, log_prob, *velocities = denoise(policy, coefs, conditions, seeds, x, steps[t : t + 1], history)
+                x_next, log_prob, *velocities = denoise(policy, coefs, conditions, seeds, x, index[t : t + 1], history)
             if record is not None:
                 record(t, x, x_next, log_prob, functools.partial(policy.guided, *velocities))
         x = x_next

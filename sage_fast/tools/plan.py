@@ -9,14 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sage_fast.algorithm.flops import flops, forwards
-from sage_fast.algorithm.iteration_samples import share_of
+from sage_fast.algorithm.iteration_samples import Rollouts, assign_to_ranks, share_of
 from sage_fast.algorithm.objective import KLStrategy, Objective
-from sage_fast.algorithm.schedule import check_trainable, longest_window, position_steps
+from sage_fast.algorithm.schedule import (
+    check_trainable,
+    configured_table,
+    iteration_tables,
+    longest_window,
+    position_steps,
+    windows,
+)
 from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt
 from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_recomputation
@@ -37,6 +45,8 @@ from sage_fast.util.environment import PEAK_TFLOPS, format_bytes
 
 ASSUMED_DISK = 1e9
 """Bytes per second of a disk. An assumption: measure yours."""
+PLANNED_ITERATIONS = 32
+"""Iterations over which the plan averages the work of ranks whose groups have windows of their own."""
 PEAK_FLOPS = 1e12 * PEAK_TFLOPS["H100"]
 ASSUMED_SHARE = 0.4
 """Share of `PEAK_FLOPS` that a run is assumed to reach. Nothing here has measured it; training of Llama 3 405B on H100s
@@ -69,6 +79,8 @@ class Plan:
         trained_steps: trained transitions per sample; in the longest window, if windows differ.
         forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts twice. Without the
             decode.
+        busiest: part -> fraction of its FLOPs that the GPU with the most has.
+        saved: fraction of the rollout's forwards that shared initial noise saves, over all ranks and on the busiest.
         flops: part -> FLOPs per iteration, over all ranks; `forward` is one forward of one sample.
         memory: part -> bytes on each GPU while it trains.
         other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
@@ -88,6 +100,8 @@ class Plan:
     samples: int
     trained_steps: int
     forwards: dict[str, int]
+    busiest: dict[str, float]
+    saved: tuple[float, float]
     flops: dict[str, float]
     memory: dict[str, float]
     other_memory: dict[str, float]
@@ -126,6 +140,7 @@ def plan(
     samples = train.prompts_per_iteration * train.group_size
     steps = longest_window(config)
     mine = len(share_of(samples, ranks // sharing, 0))
+    rollout_steps, longest = _rollout_steps(s, train, ranks // sharing, config.seed)
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     decoder = float(config.model.element_bytes * cost.decoder_weights)
     asked = config.model.gradient_checkpointing
@@ -135,7 +150,7 @@ def plan(
     checkpointing = checkpointing or Recomputation(asked)
     objective = Objective.of(config)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
-    counted = _forwards(objective, s, samples, steps, config.seed)
+    counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
 
     memory = {**held.weights, **held.training, "autoencoder": decoder}
@@ -162,6 +177,8 @@ def plan(
         samples=samples,
         trained_steps=len(steps),
         forwards=counted,
+        busiest=dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing},
+        saved=(1 - rollout_steps / (samples * s.steps), 1 - longest / (mine * s.steps)),
         flops={"forward": cost.forward, **of_parts},
         memory=memory,
         other_memory=other,
@@ -172,17 +189,36 @@ def plan(
     )
 
 
+def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int) -> tuple[float, float]:
+    """Return the denoising steps of an iteration, and those of the rank with the most.
+
+    Both are means for prompts of one length: over all windows, or over `PLANNED_ITERATIONS` if each prompt has its own.
+    """
+    table, groups = configured_table(s), train.prompts_per_iteration
+    if s.window_per_prompt:
+        draws = [iteration_tables(table, s, groups, seed=seed, iteration=i) for i in range(PLANNED_ITERATIONS)]
+    else:
+        draws = [[window] * groups for window in windows(table, s.sde_window)]
+    found = []
+    for tables in draws if s.shared_initial_noise else draws[:1]:
+        rollouts = Rollouts.of(tables, train.group_size, s.shared_initial_noise)
+        shares = assign_to_ranks([1] * groups * train.group_size, ranks, s.batch_size, rollouts)
+        steps = [rollouts.count(share) for share in shares]
+        found.append((sum(steps), max(steps)))
+    steps_of_all, longest = map(statistics.fmean, zip(*found))
+    return steps_of_all, longest
+
+
 def _forwards(
-    objective: Objective, sampling: SamplingConfig, samples: int, steps: Sequence[int], seed: int
+    objective: Objective, passes: int, samples: int, steps: Sequence[int], rollout: int, seed: int
 ) -> dict[str, int]:
     """Return part -> forwards of an iteration that trains `steps` of each sample, where the anchor is never free."""
     transitions = samples * len(steps)
     positions = position_steps(objective.kl.position_fraction, steps, seed, 0)
     return forwards(
         objective,
-        passes=sampling.passes,
-        samples=samples,
-        steps=sampling.steps,
+        passes=passes,
+        rollout=rollout,
         stored=transitions,
         trained=transitions,
         anchored=samples * len(positions) * (objective.strategy.anchor is not None),
@@ -207,17 +243,17 @@ def format_plan(plan: Plan) -> str:
     def line(label: str, *cells: str, width: int = 41) -> str:
         return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
 
-    busiest = len(share_of(plan.samples, plan.ranks, 0)) / plan.samples
-
-    def work(label: str, count: int, flops: float, share: float = busiest) -> str:
-        # The times are those of the GPU with the most samples.
-        times = [_duration(flops * share / rate) for rate in (H200_BF16_FLOPS, ASSUMED_SHARE * PEAK_FLOPS)]
+    def work(label: str, count: int, flops: float, longest: float) -> str:
+        # The times are those of the GPU with the most work.
+        times = [_duration(longest / rate) for rate in (H200_BF16_FLOPS, ASSUMED_SHARE * PEAK_FLOPS)]
         return line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
+    longest = {part: flops * plan.busiest[part] for part, flops in parts.items()}
+    together = sum(parts.values()), sum(longest.values())
     gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
-    together = sum(plan.memory.values())
-    fits = "fits" if together <= plan.gpu_memory else "does not fit"
+    memory = sum(plan.memory.values())
+    fits = "fits" if memory <= plan.gpu_memory else "does not fit"
     lines = [
         "model",
         line("parameters", _count(plan.parameters)),
@@ -227,10 +263,11 @@ def format_plan(plan: Plan) -> str:
         "",
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
         line("", "forwards", "FLOPs", "at least", f"at {ASSUMED_SHARE:.0%}", width=29),
-        work("one forward of one sample", 0, plan.flops["forward"], 1.0),
-        *(work(part, plan.forwards.get(part, 0), flops) for part, flops in parts.items()),
-        work("together", sum(plan.forwards.values()), sum(parts.values())),
-        work(f"all {plan.iterations:,} iterations", 0, plan.iterations * sum(parts.values())),
+        work("one forward of one sample", 0, plan.flops["forward"], plan.flops["forward"]),
+        *(work(part, plan.forwards.get(part, 0), flops, longest[part]) for part, flops in parts.items()),
+        work("together", sum(plan.forwards.values()), *together),
+        work(f"all {plan.iterations:,} iterations", 0, *(plan.iterations * flops for flops in together)),
+        *_format_shared_steps(plan),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
             f"H200), with {plan.text_tokens} text tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
@@ -244,7 +281,7 @@ def format_plan(plan: Plan) -> str:
         "",
         f"memory on each of {gpus} while it trains, engine {plan.engine}",
         *(line(part, format_bytes(count)) for part, count in plan.memory.items()),
-        line("together", format_bytes(together)),
+        line("together", format_bytes(memory)),
         line(f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}", format_bytes(plan.gpu_memory)),
         "  Not counted: text encoders, rewards, fragmentation.",
         "",
@@ -257,6 +294,19 @@ def format_plan(plan: Plan) -> str:
         *(line(part, format_bytes(count)) for part, count in plan.other_memory.items()),
     ]
     return "\n".join(text.rstrip() for text in lines)
+
+
+def _format_shared_steps(plan: Plan) -> list[str]:
+    """Say what groups save by the steps that their samples share; nothing if they share none."""
+    if not any(plan.saved):
+        return []
+    saved, of_busiest = (f"{fraction:.0%}" for fraction in plan.saved)
+    text = (
+        "With shared initial noise the steps before a window are equal for all samples of a group, and a GPU runs them "
+        f"once for those that it has. This saves {saved} of the rollout's forwards, {of_busiest} on the GPU with the "
+        "most, as a mean over the windows. Groups stay whole or are split, whichever leaves that GPU less."
+    )
+    return [textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="  ")]
 
 
 def _count(count: int) -> str:

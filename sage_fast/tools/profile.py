@@ -119,8 +119,9 @@ def profile_iteration(
         profiler = None if window_only else torch.profiler.profile()
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
-        if "anchor" in flops:  # the plan has it run in every iteration
-            flops["anchor"] = trainer.forwards["anchor"] * expected.flops["forward"]
+        # The plan averages the windows, and has the anchor run in every iteration.
+        for phase in flops.keys() & {"rollout", "anchor"}:
+            flops[phase] = trainer.forwards[phase] * expected.flops["forward"]
     flops["train"] *= _trained_share(config.objective.drop_equal_groups, row, expected.samples)
     result = {
         "environment": environment(device, implementation(device))
