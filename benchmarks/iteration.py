@@ -70,10 +70,8 @@ def _trainer(config: Config, name: str) -> Trainer:
         setup.model.decoder = StockDecoder(setup.model.decoder.vae, batches)
     with quiet():
         setup.encode()
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
-    if name == "stock":
-        trainer.graphs = None  # the stock forward synchronises with the host
-    return trainer
+    graphs = None if name == "stock" else setup.graphs  # the stock forward synchronises with the host
+    return Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=graphs)
 
 
 def _result(config: Config, device: torch.device, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

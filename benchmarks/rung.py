@@ -28,8 +28,9 @@ from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.load import make_trainable
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.testbed.model import LATENT_SHAPE, Testbed
-from sage_fast.rollout.graphs import CudaRecorder, StepGraphs
+from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.rollout.step import denoise
 from sage_fast.util.errors import in_one_line
 
@@ -229,7 +230,7 @@ class Rung:
     def contenders(self, part: str, paths: Collection[str] = PATHS) -> dict[str, Callable[[], Any]]:
         """Return path -> a function that runs a part once; `train` is a forward and a backward.
 
-        Paths that cannot run here are left out: graphs need CUDA, and few enough tokens to pay off.
+        Paths that cannot run here are left out: graphs need CUDA and memory.
         """
         present = self._present(PARTS[part], paths)
         set_checkpointing(self.transformer, self.checkpointing(part))
@@ -278,7 +279,7 @@ class Rung:
         if graph is None:
             return {}
         if part == "step":
-            return {"graphed": graph.step}
+            return {"graphed": lambda: graph.step(self.x, self.step)}
         return {"graphed": lambda: self._rollout(self.ours, graphs)}
 
     def _rollout(self, policy: HunyuanVideo15Policy, graphs: StepGraphs | None = None) -> Tensor:

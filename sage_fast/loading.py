@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from sage_fast.models.sharing import check_sequence_parallel
 from sage_fast.models.spec import Spec
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards import CompositeReward, Judge
-from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, MAX_TOKENS
+from sage_fast.rollout.graphs import StepGraphs
+from sage_fast.rollout.recorder import graph_bytes, step_graphs
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
@@ -48,6 +49,7 @@ class Setup(Scoring):
     """Everything a command needs before it samples or trains; `encode` fills `embeddings`.
 
     Attributes:
+        graphs: CUDA graphs of the model's steps, for training and evaluation; None if they run without.
         negatives: prompt -> negative prompt, where it is not empty.
         eval_seeds: index in `eval_prompts` -> seed, for prompts with a seed of their own.
     """
@@ -55,6 +57,7 @@ class Setup(Scoring):
     model: Model
     prompts: list[str]
     eval_prompts: list[str]
+    graphs: StepGraphs | None = None
     negatives: dict[str, str] = dataclasses.field(default_factory=dict)
     eval_seeds: dict[int, int] = dataclasses.field(default_factory=dict)
     embeddings: dict[Any, Condition] = dataclasses.field(default_factory=dict)
@@ -121,7 +124,8 @@ def load_setup(
     limits = row.uses_ratio or row.uses_kl
     model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
     gathered = "weights" in ENGINES[config.train.engine].shards
-    model.set_checkpointing(choose_checkpointing(config, model), gathered=gathered)
+    recomputation, left = choose_checkpointing(config, model)
+    model.set_checkpointing(recomputation, gathered=gathered)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
     if prompts is None and any(prompt.seed is not None for prompt in train_prompts):
@@ -131,6 +135,7 @@ def load_setup(
     return Setup(
         config=config,
         model=model,
+        graphs=step_graphs(model.policy, model.spec.cost(config), left),
         reward=reward,
         judge=judge,
         prompts=[prompt.text for prompt in train_prompts],
@@ -191,48 +196,49 @@ def load_rewards(
 
 
 MEMORY_SHARE = 0.85
-"""Share of the free memory that `auto` may plan with; the rest is for decoding, workspaces, fragmentation, and a plan
+"""Share of the free memory that a run may plan with; the rest is for decoding, workspaces, fragmentation, and a plan
 that no GPU has checked."""
 
 
-def choose_checkpointing(config: Config, model: Model) -> Recomputation:
-    """Return what `model.gradient_checkpointing` recomputes, resolving `auto`. Collective.
+def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, float]:
+    """Resolve `model.gradient_checkpointing`. Collective.
+
+    Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
 
     Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
     as the rank with the least memory: they would wait for it anyway. The gradients are the same.
     """
-    asked, policy = config.model.gradient_checkpointing, model.policy
-    if asked != "auto":
-        return Recomputation(asked)
+    policy, cost = model.policy, model.spec.cost(config)
     usable = free_bytes(policy.device) + sum(p.nbytes for _, p in policy.named_parameters())
-    fits = fitting_recomputation(
-        config, model.spec, policy, usable, ranks=world_size(), on_gpu=policy.device.type == "cuda"
-    )
-    return max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
+    room = training_room(config, model.spec, policy, usable, ranks=world_size())
+    on_gpu = policy.device.type == "cuda"
+    graphs = graph_bytes(cost, config.sampling, config.model, config.train) if on_gpu else 0.0
+    asked = config.model.gradient_checkpointing
+    fits = fitting_recomputation(asked, cost.activations, room - graphs, len(policy.block_list()))
+    chosen = max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
+    return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
 
 
-def fitting_recomputation(
-    config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int, on_gpu: bool
-) -> Recomputation:
-    """Return the least recomputation with which training fits, for a run and for its plan.
+def fitting_recomputation(asked: str, needed: Mapping[str, float], room: float, blocks: int) -> Recomputation:
+    """Return what is `asked` for; `auto` is the least recomputation with which activations fit into `room` bytes."""
+    return fastest_that_fits(needed, room, blocks) if asked == "auto" else Recomputation(asked)
 
-    Training needs activations, and whatever else the engine and the stored rollouts will take on a rank.
+
+def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, ranks: int) -> float:
+    """Return the bytes for activations and CUDA graphs, for a run and for its plan.
+
+    It is what is left beside everything else that the engine and the stored rollouts will take on a rank.
 
     Args:
         policy: with whole weights, on any device (including meta).
         usable: bytes of the device for weights and training.
         ranks: number of ranks.
-        on_gpu: whether CUDA graphs may be recorded.
     """
-    s, share = config.sampling, MEMORY_SHARE
-    tokens = spec.tokens(spec.latent_shape(s)) + spec.text_tokens
-    if on_gpu and s.cuda_graphs and s.batch_size * tokens <= MAX_TOKENS:
-        share -= MAX_MEMORY_SHARE
-    stored = 0 if s.offload_trajectories else _trajectories(config, spec, ranks // config.model.sequence_parallel)[1]
+    stored = 0
+    if not config.sampling.offload_trajectories:
+        stored = _trajectories(config, spec, ranks // config.model.sequence_parallel)[1]
     held = held_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy, ranks)
-    needed = spec.cost(config).activations
-    room = share * (usable - sum(held.weights.values())) - sum(held.training.values()) - stored
-    return fastest_that_fits(needed, room, len(policy.block_list()))
+    return MEMORY_SHARE * (usable - sum(held.weights.values())) - sum(held.training.values()) - stored
 
 
 def _trajectories(config: Config, spec: Spec, groups: int) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from sage_fast.models.protocol import Condition
 from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
-from sage_fast.rollout.graphs import step_graphs
+from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout, rollout_runs
 from sage_fast.rollout.parity import check_parity
 from sage_fast.rollout.replay import Replay
@@ -57,6 +57,7 @@ class Trainer:
         reward: composite reward.
         prompts: training prompts.
         embeddings: key -> condition, for every training prompt, including the negative and the empty one.
+        graphs: CUDA graphs to replay rollout steps from.
         pause: called between the steps of a rollout, on each rank independently; may raise `Stopped`.
         before_update: called before each optimizer step on all ranks; may raise `Stopped`, then on all of them.
 
@@ -78,6 +79,7 @@ class Trainer:
         prompts: Sequence[str],
         embeddings: Mapping[Any, Condition],
         *,
+        graphs: StepGraphs | None = None,
         pause: Callable[[], object] = lambda: None,
         before_update: Callable[[], object] = lambda: None,
     ) -> None:
@@ -109,7 +111,7 @@ class Trainer:
         self.forwards: dict[str, int] = {}
         self.mid_iteration = False
         self._first_step = 0  # optimizer step at which this process started; not 0 after a resume
-        self.graphs = step_graphs(self.policy) if config.sampling.cuda_graphs else None
+        self.graphs = graphs
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 

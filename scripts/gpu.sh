@@ -216,9 +216,9 @@ command_of() {
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout.json"
             ;;
         rollout-480p)  # the padded forward is measured on the smaller rungs
-            size=(--size "480p 81 frames" --repetitions 1 --part forward --part train --budget 330
-                --path stock --path eager --path compiled)
-            $tiny && size=(--size tiny --repetitions 1 --part forward --part train)
+            size=(--size "480p 81 frames" --repetitions 1 --part forward --part step --part train --budget 330
+                --path stock --path eager --path compiled --path graphed)
+            $tiny && size=(--size tiny --repetitions 1 --part forward --part step --part train)
             printf '%s\n' "${sage[@]}" bench rollout "${size[@]}" --json "$out/rollout-480p.json"
             ;;
         decode-480p)

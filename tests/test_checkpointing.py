@@ -17,6 +17,7 @@ from sage_fast.models.decoder import Decoder
 from sage_fast.models.hunyuan15.memory import activation_bytes, attention_output_bytes
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.model import Model
+from sage_fast.rollout.recorder import graph_bytes
 from sage_fast.tools.plan import plan
 from sage_fast.util.errors import UserError
 from tests.test_forward import PROMPTS, inputs
@@ -168,26 +169,25 @@ def test_auto_takes_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> No
         ):
             free = (need + coming + spare) / setup.MEMORY_SHARE
             monkeypatch.setattr(setup, "free_bytes", lambda device, free=free: free)
-            assert setup.choose_checkpointing(config, model) == expected
+            assert setup.choose_checkpointing(config, model) == (expected, 0)
     asked = settings(model__gradient_checkpointing="attention")
-    assert setup.choose_checkpointing(asked, model) == Recomputation("attention")
+    assert setup.choose_checkpointing(asked, model)[0] == Recomputation("attention")
 
 
 def test_auto_leaves_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which are recorded on a GPU, of few enough tokens, and may keep a quarter of it."""
+    """Which are recorded on a GPU, in what is left; without them `auto` recomputes less."""
     model = tiny_model(settings())
     config = settings(model__gradient_checkpointing="auto", kl__strategy="none", sampling__offload_trajectories=True)
-    trained = sum(p.numel() for p in model.policy.parameters().values())
-    tokens = model.spec.attention_shape(config.sampling)[0]
-    need = activation_bytes("none", model.policy.transformer.config, tokens, 4, rank=4, batch_size=8) + 12 * trained
-    monkeypatch.setattr(setup, "free_bytes", lambda device: need / (setup.MEMORY_SHARE - 0.2))
+    cost, trained = model.spec.cost(config), sum(p.numel() for p in model.policy.parameters().values())
+    graphs = graph_bytes(cost, config.sampling, config.model, config.train)
+    free = (cost.activations["none"] + graphs + 12 * trained - 1) / setup.MEMORY_SHARE
+    monkeypatch.setattr(setup, "free_bytes", lambda device: free)
     monkeypatch.setattr(type(model.policy), "device", property(lambda self: torch.device("cuda")))
-    assert setup.choose_checkpointing(config, model).mode == "attention"
+    chosen, left = setup.choose_checkpointing(config, model)
+    assert chosen == Recomputation("attention", 1, 3)
+    assert left >= graphs
     config.sampling.cuda_graphs = False
-    assert setup.choose_checkpointing(config, model).mode == "none"
-    config.sampling.cuda_graphs = True
-    monkeypatch.setattr(setup, "MAX_TOKENS", config.sampling.batch_size * tokens - 1)
-    assert setup.choose_checkpointing(config, model).mode == "none"
+    assert setup.choose_checkpointing(config, model) == (Recomputation("none", 3, 3), 0)
 
 
 @pytest.mark.parametrize(("name", "ranks", "gigabytes"), [("-full", 8, 80), ("-full", 64, 48), ("", 1, 80)])
@@ -206,8 +206,10 @@ def test_a_run_takes_the_mode_of_its_plan(
     monkeypatch.setattr(setup, "free_bytes", lambda device: int(1e9 * gigabytes - loaded))
     monkeypatch.setattr(setup, "world_size", lambda: ranks)
     monkeypatch.setattr(type(policy), "device", property(lambda self: torch.device("cuda")))
-    mode = setup.choose_checkpointing(config, model)
-    assert f"activations, auto chooses {mode}" in plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory
+    mode, left = setup.choose_checkpointing(config, model)
+    memory, cost = plan(config, spec, ranks=ranks, gpu_memory=1e9 * gigabytes).memory, spec.cost(config)
+    assert f"activations, auto chooses {mode}" in memory
+    assert ("CUDA graphs" in memory) == (left >= cost.step + cost.context)
 
 
 @pytest.mark.parametrize("value", [True, False])

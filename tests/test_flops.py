@@ -69,7 +69,7 @@ def test_the_forwards_are_those_that_were_made(overrides: dict[str, Any]) -> Non
 
 def test_flops_of_a_model_and_of_its_kernels() -> None:
     """A forward costs 10, attention 6 of it. Checkpointing adds recomputation, which None does not count."""
-    cost = Cost(forward=10.0, attention=6.0, decode=1.0, decoder_weights=1, activations={})
+    cost = Cost(forward=10.0, attention=6.0, decode=1.0, decoder_weights=1, activations={}, step=1.0, context=1.0)
     lora = {
         mode: training_flops(10.0, 6.0, checkpointing=mode, frozen_base=True)
         for mode in (None, "none", "attention", "full")

@@ -129,7 +129,7 @@ def test_every_part_runs_and_leaves_its_numbers(rehearsed: Path) -> None:
         rows = {
             part: json.loads((rehearsed / leave[part]).read_text())["rows"] for part in ("rollout-480p", "decode-480p")
         }
-        assert [row["part"] for row in rows["rollout-480p"]] == ["forward", "train"]
+        assert [row["part"] for row in rows["rollout-480p"]] == ["forward", "step", "train"]
         assert [list(row["seconds"]) for row in rows["decode-480p"]] == [["contiguous", "channels last"]]
     for tool in {"memcheck", "racecheck"} & set(REHEARSED):
         log = (rehearsed / f"{tool}.log").read_text()
@@ -277,7 +277,8 @@ def test_an_error_of_the_stock_decode_costs_no_number(machine: Path) -> None:
     assert "--part" not in commands["rollout"]
     assert PARTS.index("rollout") == len(PARTS) - 2
     ladder = commands["rollout-480p"]
-    assert [ladder[i + 1] for i, word in enumerate(ladder) if word == "--part"] == ["forward", "train"]
+    assert [ladder[i + 1] for i, word in enumerate(ladder) if word == "--part"] == ["forward", "step", "train"]
+    assert [ladder[i + 1] for i, word in enumerate(ladder) if word == "--path"][1::2] == ["eager", "graphed"]
 
 
 def test_the_calls_of_the_page_fit() -> None:

@@ -7,6 +7,7 @@ runs. The tests at the end need one.
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,16 +16,24 @@ import torch
 from torch import Tensor
 
 from sage_fast.algorithm.transitions import TransitionTable, sigma_schedule, transition_table
+from sage_fast.eval.evaluation import evaluate
+from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
+from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.testbed.model import LATENT_SHAPE
+from sage_fast.rewards import CompositeReward
 from sage_fast.rollout import graphs as module
-from sage_fast.rollout.graphs import CudaRecorder, Recordable, StepGraphs, step_graphs
+from sage_fast.rollout.graphs import Recordable, StepGraph, StepGraphs
+from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.tools import replays
+from sage_fast.tools.plan import plan
+from sage_fast.trainer import Trainer
 from tests.pretend_cuda import PretendCuda
-from tests.tiny import embeddings, settings, tiny_model, tiny_trainer
+from tests.tiny import BrightnessReward, embeddings, settings, tiny_model, tiny_trainer
 
 PROMPTS = ["a red circle moves left quickly", "a blue square moves up slowly", "a green circle moves down slowly"]
 STEPS = 5
+POOL = 2**29  # bytes by which each recording is said to enlarge the pool
 
 
 def rerun(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
@@ -35,7 +44,7 @@ def rerun(run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], in
         for output, value in zip(outputs, run()):
             output.copy_(value)
 
-    return replay, outputs, 100
+    return replay, outputs, POOL
 
 
 def roll(policy: HunyuanVideo15Policy, prompts: list[str], index: int = 0, graphs: StepGraphs | None = None) -> Any:
@@ -63,7 +72,7 @@ def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
     policy = tiny_model(settings(sampling__guidance_scale=guidance)).policy
-    graphs = StepGraphs(policy, rerun, max_memory=1000)
+    graphs = StepGraphs(policy, rerun, max_memory=math.inf)
     batches = [[prompt] * 2 for prompt in PROMPTS]
     assert not difference(graphs, batches[:1])
     assert len(graphs) == 0  # recorded when the shape comes for the second time
@@ -76,10 +85,10 @@ def test_same_bits_and_one_recording_for_one_shape(guidance: float) -> None:
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_second_order_sampler_begins_each_replayed_rollout_anew(guidance: float) -> None:
     """A rollout that diverged left NaN behind, and another schedule has other weights."""
-    graphs = StepGraphs(tiny_model(settings(sampling__guidance_scale=guidance)).policy, rerun, max_memory=1000)
+    graphs = StepGraphs(tiny_model(settings(sampling__guidance_scale=guidance)).policy, rerun, max_memory=math.inf)
     assert not difference(graphs, [[prompt] * 2 for prompt in PROMPTS], ode2(3.0))
     (graph,) = graphs._graphs.values()
-    graph._buffers[-1].fill_(math.nan)
+    graph._inputs.history.velocity.fill_(math.nan)
     assert not difference(graphs, [[prompt] * 2 for prompt in PROMPTS], ode2(1.0))
     assert len(graphs) == 1
 
@@ -87,7 +96,7 @@ def test_a_second_order_sampler_begins_each_replayed_rollout_anew(guidance: floa
 def test_weights_in_place_and_replaced() -> None:
     policy = tiny_model(settings()).policy
     recordings: list[Recordable] = []
-    graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=1000)
+    graphs = StepGraphs(policy, lambda run: (recordings.append(run), rerun(run))[1], max_memory=math.inf)
     before = twice(policy, PROMPTS[:1], graphs)[0]
     with torch.no_grad():
         for p in policy.parameters().values():
@@ -107,46 +116,108 @@ def test_weights_in_place_and_replaced() -> None:
 
 
 def test_bounded_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is freed with the last graph only, so a graph that does not fit into it is not recorded again."""
     policy = tiny_model(settings()).policy
-    graphs = StepGraphs(policy, rerun, max_memory=250)
-    for count in (1, 2, 3):
-        twice(policy, PROMPTS[:1] * count, graphs)
-    assert len(graphs) == 2  # 100 bytes each
-    graphs = StepGraphs(policy, rerun, max_memory=50)
-    for _ in range(3):
-        assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
-    assert len(graphs) == 0
-    assert len(graphs.refused) == 1
-    graphs = StepGraphs(policy, rerun, max_memory=10**6)
+    graphs = StepGraphs(policy, rerun, max_memory=2.5 * POOL)
+    for count in (1, 2, 3, 3):
+        assert_same_bits(twice(policy, PROMPTS[:1] * count, graphs), roll(policy, PROMPTS[:1] * count))
+    assert len(graphs) == 2
+    assert [*graphs.refused.values()] == [
+        "no CUDA graph for this rollout: it would keep 1.50 GiB, and all may keep 1.25 GiB"
+    ]
     monkeypatch.setattr(module, "MAX_GRAPHS", 3)
+    graphs = StepGraphs(policy, rerun, max_memory=math.inf)
     for count in range(1, 6):
         twice(policy, PROMPTS[:1] * count, graphs)
     assert len(graphs) == 3
 
 
-def test_falls_back_with_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_keeps_buffers_of_its_own_only_for_what_has_another_shape() -> None:
+    """A further text length costs its text; the least recently used gives way when that is too much."""
+    policy = tiny_model(settings()).policy
+    lengths = {f"{count} words": count for count in (5, 9, 40)}
+    texts = {p: TextEmbedding(text=torch.randn(n, 32), glyphs=torch.zeros(0, 8)) for p, n in {"": 1, **lengths}.items()}
+
+    def rolled(graphs: StepGraphs | None, prompt: str) -> list[Tensor]:
+        return replays.roll(policy, texts, [prompt] * 2, 0, graphs)
+
+    def kept(graphs: StepGraphs) -> int:
+        return graphs._kept(graphs._graphs.values()) - graphs._pool
+
+    graphs = StepGraphs(policy, rerun, max_memory=math.inf)
+    found = []
+    for prompt in lengths:
+        rolled(graphs, prompt)
+        rolled(graphs, prompt)
+        found.append(kept(graphs))
+    config = policy.transformer.config
+    row = 5 * 4 * config.num_attention_heads * config.attention_head_dim  # bytes of a token at every step
+    assert found[1] - found[0] == 9 * row
+    assert found[2] - found[1] == 40 * row
+    for prompt in (*lengths, *reversed(lengths)):  # what one rollout leaves in a buffer does not reach another
+        assert_same_bits(rolled(graphs, prompt), rolled(None, prompt))
+    assert len(graphs) == 3
+
+    graphs = StepGraphs(policy, lambda run: (*rerun(run)[:2], 0), max_memory=found[2] - 1)
+    for prompt in (*lengths, *lengths):
+        rolled(graphs, prompt)
+    assert [len(graphs), kept(graphs)] == [2, found[2] - 5 * row]
+
+
+@torch.no_grad()
+def test_a_step_may_be_replayed_anywhere_in_a_rollout() -> None:
+    """Steps between replays may run without: with gradients, for example."""
+    policy = tiny_model(settings()).policy
+    graphs = StepGraphs(policy, rerun, max_memory=math.inf)
+    twice(policy, PROMPTS[:1], graphs)
+    expected = roll(policy, PROMPTS[:1])
+    (graph,) = graphs._graphs.values()
+    for t in (3, 0, 4):
+        found = graph.step(expected[1 + 4 * t], torch.tensor([t]))
+        assert_same_bits(list(found), expected[1 + 4 * t : 5 + 4 * t])
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_first_graph_of_a_size_is_measured_and_the_faster_way_kept(
+    faster: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = tiny_model(settings()).policy
+    caplog.set_level(logging.INFO)
+    measured: list[StepGraph] = []
+
+    def timer(graph: StepGraph) -> tuple[float, float]:
+        measured.append(graph)
+        return (0.8, 0.9) if faster else (0.9, 0.8)
+
+    graphs = StepGraphs(policy, rerun, max_memory=math.inf, timer=timer)
+    for prompts in (PROMPTS[:1], PROMPTS[:1] * 2):
+        for _ in range(3):
+            assert_same_bits(roll(policy, prompts, 0, graphs), roll(policy, prompts))
+    first, second = PROMPTS[:2], PROMPTS[1:]  # of the size before, with a prompt for each sample
+    twice(policy, first, graphs)
+    assert_same_bits(twice(policy, second, graphs), roll(policy, second))
+    assert len(measured) == 2
+    assert len(graphs) == (3 if faster else 0)
+    times = "a step takes {} ms replayed and {} ms without".format(*(("800.0", "900.0")[:: 1 if faster else -1]))
+    names = ("CUDA graphs for rollouts of 1 samples", "CUDA graphs for rollouts of 2 samples")
+    names = names if faster else ("no CUDA graph for this rollout",) * 2
+    assert caplog.messages == [f"{name}: {times}" for name in names]
+
+
+def test_falls_back_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     policy = tiny_model(settings()).policy
     caplog.set_level(logging.INFO)
 
     def fail(run: Recordable) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand a page of advice")
 
-    graphs = StepGraphs(policy, fail, max_memory=1000)
+    graphs = StepGraphs(policy, fail, max_memory=math.inf)
     for _ in range(3):
         assert_same_bits(roll(policy, PROMPTS[:1], 0, graphs), roll(policy, PROMPTS[:1]))
     assert caplog.messages == ["no CUDA graph for this rollout: operation not permitted when stream is capturing"]
     graphs.record = rerun  # after a failure nothing more is recorded, of other shapes neither
     twice(policy, PROMPTS[:2], graphs)
     assert len(graphs) == 0
-
-    monkeypatch.setattr(module, "MAX_TOKENS", 2 * 87 - 1)
-    graphs = StepGraphs(policy, rerun, max_memory=1000)
-    roll(policy, PROMPTS[:1], 0, graphs)
-    assert len(caplog.messages) == 1
-    for count in (2, 3):
-        roll(policy, PROMPTS[:1] * count, 0, graphs)
-    assert len(caplog.messages) == 2
-    assert "a step has 174 tokens" in caplog.messages[1]
 
 
 def test_another_threads_calls_do_not_spoil_a_capture() -> None:
@@ -165,12 +236,12 @@ def test_another_threads_calls_do_not_spoil_a_capture() -> None:
 
 
 def test_the_cpu_has_none() -> None:
-    assert step_graphs(tiny_model(settings()).policy) is None
+    assert load_setup(settings()).graphs is None
 
 
 def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
     plain, recorded = tiny_trainer(settings()), tiny_trainer(settings())
-    recorded.graphs = StepGraphs(recorded.policy, rerun, max_memory=1000)
+    recorded.graphs = StepGraphs(recorded.policy, rerun, max_memory=math.inf)
     for index in range(2):
         rows = [
             {key: value for key, value in trainer.iteration(index).items() if not key.startswith("time/")}
@@ -178,6 +249,52 @@ def test_training_on_recorded_rollouts_gives_the_same_metrics() -> None:
         ]
         assert rows[0] == rows[1]
     assert len(recorded.graphs) > 0
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The index of each replayed step."""
+    found: list[int] = []
+    step = StepGraph.step
+
+    def counted(graph: StepGraph, x: Tensor, index: Tensor) -> Any:
+        found.append(int(index))
+        return step(graph, x, index)
+
+    monkeypatch.setattr(StepGraph, "step", counted)
+    return found
+
+
+def test_the_plan_says_how_many_steps_are_replayed(replayed: list[int]) -> None:
+    """Three prompts, each of a length of its own, and batches of two and of one: each shape's first rollout is not."""
+    config = settings(train__iterations=3, sampling__batch_size=2, train__parity_gate=False, kl__strategy="none")
+    model, reward = tiny_model(config), CompositeReward(BrightnessReward(), config.reward)
+    texts = {
+        prompt: TextEmbedding(text=torch.randn(3 + 2 * i, 32), glyphs=torch.zeros(0, 8))
+        for i, prompt in enumerate(["", *PROMPTS])
+    }
+    trainer = Trainer(config, model, reward, PROMPTS, texts)
+    trainer.graphs = StepGraphs(model.policy, rerun, max_memory=math.inf)
+    for index in range(3):
+        trainer.iteration(index)
+    rollouts = 3 * 2 * 2  # iterations, prompts of each, batches of a group of three
+    expected = plan(config, model.spec, prompts=len(PROMPTS)).replayed
+    assert len(replayed) / (rollouts * config.sampling.steps) == pytest.approx(expected) == 0.5
+    config.sampling.cuda_graphs = False
+    assert plan(config, model.spec, prompts=len(PROMPTS)).replayed == 0
+
+
+def test_evaluations_replay_the_graphs_of_the_one_before(tmp_path: Path, replayed: list[int]) -> None:
+    config = settings(sampling__batch_size=2, eval__num_prompts=2)
+    setup = load_setup(config)
+    setup.encode(tmp_path)
+    expected = evaluate(setup, iteration=0).to_json()
+    setup.graphs = graphs = StepGraphs(setup.model.policy, rerun, max_memory=math.inf)
+    for share in (0, 1, 1):
+        replayed.clear()
+        assert evaluate(setup, iteration=0).to_json() == expected
+        assert replayed == [*range(config.eval.steps)] * share
+    assert len(graphs) == 1
 
 
 @pytest.mark.gpu

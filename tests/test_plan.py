@@ -11,17 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.objective import KL_STRATEGIES
+from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.load import build, load
 from sage_fast.config.schema import ModelConfig
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.checkpointing import MODES, set_checkpointing
 from sage_fast.models.hunyuan15.forward import TextToVideoForward
-from sage_fast.models.hunyuan15.memory import activation_bytes
+from sage_fast.models.hunyuan15.memory import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy
 from sage_fast.models.hunyuan15.spec import HunyuanVideo15, attention_flops, decode_flops, forward_flops
 from sage_fast.models.hunyuan15.text import TextEmbedding, collate
 from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
+from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
 from sage_fast.tools.plan import Plan, checkpoint_bytes, format_plan, plan
 from tests.test_decode import Live
@@ -97,6 +99,23 @@ def test_auto_costs_what_the_mode_costs_that_the_run_would_choose() -> None:
     assert 0.8 * 80e9 < sum(auto.memory.values()) < 0.9 * 80e9 < sum(faster.memory.values())
     assert "a GPU of 80 GB, in which it fits " in format_plan(planned("auto", 80e9))
     assert "a GPU of 24 GB, in which it does not fit " in format_plan(planned("auto", 24e9))
+
+
+def test_graphs_take_their_memory_before_activations() -> None:
+    """It costs the recomputation of two blocks at most, at 480p; without room for a graph there is none."""
+
+    def planned(gpu_memory: float, **overrides: str) -> Plan:
+        config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p.yaml", overrides)
+        return plan(config, ranks=8, gpu_memory=gpu_memory, prompts=64)
+
+    graphed, without = planned(80e9), planned(80e9, **{"sampling.cuda_graphs": "false"})
+    assert 1 < graphed.flops["training"] / without.flops["training"] < 1.005
+    assert graphed.memory["CUDA graphs"] == pytest.approx(2.81 * 2**30, rel=0.01)
+    assert graphed.replayed == pytest.approx(0.92)
+    assert "rollout steps replayed from a CUDA graph          92%" in format_plan(graphed)
+    for result in (without, planned(34e9)):
+        assert "CUDA graphs" not in result.memory
+        assert result.replayed == 0
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
@@ -249,6 +268,41 @@ def test_activations(tuning: str, rank: int, dtype: torch.dtype, mode: str) -> N
     # With all weights trained and checkpointing the peak is that of the block before the last: one input less.
     less = 1024 * 128 * dtype.itemsize if tuning == "full" and mode != "none" else 0
     assert peaks[8] - peaks[4] == pytest.approx(formula - less, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "rank", "dtype"),
+    [("lora", 24, torch.bfloat16), ("lora", 16, torch.float32), ("full", 0, torch.bfloat16)],
+)
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@torch.no_grad()
+def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
+    tuning: str, rank: int, dtype: torch.dtype, guidance: float
+) -> None:
+    """What a pool reuses within a capture is what the allocator reuses within a step."""
+    text, batch, steps = 24, 2, 3
+    architecture = {"num_attention_heads": 4, "attention_head_dim": 64, "num_layers": 3}
+    transformer = layers(3, heads=4, width=64)
+    if tuning == "lora":
+        torch.nn.Module.to(transformer, dtype)
+    make_trainable(HunyuanVideo15(), transformer, ModelConfig(tuning=tuning, lora_rank=rank or 1, lora_alpha=1))
+    policy = HunyuanVideo15Policy(transformer, dtype=dtype, guidance_scale=guidance)
+    embeddings = {"": TextEmbedding(text=torch.randn(text, 32), glyphs=torch.zeros(0, 8))}
+    table = transition_table(sigma_schedule(steps, 3.0), "sage", 0.7)
+    conditions = policy.conditioning_table(table.sigmas[:-1], embeddings).of([""] * batch)
+    x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
+    arguments = policy, table.coefficients(1), conditions, torch.zeros(batch, dtype=torch.int64), x, step
+    denoise(*arguments)  # makes the rotary table
+    weights = [p._weight for p in policy.forward.projections]
+    with Live(x, *transformer.parameters(), *weights) as live:
+        denoise(*arguments)
+    tokens, passes = 8 * 16 * 16 + text, len(conditions.tensors()) // 3
+    expected = step_bytes(architecture, tokens, dtype.itemsize, rank=rank, batch_size=batch)
+    # Latents are an eighth as wide as a token here, and the last block casts fewer matrices.
+    assert live.peak == pytest.approx(expected, rel=0.05)
+    shared, own = condition_bytes(architecture, text, dtype.itemsize, steps=steps, passes=passes)
+    assert own == conditions.context.nbytes
+    assert shared + own == sum(tensor.nbytes for tensor in conditions.tensors())
 
 
 def test_the_page_has_the_time_of_each_way_to_guide() -> None:

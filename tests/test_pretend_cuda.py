@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +28,10 @@ from sage_fast.loading import load_setup
 from sage_fast.models.hunyuan15 import decode
 from sage_fast.models.load import load_model
 from sage_fast.models.testbed.model import LATENT_SHAPE
-from sage_fast.rollout.graphs import MAX_MEMORY_SHARE, StepGraphs, step_graphs
+from sage_fast.rollout import recorder
+from sage_fast.rollout.graphs import StepGraph, StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout
+from sage_fast.rollout.recorder import graph_bytes, seconds_of, step_graphs
 from sage_fast.rollout.step import denoise
 from sage_fast.tools.operators import OPERATORS
 from sage_fast.trainer import Trainer
@@ -37,6 +41,19 @@ from tests.tiny import embeddings, settings, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 PROMPT = "a red circle moves left quickly"
+
+
+@pytest.fixture(autouse=True)
+def replays_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are measured, and replayed whatever this machine's clock says."""
+
+    def timed(graph: StepGraph) -> tuple[float, float]:
+        assert min(seconds_of(graph)) > 0
+        return 0.0, 1.0
+
+    monkeypatch.setattr(recorder, "seconds_of", timed)
+
+
 FEW = {"sampling__steps": 3, "sampling__batch_size": 2, "train__group_size": 2, "train__batch_size": 4}
 
 
@@ -150,7 +167,7 @@ def train(config: Config, folder: Path) -> tuple[Trainer, list[dict[str, Any]], 
     """Load, train two iterations and evaluate; the last is what the graphs said."""
     setup = load_setup(config)
     setup.encode(folder)
-    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+    trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
     rows = [trainer.iteration(index) for index in range(2)]
     said = [] if trainer.graphs is None else [*trainer.graphs.refused.values()]
     return trainer, rows, evaluate(setup, iteration=2), said
@@ -216,11 +233,11 @@ def test_training_gives_the_metrics_of_the_cpu(
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def recorded(count: int) -> tuple[StepGraphs, list[str]]:
+def recorded(count: int, room: float = math.inf) -> tuple[StepGraphs, list[str]]:
     """The graphs after several rollouts of one shape, and what they said."""
-    config = settings(reward__timeout_seconds=0)
-    policy = load_model(config.model, config.sampling, CUDA, seed=0).policy
-    graphs = step_graphs(policy)
+    config = settings(reward__timeout_seconds=0, sampling__batch_size=2)
+    model = load_model(config.model, config.sampling, CUDA, seed=0)
+    policy, graphs = model.policy, step_graphs(model.policy, model.spec.cost(config), room)
     assert graphs is not None
     table = transition_table(sigma_schedule(3, 3.0), "sage", 0.7)
     coefs = table.coefficients(2560).to(CUDA)
@@ -232,7 +249,7 @@ def recorded(count: int) -> tuple[StepGraphs, list[str]]:
     return graphs, [*graphs.refused.values()]
 
 
-def test_graphs_keep_within_their_share_of_memory() -> None:
+def test_graphs_keep_to_what_training_leaves() -> None:
     """What the warm-up leaves in the allocator's cache is not to be set against what the capture adds."""
     with PretendCuda():
         graphs, said = recorded(3)
@@ -240,13 +257,41 @@ def test_graphs_keep_within_their_share_of_memory() -> None:
         assert said == []
         assert len(graphs) == 1
     assert kept > 0
-    with PretendCuda(memory=int((kept - 1) / MAX_MEMORY_SHARE)) as device:
-        graphs, said = recorded(3)
+    with PretendCuda() as device:
+        graphs, said = recorded(3, room=kept - 1)
         assert device.captures == 1
         assert len(graphs) == 0
         assert len(said) == 1
         assert "it would keep" in said[0]
         assert torch.cuda.memory_allocated() == 0
+
+
+def test_a_step_without_room_has_no_graph(caplog: pytest.LogCaptureFixture) -> None:
+    """It is not recorded first."""
+    caplog.set_level(logging.INFO)
+    config = settings()
+    with PretendCuda():
+        model = tiny_model(config, device=CUDA)
+        cost = model.spec.cost(config)
+        first = cost.step + cost.context
+        assert step_graphs(model.policy, cost, first) is not None
+        assert step_graphs(model.policy, cost, 0.0) is None
+        assert caplog.messages == []
+        assert step_graphs(model.policy, cost, first - 1) is None
+    (said,) = caplog.messages
+    assert said.startswith("no CUDA graphs: a step keeps ")
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"sampling__cuda_graphs": False}, {"train__engine": "zero3"}, {"model__sequence_parallel": 2}]
+)
+def test_steps_that_cannot_be_recorded_take_no_memory(overrides: dict[str, Any]) -> None:
+    def taken(config: Config) -> float:
+        cost = tiny_model(config).spec.cost(config)
+        return graph_bytes(cost, config.sampling, config.model, config.train)
+
+    assert taken(settings()) > 0
+    assert taken(settings(**overrides)) == 0
 
 
 @torch.no_grad()

@@ -55,14 +55,13 @@ class Inputs:
     sigma: Tensor
     text: Tensor
     negative: Inputs | None = None
-    tokens: int = WORDS
 
     def tensors(self) -> list[Tensor]:
         return [self.sigma, self.text, *(self.negative.tensors() if self.negative else [])]
 
-    def clone(self) -> Inputs:
-        negative = self.negative.clone() if self.negative else None
-        return Inputs(sigma=self.sigma.clone(), text=self.text.clone(), negative=negative)
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Inputs:
+        sigma, text = next(tensors), next(tensors)
+        return Inputs(sigma=sigma, text=text, negative=self.negative.with_tensors(tensors) if self.negative else None)
 
     def at(self, steps: Tensor) -> Inputs:
         sigma = self.sigma[steps].expand(len(self.text))
@@ -142,12 +141,12 @@ class Wan(Spec):
             activations={
                 mode: 4.0 * count * width * tokens * config.train.batch_size for mode, count in values.items()
             },
+            step=4.0 * 24 * width * tokens * config.sampling.batch_size,
+            context=4.0 * WORDS * WIDTH,
         )
 
     def policy(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float) -> WanPolicy:
-        policy = WanPolicy(networks, dtype=dtype, guidance_scale=guidance_scale)
-        policy.patch = self.patch
-        return policy
+        return WanPolicy(networks, dtype=dtype, guidance_scale=guidance_scale)
 
     def decoder(self, vae: Any) -> WanDecoder:
         return WanDecoder(vae)

@@ -24,6 +24,7 @@ from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
 from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge
+from sage_fast.rollout.recorder import step_graphs
 from sage_fast.run.folder import save_video
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json, writing
@@ -189,11 +190,13 @@ class _Evaluator:
             sequence_parallel=self.config.model.sequence_parallel,
         )
         before = setup.model.spec.path, setup.model.policy.dtype
-        del setup.model
+        room = 0.0 if setup.graphs is None else setup.graphs.max_memory
+        del setup.model, setup.graphs
         gc.collect()
         torch.cuda.empty_cache()
         setup.model = load_model(settings, config.sampling, local_device(), config.seed, needs_agreement=False)
         setup.config = dataclasses.replace(config, model=settings)
+        setup.graphs = step_graphs(setup.model.policy, setup.model.spec.cost(setup.config), room)
         if (setup.model.spec.path, setup.model.policy.dtype) != before:
             setup.encode()
         _log_notes(self.setup)

@@ -52,5 +52,5 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         seeds[place] = seed
     with writing(folder):
         setup.encode(folder / "embeddings")
-        videos = generate(config, setup.model, texts, setup.embeddings, seeds)
+        videos = generate(config, setup.model, texts, setup.embeddings, seeds, setup.graphs)
         print(*save_videos(videos, texts, folder, setup.model.spec.fps), sep="\n")

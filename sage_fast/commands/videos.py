@@ -13,6 +13,7 @@ from sage_fast.eval.evaluation import video_chunks
 from sage_fast.eval.sheets import contact_sheet
 from sage_fast.models.model import Model
 from sage_fast.models.protocol import Condition
+from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.run.folder import save_video
 from sage_fast.util.files import atomic_path
 from sage_fast.util.videos import numbered
@@ -24,11 +25,13 @@ def generate(
     prompts: Sequence[str],
     embeddings: Mapping[Any, Condition],
     seeds: Tensor,
+    graphs: StepGraphs | None = None,
 ) -> list[Tensor]:
     """Collect the videos of `video_chunks` in prompt order, each `[F, 3, H, W]` on the CPU."""
     videos: dict[int, Tensor] = {}
     with model.policy.at_guidance(config.eval_guidance_scale):
-        for chosen, chunk in video_chunks(config.sampling, config.eval, model, prompts, embeddings, seeds):
+        sampled = video_chunks(config.sampling, config.eval, model, prompts, embeddings, seeds, graphs=graphs)
+        for chosen, chunk in sampled:
             videos.update(zip(chosen, chunk.cpu()))
     return [videos[i] for i in range(len(prompts))]
 

@@ -21,7 +21,7 @@ from sage_fast.models.protocol import Condition, pass_lengths
 from sage_fast.rewards import CompositeReward, join_scores
 from sage_fast.rewards.composite import Pending
 from sage_fast.rewards.interface import Scores
-from sage_fast.rollout.graphs import step_graphs
+from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import bucket_by_length, initial_latents, rollout
 from sage_fast.rollout.scoring import log_failures
 from sage_fast.util.console import Progress
@@ -106,6 +106,7 @@ def video_chunks(
     seeds: Tensor,
     *,
     pause: Callable[[], object] = lambda: None,
+    graphs: StepGraphs | None = None,
 ) -> Chunks:
     """Sample videos with the ODE and yield them in chunks of at most `sampling.batch_size` prompts.
 
@@ -113,6 +114,7 @@ def video_chunks(
 
     Args:
         pause: called after each step; an exception it raises ends the sampling.
+        graphs: CUDA graphs to replay steps from.
     """
     table = transition_table(sigma_schedule(settings.steps, sampling.shift), settings.sampler, 0.0)
     device = model.policy.device
@@ -122,7 +124,6 @@ def video_chunks(
     lengths = pass_lengths(embeddings, guided=model.policy.uses_guidance)
     order = sorted(range(len(prompts)), key=lambda i: lengths[prompts[i]])
     runs = bucket_by_length([lengths[prompts[i]] for i in order], sampling.batch_size)
-    graphs = step_graphs(model.policy) if sampling.cuda_graphs else None
     pending = None
 
     def generate(texts: Sequence[str], keys: Tensor) -> Tensor:
@@ -184,8 +185,9 @@ def evaluate(
 
     def sample(share: range) -> Chunks:
         own = [texts[i] for i in share]
+        rows, graphs = seeds[share.start : share.stop], setup.graphs
         return video_chunks(
-            config.sampling, config.eval, model, own, setup.embeddings, seeds[share.start : share.stop], pause=pause
+            config.sampling, config.eval, model, own, setup.embeddings, rows, pause=pause, graphs=graphs
         )
 
     with model.policy.at_guidance(config.eval_guidance_scale):

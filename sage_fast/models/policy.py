@@ -90,11 +90,9 @@ class Policy:
     Attributes:
         states: storage of snapshots; a sharding engine sets its own.
         blocks: attribute name of the list of blocks in each network.
-        patch: latent positions per token.
     """
 
     blocks = "transformer_blocks"
-    patch = 1
 
     def __init__(self, networks: Mapping[str, Any], *, dtype: torch.dtype, guidance_scale: float = 1.0) -> None:
         self.networks = dict(networks)

@@ -29,6 +29,9 @@ class Cost:
         decode: FLOPs of decoding the video.
         decoder_weights: number of elements of the autoencoder.
         activations: checkpointing mode -> bytes per rank of a micro-batch's activations and their gradients.
+        step: bytes that a CUDA graph of a denoising step keeps for `sampling.batch_size` samples: its activations,
+            which need no gradients, and the conditions that do not depend on the prompt.
+        context: bytes that a graph of a further text length adds: a prompt's own conditions at every step.
     """
 
     forward: float
@@ -36,6 +39,8 @@ class Cost:
     decode: float
     decoder_weights: int
     activations: Mapping[str, float]
+    step: float
+    context: float
 
 
 class Place(NamedTuple):

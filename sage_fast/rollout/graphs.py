@@ -1,17 +1,20 @@
 """CUDA graphs of a denoising step: one launch from the host instead of thousands.
 
 A graph holds the transformer and the fused transition over buffers at fixed addresses: latents, step index, seeds,
-coefficients, conditioning and a sampler's history. The step index advances inside the graph, so a rollout is just T
-replays. A graph is tied to the addresses of the weights. The next rollout sees in-place updates (the optimizer,
+coefficients, conditioning and a sampler's history. A step copies its latents and index into the buffers and replays.
+A graph is tied to the addresses of the weights. The next rollout sees in-place updates (the optimizer,
 `Policy.using`); if weights or adapters are replaced, it records a new graph.
+
+Graphs are replayed one rollout after another, so they share one memory pool and all buffers that fit: a further text
+length adds little memory.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -21,72 +24,84 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import BatchConditions
 from sage_fast.rollout.step import History, denoise
 from sage_fast.util.errors import first_line
-from sage_fast.util.ranks import sequence_size
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = 8192
-"""Tokens per batch above which kernels take far longer than their launches: at this size, the 54 blocks of
-HunyuanVideo 1.5 take the host about 30 ms to launch, and an H200 at its ceiling 80 ms to compute."""
-MAX_GRAPHS = 16
-MAX_MEMORY_SHARE = 0.25
-"""Share of the device's memory that graphs may keep allocated between replays."""
+MAX_GRAPHS = 64
+"""Bounds the memory to plan with, and what PyTorch does not count: the driver's thousands of launches of each graph."""
 
 Recordable = Callable[[], tuple[Tensor, ...]]
 Recorder = Callable[[Recordable], tuple[Callable[[], object], tuple[Tensor, ...], int]]
-"""run -> (replay, the outputs that a replay fills, bytes kept allocated)."""
+"""run -> (replay, the outputs that a replay fills, bytes that the recorder's memory pool grew by)."""
+Buffers = dict[tuple[Any, ...], Tensor]
+"""(place among a step's inputs, shape, strides, dtype) -> buffer."""
+
+
+class StepInputs(NamedTuple):
+    """What a rollout's steps read, besides their index."""
+
+    coefs: Tensor
+    conditions: BatchConditions
+    seeds: Tensor
+    latents: Tensor
+    history: History | None
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors in a fixed order."""
+        return [self.coefs, self.seeds, self.latents, *(self.history or ()), *self.conditions.tensors()]
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> StepInputs:
+        """Return the same inputs with other tensors, in the order of `tensors()`."""
+        coefs, seeds, latents = next(tensors), next(tensors), next(tensors)
+        history = None if self.history is None else History(next(tensors), next(tensors))
+        return StepInputs(coefs, self.conditions.with_tensors(tensors), seeds, latents, history)
 
 
 class StepGraph:
-    """A recorded step and its buffers, with the shapes of the given arguments.
+    """A recorded step and its input buffers.
 
     Args:
         policy: predicts the velocity.
+        inputs: inputs of the shapes to record.
+        shared: buffers of other graphs, used where they fit.
         record: records a function as a graph.
+
+    Attributes:
+        buffers: the input buffers.
+        replay: replays the step over the buffers.
+        growth: bytes by which recording enlarged the memory pool.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        coefs: Tensor,
-        conditions: BatchConditions,
-        seeds: Tensor,
-        latents: Tensor,
-        history: History | None,
-        record: Recorder,
-    ) -> None:
-        coefs, conditions, seeds, x = coefs.clone(), conditions.clone(), seeds.clone(), latents.clone()
-        history = None if history is None else History(*(t.clone() for t in history))
-        step = torch.zeros(1, dtype=torch.int64, device=x.device)
-        self._buffers = [coefs, *conditions.tensors(), seeds, x, *(history or ())]
-        self._step, self._x_before = step, torch.empty_like(x)
+    def __init__(self, policy: Policy, inputs: StepInputs, shared: Buffers, record: Recorder) -> None:
+        places = [(i, t.shape, t.stride(), t.dtype) for i, t in enumerate(inputs.tensors())]
+        self.buffers = {p: shared[p] if p in shared else t.clone() for p, t in zip(places, inputs.tensors())}
+        self._policy, self._inputs = policy, inputs.with_tensors(iter(self.buffers.values()))
+        self._step = torch.zeros(1, dtype=torch.int64, device=inputs.latents.device)
+        self.replay, self._outputs, self.growth = record(self.run)
 
-        def run() -> tuple[Tensor, ...]:
-            self._x_before.copy_(x)
-            outputs = denoise(policy, coefs, conditions, seeds, x, step, history)
-            x.copy_(outputs[0])
-            step.add_(1).remainder_(len(coefs))  # warm-ups and benchmarks may run more than T steps
-            return outputs
+    def run(self) -> tuple[Tensor, ...]:
+        """Run the step over the buffers, one kernel at a time."""
+        coefs, conditions, seeds, x, history = self._inputs
+        return denoise(self._policy, coefs, conditions, seeds, x, self._step, history)
 
-        self._replay, self._outputs, self.memory = record(run)
-
-    def load(
-        self, coefs: Tensor, conditions: BatchConditions, seeds: Tensor, latents: Tensor, history: History | None
-    ) -> None:
-        """Copy in a rollout's inputs and start at step 0."""
-        values = [coefs, *conditions.tensors(), seeds, latents, *(history or ())]
-        for buffer, value in zip(self._buffers, values, strict=True):
+    def load(self, inputs: StepInputs) -> None:
+        """Copy a rollout's inputs into the buffers."""
+        for buffer, value in zip(self.buffers.values(), inputs.tensors(), strict=True):
             buffer.copy_(value)
-        self._step.zero_()
 
-    def skip_to(self, step: int) -> None:
-        """Make `step` the next step."""
-        self._step.fill_(step)
+    def step(self, x: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """Replay a step of the latents `x`; `step` is its index, int64 `[1]`.
 
-    def step(self) -> tuple[Tensor, ...]:
-        """Replay one step; return x and the outputs of `denoise`, which the next call overwrites."""
-        self._replay()
-        return self._x_before, *self._outputs
+        Return x and the outputs of `denoise`, which the next call overwrites.
+        """
+        self._inputs.latents.copy_(x)
+        self._step.copy_(step)
+        self.replay()
+        return self._inputs.latents, *self._outputs
+
+
+Timer = Callable[[StepGraph], tuple[float, float]]
+"""Seconds of a step replayed from a graph, and of one without."""
 
 
 class StepGraphs:
@@ -94,20 +109,25 @@ class StepGraphs:
 
     Args:
         policy: whose steps are recorded.
-        record: a `CudaRecorder`.
+        record: a `recorder.CudaRecorder`.
         max_memory: bytes that all graphs together may keep.
+        timer: measures the first graph of each latent shape, whose steps then run in the faster way; None replays
+            unmeasured.
 
     Attributes:
         refused: shapes -> why their steps run without a graph.
     """
 
-    def __init__(self, policy: Policy, record: Recorder, max_memory: int) -> None:
+    def __init__(self, policy: Policy, record: Recorder, max_memory: float, timer: Timer | None = None) -> None:
         self.policy = policy
         self.record = record
         self.max_memory = max_memory
-        self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
+        self.timer = timer
         self.refused: dict[tuple[Any, ...], str] = {}
+        self._graphs: OrderedDict[tuple[Any, ...], StepGraph] = OrderedDict()
+        self._pool = 0  # bytes
         self._seen: set[tuple[Any, ...]] = set()
+        self._timed: set[tuple[Any, ...]] = set()
         self._failed = False
 
     def prepare(
@@ -115,17 +135,12 @@ class StepGraphs:
     ) -> StepGraph | None:
         """Return the graph for these shapes, loaded with these values; None if the steps run without one.
 
-        A shape's first rollout runs without one: recording costs as much as a few steps, and the shape may not recur.
+        A shape's first rollout runs without one: it compiles the kernels, and the shape may not recur.
         """
-        inputs = (coefs, conditions, seeds, latents, history)
+        inputs = StepInputs(coefs, conditions, seeds, latents, history)
         self.policy.refresh()  # a replay does not do this
-        tokens = len(latents) * (latents[0, 0].numel() // self.policy.patch + conditions.tokens)
-        if tokens > MAX_TOKENS:
-            self._refuse(("tokens",), f"a step has {tokens:,} tokens; graphs pay off below {MAX_TOKENS:,}")
-            return None
-        shapes = tuple((t.shape, t.dtype) for t in (coefs, *conditions.tensors(), seeds, latents, *(history or ())))
-        key = (weights_key(self.policy), shapes)
-        if key in self.refused or (self._failed and key not in self._graphs):
+        key = (weights_key(self.policy), tuple((t.shape, t.dtype) for t in inputs.tensors()))
+        if key in self.refused or latents.shape in self.refused or (self._failed and key not in self._graphs):
             return None
         if key not in self._seen:
             self._seen.add(key)
@@ -133,30 +148,56 @@ class StepGraphs:
         if key not in self._graphs:
             for other in [other for other in self._graphs if other[0] != key[0]]:
                 del self._graphs[other]  # recorded with weights that were replaced
-            try:
-                graph = StepGraph(self.policy, *inputs, self.record)
-            except RuntimeError as error:  # an operator that cannot be recorded, or no memory
-                self._refuse(key, first_line(error))
-                self._failed = True  # torch 2.11's allocator treats a failed capture as still running
-                return None
-            if graph.memory > self.max_memory:
-                needed, allowed = (size / 2**30 for size in (graph.memory, self.max_memory))
-                self._refuse(key, f"it would keep {needed:.2f} GiB, and all may keep {allowed:.2f} GiB")
+            if (graph := self._recorded(key, inputs)) is None:
                 return None
             self._graphs[key] = graph
         self._graphs.move_to_end(key)
-        while len(self._graphs) > MAX_GRAPHS or sum(g.memory for g in self._graphs.values()) > self.max_memory:
+        while len(self._graphs) > MAX_GRAPHS or self._kept(self._graphs.values()) > self.max_memory:
             self._graphs.popitem(last=False)
-        self._graphs[key].load(*inputs)
+        self._graphs[key].load(inputs)
         return self._graphs[key]
 
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def _recorded(self, key: tuple[Any, ...], inputs: StepInputs) -> StepGraph | None:
+        """Record a graph; return None if that fails, if it needs too much memory, or if it is the slower way."""
+        if not self._graphs:
+            self._pool = 0  # its last graph freed it
+        try:
+            graph = StepGraph(self.policy, inputs, _buffers(self._graphs.values()), self.record)
+        except RuntimeError as error:  # an operator that cannot be recorded, or no memory
+            self._refuse(key, first_line(error))
+            self._failed = True  # torch 2.11's allocator treats a failed capture as still running
+            return None
+        self._pool += graph.growth
+        needed: float = self._kept([graph])
+        if needed > self.max_memory:
+            needed, allowed = (size / 2**30 for size in (needed, self.max_memory))
+            self._refuse(key, f"it would keep {needed:.2f} GiB, and all may keep {allowed:.2f} GiB")
+            return None
+        shape = inputs.latents.shape
+        if self.timer is not None and shape not in self._timed:
+            self._timed.add(shape)
+            replayed, plain = self.timer(graph)
+            found = f"a step takes {1e3 * replayed:.1f} ms replayed and {1e3 * plain:.1f} ms without"
+            if plain < replayed:
+                self._refuse(shape, found)
+                return None
+            log.info(f"CUDA graphs for rollouts of {len(inputs.latents)} samples: {found}")
+        return graph
+
+    def _kept(self, graphs: Iterable[StepGraph]) -> int:
+        """Return the bytes of the pool and of the buffers of `graphs`."""
+        return self._pool + sum(buffer.nbytes for buffer in _buffers(graphs).values())
+
     def _refuse(self, key: tuple[Any, ...], reason: str) -> None:
-        if key not in self.refused:
-            self.refused[key] = f"no CUDA graph for this rollout: {reason}"
-            log.info(self.refused[key])
+        self.refused[key] = f"no CUDA graph for this rollout: {reason}"
+        log.info(self.refused[key])
+
+
+def _buffers(graphs: Iterable[StepGraph]) -> Buffers:
+    return {place: buffer for graph in graphs for place, buffer in graph.buffers.items()}
 
 
 def weights_key(policy: Policy) -> int:
@@ -169,49 +210,3 @@ def weights_key(policy: Policy) -> int:
         if isinstance(layer, LoraLayer)
     ]
     return hash((*addresses, *adapters, policy.guidance_scale, policy.attention))
-
-
-class CudaRecorder:
-    """Records graphs into one memory pool, on one stream.
-
-    Graphs that never run at the same time may share a pool. The warm-up runs on the same stream, so that cuBLAS
-    allocates its workspace, one per stream, outside the graph.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-
-    def __call__(self, run: Recordable) -> tuple[Callable[[], object], tuple[Tensor, ...], int]:
-        """Record `run` after a warm-up, in which Triton compiles and cuBLAS allocates its workspace."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                run()
-        current.wait_stream(self._stream)
-        torch.cuda.synchronize()
-        # The capture does this too; there, the freed warm-up memory would offset what the graph keeps.
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
-        graph = torch.cuda.CUDAGraph()
-        # A CUDA call from another thread, such as a concurrent reward, would invalidate a global capture.
-        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        try:
-            with capture:
-                outputs = run()
-        finally:
-            torch.cuda.set_stream(current)  # a failed capture does not restore it
-        return graph.replay, outputs, torch.cuda.memory_reserved() - before
-
-
-def step_graphs(policy: Policy) -> StepGraphs | None:
-    """Return graphs for a policy on a CUDA device; None where graphs cannot be used.
-
-    That is: on the CPU; if weights are gathered and released (ZeRO-3); and if ranks share samples, because DeepSpeed
-    issues their exchanges from the host.
-    """
-    if policy.device.type != "cuda" or policy.states.gathers or sequence_size() > 1:
-        return None
-    total = torch.cuda.get_device_properties(policy.device).total_memory
-    return StepGraphs(policy, CudaRecorder(), int(MAX_MEMORY_SHARE * total))

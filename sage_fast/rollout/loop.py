@@ -110,14 +110,12 @@ def rollout(
     history = History.of(table, latents)
     steps = range(len(table)) if steps is None else steps
     graph = graphs.prepare(coefs, conditions, seeds, latents, history) if graphs is not None else None
-    if graph is not None:
-        graph.skip_to(steps.start)
     index = torch.arange(len(table), device=policy.device)
     x = latents
     for t in steps:
         with annotate("step", t):
             if graph is not None:
-                x, x_next, log_prob, *velocities = graph.step()
+                x, x_next, log_prob, *velocities = graph.step(x, index[t : t + 1])
             else:
                 x_next, log_prob, *velocities = denoise(policy, coefs, conditions, seeds, x, index[t : t + 1], history)
             if record is not None:

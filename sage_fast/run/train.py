@@ -117,6 +117,7 @@ class Run:
             setup.reward,
             setup.prompts,
             setup.embeddings,
+            graphs=setup.graphs,
             pause=(lambda: None) if policy.collective_forwards else stop.pause,
             before_update=functools.partial(stop.before_update, policy.device),
         )

@@ -27,7 +27,7 @@ from sage_fast.algorithm.schedule import (
 )
 from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt
-from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_recomputation
+from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_recomputation, training_room
 from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
@@ -36,6 +36,7 @@ from sage_fast.models.sharing import check_heads
 from sage_fast.models.spec import Spec
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards.dry_run import dry_run_reward
+from sage_fast.rollout.recorder import graph_bytes
 from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of
@@ -77,6 +78,7 @@ class Plan:
         iterations: iterations of the run.
         samples: trained samples per iteration, over all ranks.
         trained_steps: trained transitions per sample; in the longest window, if windows differ.
+        replayed: share of a GPU's rollout steps that run as a CUDA graph, as `_replayed` counts it.
         forwards: part -> single-sample forwards per iteration, over all ranks; guidance counts twice. Without the
             decode.
         busiest: part -> fraction of its FLOPs that the GPU with the most has.
@@ -99,6 +101,7 @@ class Plan:
     iterations: int
     samples: int
     trained_steps: int
+    replayed: float
     forwards: dict[str, int]
     busiest: dict[str, float]
     saved: tuple[float, float]
@@ -118,6 +121,7 @@ def plan(
     ranks: int = 1,
     gpu_memory: float = 80e9,
     checkpointing: Recomputation | None = None,
+    prompts: int | None = None,
 ) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.
 
@@ -128,6 +132,7 @@ def plan(
             decides which weights and optimizer states are sharded.
         gpu_memory: bytes of a GPU, for which `auto` chooses what to recompute.
         checkpointing: what a run has chosen to recompute.
+        prompts: number of prompts; by default new ones in every iteration.
     """
     spec = spec or _published()
     s, train, sharing = config.sampling, config.train, config.model.sequence_parallel
@@ -144,10 +149,12 @@ def plan(
     states, velocities = trajectory_bytes(config, math.prod(latent), mine)
     decoder = float(config.model.element_bytes * cost.decoder_weights)
     asked = config.model.gradient_checkpointing
-    if checkpointing is None and asked == "auto":
-        usable = gpu_memory - decoder
-        checkpointing = fitting_recomputation(config, spec, policy, usable, ranks=ranks, on_gpu=True)
-    checkpointing = checkpointing or Recomputation(asked)
+    room = training_room(config, spec, policy, gpu_memory - decoder, ranks=ranks)
+    graphs = graph_bytes(cost, s, config.model, train)
+    blocks = len(policy.block_list())
+    checkpointing = checkpointing or fitting_recomputation(asked, cost.activations, room - graphs, blocks)
+    left = room - checkpointing.mean(cost.activations)
+    graphs = min(graphs, left) if left >= cost.step + cost.context else 0.0
     objective = Objective.of(config)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
     counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed)
@@ -161,6 +168,7 @@ def plan(
         memory, host = memory | trajectories, {}
     host |= {f"{part}, host memory": size for part, size in held.host.items()}
     chosen = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
+    memory |= {"CUDA graphs": graphs} if graphs else {}
     memory[chosen] = checkpointing.mean(cost.activations)
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
@@ -176,6 +184,7 @@ def plan(
         iterations=train.iterations,
         samples=samples,
         trained_steps=len(steps),
+        replayed=_replayed(s, train, mine, prompts) if graphs else 0.0,
         forwards=counted,
         busiest=dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing},
         saved=(1 - rollout_steps / (samples * s.steps), 1 - longest / (mine * s.steps)),
@@ -225,6 +234,22 @@ def _forwards(
     )
 
 
+def _replayed(sampling: SamplingConfig, train: TrainConfig, samples: int, prompts: int | None) -> float:
+    """Return the share of rollout steps that a GPU replays from CUDA graphs: all but those of a shape's first rollout.
+
+    Each prompt counts as a text length of its own, which has as many shapes as batches have sizes.
+
+    Args:
+        samples: samples of the GPU in an iteration.
+        prompts: number of prompts; None: new ones in every iteration.
+    """
+    group = min(train.group_size, samples)
+    full, rest = divmod(group, sampling.batch_size)
+    lengths = min(prompts or math.inf, train.iterations * min(samples, train.prompts_per_iteration))
+    rollouts = train.iterations * samples / group * (full + (rest > 0))
+    return max(0.0, 1 - lengths * ((full > 0) + (rest > 0)) / rollouts)
+
+
 def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> float:
     """Return the bytes of a checkpoint: float32 tensors, whole and the same for every engine and number of ranks.
 
@@ -267,13 +292,15 @@ def format_plan(plan: Plan) -> str:
         *(work(part, plan.forwards.get(part, 0), flops, longest[part]) for part, flops in parts.items()),
         work("together", sum(plan.forwards.values()), *together),
         work(f"all {plan.iterations:,} iterations", 0, *(plan.iterations * flops for flops in together)),
+        line("rollout steps replayed from a CUDA graph", f"{plan.replayed:.0%}"),
         *_format_shared_steps(plan),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
             f"H200), with {plan.text_tokens} text tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
             f"nowhere here: that share of an H100's peak of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, as training of Llama 3 "
             "reports. Training holds the backward, and the recomputation with checkpointing. The anchor is free in the "
-            "iteration after its refresh. Not counted: rewards, evaluations.",
+            "iteration after its refresh. Not counted: rewards, evaluations. On each GPU the first rollout of a text "
+            "length runs without a CUDA graph; each prompt counts as a length of its own.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -333,7 +360,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     data = _format_data(config, train, heldout)  # before the plan, which takes a second
-    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory))
+    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, prompts=len(train)))
     return f"{wrapped(method_of(Objective.of(config), config.sampling))}\n\n{data}\n\n{costs}"
 
 

@@ -108,7 +108,7 @@ def profile_iteration(
         folder.mkdir(parents=True, exist_ok=True)
         with quiet():
             setup.encode(folder / "embeddings")
-        trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings)
+        trainer = Trainer(config, setup.model, setup.reward, setup.prompts, setup.embeddings, graphs=setup.graphs)
         for index in progress(range(warmup), "warm-up", warmup, "iteration"):
             with quiet():
                 trainer.iteration(index)

@@ -20,7 +20,8 @@ from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import random_module
 from sage_fast.models.registry import default_family
 from sage_fast.models.spec import Spec
-from sage_fast.rollout.graphs import CudaRecorder, Recorder, StepGraphs
+from sage_fast.rollout.graphs import Recorder, StepGraphs
+from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.tools.doctor import Check, tried
 from sage_fast.tools.harness import host_timer, matmul_ceiling, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong

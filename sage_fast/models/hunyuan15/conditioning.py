@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,25 +49,17 @@ class BatchConditions:
     mask: Tensor | None
     negative: BatchConditions | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Length of the longest prompt."""
-        return self.context.shape[2]
-
     def tensors(self) -> list[Tensor]:
-        """Return all tensors it holds; a CUDA graph keeps a copy of each."""
+        """Return all tensors it holds; a CUDA graph reads copies of them."""
         own = [self.modulation, self.final, self.context, *([] if self.mask is None else [self.mask])]
         return own + ([] if self.negative is None else self.negative.tensors())
 
-    def clone(self) -> BatchConditions:
-        return dataclasses.replace(
-            self,
-            modulation=self.modulation.clone(),
-            final=self.final.clone(),
-            context=self.context.clone(),
-            mask=None if self.mask is None else self.mask.clone(),
-            negative=None if self.negative is None else self.negative.clone(),
-        )
+    def with_tensors(self, tensors: Iterator[Tensor]) -> BatchConditions:
+        """Return the same conditions with the next of `tensors`, in the order of `tensors()`."""
+        modulation, final, context = next(tensors), next(tensors), next(tensors)
+        mask = None if self.mask is None else next(tensors)
+        negative = None if self.negative is None else self.negative.with_tensors(tensors)
+        return BatchConditions(modulation=modulation, final=final, context=context, mask=mask, negative=negative)
 
     def at(self, steps: Tensor) -> Inputs:
         """Return the rows of `steps`, int64 `[1]` (one step for all samples) or `[B]`, without synchronising."""

@@ -20,6 +20,11 @@ GRADIENTS = 5
 """Gradients alive per token at the peak of one block's backward: that of the stream (1), and that of the feed-forward's
 inner rows (4, plus padding for one adapter)."""
 
+KEPT_BY_STEP = 14
+"""Alive per token at the peak of a step without gradients, in a block's feed-forward: the block's input and its normed
+rows, attention's output and its projection, the video stream after it and the normed rows of that (6), the feed-forward
+before and after GELU (8)."""
+
 
 def activation_bytes(
     mode: str,
@@ -54,6 +59,32 @@ def activation_bytes(
     }[mode]
     gradients = bytes_per_value * (GRADIENTS * d + pad)
     return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + recomputed + gradients))
+
+
+def step_bytes(
+    architecture: Mapping[str, Any], tokens: int, bytes_per_value: int, *, rank: int, batch_size: int
+) -> float:
+    """Return the peak bytes of a denoising step; arguments as in `activation_bytes`.
+
+    If all weights are trained, in float32, autocast keeps copies of the blocks' matrices in 16 bits.
+    """
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    padding = sum(padding_for(adapters * rank, bytes_per_value) for adapters in (1, 1, 3))
+    copies = 0 if rank or bytes_per_value == 4 else 2 * architecture["num_layers"] * 24 * d**2
+    return float(batch_size * tokens * bytes_per_value * (KEPT_BY_STEP * d + padding) + copies)
+
+
+def condition_bytes(
+    architecture: Mapping[str, Any], text_tokens: int, bytes_per_value: int, *, steps: int, passes: int
+) -> tuple[float, float]:
+    """Return the bytes of a rollout's conditions, without the prompt's text tokens, and of these.
+
+    The text tokens of the second pass, with guidance, count as the same for all prompts.
+    """
+    d = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+    text = float(bytes_per_value * steps * text_tokens * d)
+    modulation = bytes_per_value * steps * (12 * architecture["num_layers"] + 2) * d
+    return passes * modulation + (passes - 1) * text, text
 
 
 def attention_output_bytes(architecture: Mapping[str, Any], bytes_per_value: int) -> int:

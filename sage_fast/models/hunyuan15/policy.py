@@ -35,7 +35,6 @@ class HunyuanVideo15Policy(Policy):
         super().__init__({"transformer": transformer}, dtype=dtype, guidance_scale=guidance_scale)
         self.transformer = transformer
         self.forward = TextToVideoForward(transformer, dtype)
-        self.patch = places_of_a_token(transformer.config)
         self.latent_channels: int = transformer.config.out_channels
 
     @property

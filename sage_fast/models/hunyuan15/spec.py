@@ -20,7 +20,7 @@ from sage_fast.models.hub import reachable
 from sage_fast.models.hunyuan15.decode import VideoDecoder
 from sage_fast.models.hunyuan15.encoder import encoder_version, load_encoder, random_encoder
 from sage_fast.models.hunyuan15.lora_names import comfyui, original
-from sage_fast.models.hunyuan15.memory import activation_bytes
+from sage_fast.models.hunyuan15.memory import activation_bytes, condition_bytes, step_bytes
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends, places_of_a_token
 from sage_fast.models.hunyuan15.text import TextEmbedding
 from sage_fast.models.protocol import Encoder
@@ -135,27 +135,34 @@ class HunyuanVideo15(Spec):
         return joint, self.heads, self.transformer_config.attention_head_dim
 
     def cost(self, config: Config) -> Cost:
-        architecture, model = self.transformer_config, config.model
-        latents = self.latent_shape(config.sampling)
+        architecture, model, sampling = self.transformer_config, config.model, config.sampling
+        latents = self.latent_shape(sampling)
         tokens = self.tokens(latents)
+        rank = model.lora_rank if model.trains_adapter else 0
         activations = {
             mode: activation_bytes(
                 mode,
                 architecture,
                 -(-(tokens + self.text_tokens) // model.sequence_parallel),
                 model.element_bytes,
-                rank=model.lora_rank if model.trains_adapter else 0,
+                rank=rank,
                 batch_size=config.train.batch_size,
-                passes=config.sampling.passes,
+                passes=sampling.passes,
             )
             for mode in MODES
         }
+        joint, batch = tokens + self.text_tokens, sampling.batch_size
+        shared, context = condition_bytes(
+            architecture, self.text_tokens, model.element_bytes, steps=sampling.steps, passes=sampling.passes
+        )
         return Cost(
             forward=forward_flops(architecture, tokens, self.text_tokens),
             attention=attention_flops(architecture, tokens, self.text_tokens),
             decode=decode_flops(self.vae.decoder, latents),
             decoder_weights=sum(p.numel() for p in self.vae.parameters()),
             activations=activations,
+            step=shared + step_bytes(architecture, joint, model.element_bytes, rank=rank, batch_size=batch),
+            context=context,
         )
 
     def freeze_idle(self, network: nn.Module) -> None:
