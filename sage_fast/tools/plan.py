@@ -34,7 +34,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.registry import default_family
 from sage_fast.models.sharing import check_heads
 from sage_fast.models.spec import Spec
-from sage_fast.parallel.memory import held_bytes
+from sage_fast.parallel.memory import Held, held_bytes
 from sage_fast.rewards.dry_run import dry_run_reward
 from sage_fast.rollout.recorder import graph_bytes
 from sage_fast.rollout.trajectories import trajectory_bytes
@@ -139,44 +139,33 @@ def plan(
     check_heads(sharing, spec.heads)
     policy = _meta_policy(spec, tuple(vars(config.model).items()))
     cost, latent = spec.cost(config), spec.latent_shape(s)
-    trainable = sum(p.numel() for p in policy.parameters().values())
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
 
     samples = train.prompts_per_iteration * train.group_size
     steps = longest_window(config)
     mine = len(share_of(samples, ranks // sharing, 0))
     rollout_steps, longest = _rollout_steps(s, train, ranks // sharing, config.seed)
-    states, velocities = trajectory_bytes(config, math.prod(latent), mine)
-    decoder = float(config.model.element_bytes * cost.decoder_weights)
-    asked = config.model.gradient_checkpointing
+    stored = trajectory_bytes(config, math.prod(latent), mine)
+    asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     room = training_room(config, spec, policy, gpu_memory - decoder, ranks=ranks)
-    graphs = graph_bytes(cost, s, config.model, train)
-    blocks = len(policy.block_list())
+    graphs, blocks = graph_bytes(cost, s, config.model, train), len(policy.block_list())
     checkpointing = checkpointing or fitting_recomputation(asked, cost.activations, room - graphs, blocks)
-    left = room - checkpointing.mean(cost.activations)
-    graphs = min(graphs, left) if left >= cost.step + cost.context else 0.0
+    activations = checkpointing.mean(cost.activations)
+    graphs = min(graphs, room - activations) if room - activations >= cost.step + cost.context else 0.0
     objective = Objective.of(config)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
     counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
 
-    memory = {**held.weights, **held.training, "autoencoder": decoder}
-    trajectories = {"trajectories (fp32 latents)": float(states), "stored velocities": float(velocities)}
-    if s.offload_trajectories:
-        host = {f"{part}, pinned host memory": size for part, size in trajectories.items()}
-    else:
-        memory, host = memory | trajectories, {}
-    host |= {f"{part}, host memory": size for part, size in held.host.items()}
-    chosen = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
-    memory |= {"CUDA graphs": graphs} if graphs else {}
-    memory[chosen] = checkpointing.mean(cost.activations)
+    memory, host = _held_parts(held, decoder, stored, graphs, offloaded=s.offload_trajectories)
+    memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"] = activations
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
     modes = {mode: size for mode, size in cost.activations.items() if mode != str(checkpointing)}
     other = {f"activations, checkpointing {mode}": size for mode, size in modes.items()} | videos | host
     return Plan(
         parameters=base,
-        trainable=trainable,
+        trainable=sum(p.numel() for p in policy.parameters().values()),
         latent_shape=latent,
         tokens=spec.tokens(latent),
         text_tokens=spec.text_tokens,
@@ -216,6 +205,19 @@ def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int)
         found.append((sum(steps), max(steps)))
     steps_of_all, longest = map(statistics.fmean, zip(*found))
     return steps_of_all, longest
+
+
+def _held_parts(
+    held: Held, decoder: float, stored: Sequence[int], graphs: float, *, offloaded: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return part -> bytes on a GPU, and in host memory; `stored` are the bytes of latents and of velocities."""
+    memory = {**held.weights, **held.training, "autoencoder": decoder}
+    trajectories = dict(zip(("trajectories (fp32 latents)", "stored velocities"), map(float, stored)))
+    host = {f"{part}, host memory": size for part, size in held.host.items()}
+    graphed = {"CUDA graphs": graphs} if graphs else {}
+    if offloaded:
+        return memory | graphed, {f"{part}, pinned host memory": size for part, size in trajectories.items()} | host
+    return memory | trajectories | graphed, host
 
 
 def _forwards(
