@@ -171,7 +171,7 @@ def test_recorded_steps_start_where_the_shared_steps_end() -> None:
     found = []
     for graphed in (True, False):
         trainer = tiny_trainer(settings(**SHARED))
-        trainer.graphs = StepGraphs(trainer.policy, rerun, max_memory=1000) if graphed else None
+        trainer.graphs = StepGraphs(trainer.policy, rerun, max_memory=2**40) if graphed else None
         found.append([rolled_out(trainer, 1) for _ in range(3)][-1])
         assert trainer.graphs is None or len(trainer.graphs) > 0
     (batch, scores), (expected, theirs) = found
