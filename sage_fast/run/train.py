@@ -173,7 +173,8 @@ class Run:
                 if evaluated := self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
                 regular = self.done == config.train.iterations or self.done % config.train.checkpoint_interval == 0
-                if regular or (evaluated and config.train.keep_best and is_best(self.folder, self.done)):
+                weights = config.reward.part_weights
+                if regular or (evaluated and config.train.keep_best and is_best(self.folder, self.done, weights)):
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:
@@ -225,7 +226,8 @@ class Run:
             trainer, config = self.trainer, self.config.train
             save_checkpoint(self.folder, self.done, trainer.engine, trainer.state_dict(), trainer.anchor)
             if rank() == 0:
-                prune_checkpoints(self.folder, config.keep_checkpoints, config.keep_best)
+                weights = self.config.reward.part_weights if config.keep_best else None
+                prune_checkpoints(self.folder, config.keep_checkpoints, weights)
 
     def _save_last_complete(self, completed: _Completed | None, reason: BaseException) -> None:
         """Save the last complete iteration of a run that ends early, for `reason`."""
