@@ -162,7 +162,7 @@ class Leaks:
 def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAGE_KEY", SECRET)
     args = {"url": "https://me:${SAGE_KEY}@there", "how": how}
+    entry = RewardConfig(name="tests.test_secrets:Leaks", args=args, workers=workers)
     with pytest.raises(UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there") as caught:
-        reward = CompositeReward.of(RewardConfig(name="tests.test_secrets:Leaks", args=args, workers=workers))
-        reward.check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
+        CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
     assert "sk-7" not in str(caught.value)

@@ -32,7 +32,7 @@ from sage_fast.run.folder import claim_output, locked, remove_partials, replace_
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
 from sage_fast.run.messages import config_warnings, format_row, grace_warning
 from sage_fast.run.method import method_of
-from sage_fast.run.preflight import check_output
+from sage_fast.run.preflight import check_metrics, check_output
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
@@ -138,6 +138,7 @@ class Run:
         if (found := load_checkpoint(self.folder, self.trainer.engine)) is not None:
             self.done, counters, anchor = found
             self.trainer.load_state_dict(counters, anchor)
+        check_metrics(self.folder, self.done)
         if rank() == 0:  # only after every check of the new settings
             remove_partials(self.folder)
         replace_settings(self.config)

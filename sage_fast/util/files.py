@@ -200,7 +200,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise UserError("expected an object with an integer 'iteration' from 0")
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove the line to continue"
+                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; put a copy of the file there"
             ) from error
         rows.append(row)
     return rows
