@@ -567,6 +567,37 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
         assert b" 408 " in silent.recv(1000)
 
 
+HEAD = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /score HTTP/1.1\r\nA: ", HEAD], ids=["silent", "headers", "body"])
+def test_connections_that_say_nothing_of_use_keep_no_other_out(
+    start: bytes, server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them is closed when there are too many, and each after a while, even if bytes still come."""
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_OF_GRACE", 1000.0)
+    monkeypatch.setattr("sage_fast.rewards.server.UNREAD", 12)
+    idle = []
+    for _ in range(20):  # more than may wait for their turn
+        idle.append(socket.create_connection(server.server_address[:2]))  # type: ignore[arg-type]
+        idle[-1].sendall(start)
+    for connection in idle[:8]:
+        connection.settimeout(20)
+        assert connection.recv(1) == b"", "closed"
+    assert HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], 20, "id")["print"].isfinite().all()
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_BEGIN", 0.5)
+    for connection in idle[9:]:
+        connection.settimeout(0.1)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    assert connection.recv(1) == b""
+                    break
+                connection.sendall(b"x")
+    for connection in idle:
+        connection.close()
+
+
 def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv(reward_http.TOKEN, "open sesame")
