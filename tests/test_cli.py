@@ -141,6 +141,7 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["train", str(PAPER), "--data.prompts", "missing.txt"], 2, "prompt file 'missing.txt': no such file"),
+        (["train", "\x1b[2J.yaml"], 2, "config \\x1b[2J.yaml: no such file"),
         (["train", str(PAPER), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
         (["train", str(PAPER), "--output", str(PAPER.parent)], 2, "already holds other files"),
         (["train", str(PAPER), "--resume", "--output", str(PAPER.parent)], 2, "no run to resume there"),

@@ -59,10 +59,5 @@ def fulfil(future: Future[Result], function: Callable[..., Result], *arguments: 
         del future  # breaks a cycle through the error's frames, which would keep the videos alive
 
 
-def printable(text: str) -> str:
-    """Escape what a terminal would obey, in text that came over the network."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
 def _is_ours(file: str) -> bool:
     return file in _OURS or file.startswith(_PYTHONS[0]) or file.endswith(_PYTHONS[1:])

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from sage_fast.config.fields import is_unicode
 from sage_fast.config.secrets import bare_address
-from sage_fast.rewards.errors import RewardFailure, TransportFailure, printable
+from sage_fast.rewards.errors import RewardFailure, TransportFailure
 from sage_fast.rewards.load import checked
-from sage_fast.util.errors import nearest
+from sage_fast.util.errors import nearest, printable
 from sage_fast.util.files import json_value
 
 SCHEMA = "sage-fast-reward/1"

@@ -17,7 +17,7 @@ from typing import Any
 
 from sage_fast import __version__
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.errors import failure, printable
+from sage_fast.rewards.errors import failure
 from sage_fast.rewards.http import SCHEMA, TOKEN, format_response, read_request, token
 from sage_fast.util.errors import RewardError, first_line
 
@@ -176,13 +176,13 @@ class _Handler(BaseHTTPRequestHandler):
         except RewardError as error:  # it timed out in this process and its thread cannot be killed
             return 503, self._refused(str(error))
         except Exception as error:
-            log.info(f"failed on {len(prompts)} videos: {printable(first_line(failure(error)))}")
+            log.info(f"failed on {len(prompts)} videos: {first_line(failure(error))}")
             return 422, {"schema": SCHEMA, "id": name, "error": failure(error)}
         log.info(f"{len(prompts)} videos for {self.client_address[0]}: {time.monotonic() - start:.2f} s")
         return 200, format_response(name, parts)
 
     def _refused(self, why: str) -> dict[str, Any]:
-        log.info(f"refused a request of {self.client_address[0]}: {printable(why)}")
+        log.info(f"refused a request of {self.client_address[0]}: {why}")
         return {"schema": SCHEMA, "error": why}
 
     def _refuse(self, status: int, why: str) -> None:

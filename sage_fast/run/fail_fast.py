@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sage_fast.util.errors import RunError, UserError, in_one_line
+from sage_fast.util.errors import RunError, UserError, in_one_line, printable
 from sage_fast.util.ranks import fails_alone, initialize, rank, world_size
 
 log = logging.getLogger(__name__)
@@ -84,5 +84,5 @@ def _watch(store: dist.Store, over: threading.Event) -> None:
 def _end(why: str) -> None:
     """End the process at once: destructors of NCCL may wait for the other ranks."""
     log.debug(why)
-    print(f"sage-fast: {why}", file=sys.stderr, flush=True)
+    print(printable(f"sage-fast: {why}"), file=sys.stderr, flush=True)
     os._exit(1)
