@@ -310,6 +310,27 @@ def test_an_evaluation_that_is_not_the_best_writes_no_checkpoint(
     assert saved == [1, 5]
 
 
+def test_a_link_to_a_folder_is_replaced_and_its_target_left_alone(tmp_path: Path) -> None:
+    """As of `weights/` that was moved to another disk, or of an old checkpoint."""
+    target, weights = tmp_path / "there", tmp_path / "weights"
+    for name in ("weights", "checkpoints/iteration-000001"):
+        target.mkdir(exist_ok=True)
+        (target / "file").write_text("mine")
+        link = tmp_path / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(target)
+    with atomic_path(weights) as partial:
+        partial.mkdir()
+        (partial / "file").write_text("new")
+    (tmp_path / "checkpoints" / "iteration-000002").mkdir()
+    prune_checkpoints(tmp_path, 1, None)
+    assert not weights.is_symlink()
+    assert (weights / "file").read_text() == "new"
+    assert (target / "file").read_text() == "mine"
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [2]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "there", "weights"}
+
+
 def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.json"
     write_atomic(file, "before")

@@ -161,6 +161,18 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(
     assert message in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("option", [[], ["--resume"]])
+def test_an_output_that_is_a_link_to_nothing_is_refused(
+    option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "gone")
+    assert main(["train", str(PAPER), "--output", str(link), *option]) == 2
+    assert f"output = '{link}': " in (error := capfd.readouterr().err)
+    assert option or "a link to nothing; expected a new or empty folder" in error
+    assert [*tmp_path.iterdir()] == [link]
+
+
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run") / "demo"

@@ -203,6 +203,22 @@ def test_the_contact_sheet_is_drawn_once_for_all_trackers(tmp_path: Path, monkey
     assert shown == [(sheet.step, (sheet.width, sheet.height)) for sheet in sheets]
 
 
+def test_a_tracker_that_does_not_start_again_ends_no_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its folder is damaged, or its service is down; the record goes on."""
+    write(tmp_path, [])
+    for run in (tmp_path, tmp_path / "new"):
+        run.mkdir(exist_ok=True)
+        (run / "tensorboard").write_text("no folder")
+    with pytest.raises(RunError, match="tracker 'tensorboard' does not start: "):
+        write(tmp_path / "new", ["tensorboard"])
+    caplog.set_level(logging.INFO)
+    write(tmp_path, ["tensorboard"], start=1)
+    (line,) = (" ".join(message.split()) for message in caplog.messages)
+    assert line.startswith("note: tracker 'tensorboard' does not start: ")
+    assert line.endswith("; it is left out, and metrics.jsonl has every row")
+    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
 class Dying(TensorBoardTracker):
     """A tracker whose service goes away after the first row."""
 

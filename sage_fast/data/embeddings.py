@@ -156,7 +156,7 @@ def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256(file.name.encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
-        found.update(tensor.cpu().flatten().view(torch.uint8).numpy())
+        found.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

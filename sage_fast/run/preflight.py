@@ -31,6 +31,8 @@ def check_output(config: Config, *, resume: bool) -> None:
                 "nothing was changed"
             )
         check_metrics(run, saved[:2][-1])  # later checkpoints may be damaged, and skipped
+    elif run.is_symlink() and not run.exists():
+        raise UserError(f"output = {config.output!r}: a link to nothing; expected a new or empty folder")
     elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
         holds_run = (run / "config.yaml").exists()
         found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"

@@ -199,15 +199,18 @@ class Trackers:
     """The trackers of a run. One that fails or hangs after its start does not stop it: `metrics.jsonl` is the record.
 
     Raises:
-        RunError: a tracker does not start, for example for lack of a login.
+        RunError: a tracker of a new run does not start, for example for lack of a login. A resumed run goes on.
     """
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int) -> None:
         self._threads = {name: _Thread() for name in config.tracking.trackers}
-        self._started: dict[str, Tracker] = {
-            name: thread.call(TRACKERS.get(name, Tracker), name, config, run, run_id, iteration).result()
-            for name, thread in self._threads.items()
-        }
+        self._started: dict[str, Tracker] = {}
+        for name, thread in self._threads.items():
+            start = thread.call(TRACKERS.get(name, Tracker), name, config, run, run_id, iteration)
+            if iteration > 0 and isinstance(error := start.exception(), RunError):
+                log.info(wrapped(f"note: {error}; it is left out, and metrics.jsonl has every row"))
+            else:
+                self._started[name] = start.result()
         self._failures: Counter[str] = Counter()
 
     def log(self, values: Values, step: int) -> None:

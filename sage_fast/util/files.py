@@ -108,19 +108,19 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder; a missing path is a no-op."""
-    if path.is_dir():
+    """Remove a file, a link or a whole folder; a missing path is a no-op."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder, then remove it, so that a kill leaves no half of it under its name."""
+    """Rename a folder, then remove it, so that a kill leaves no half of it under its name; of a link, the target stays."""
     old = folder.with_name(f"{folder.name}.old{PARTIAL}")
     remove(old)
     folder.replace(old)
-    shutil.rmtree(old)
+    remove(old)
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
