@@ -116,7 +116,7 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder, then remove it, so that a kill leaves no half of it under its name; of a link, the target stays."""
+    """Rename a folder, then remove it: a kill leaves no half of it under its name. The target of a link stays."""
     old = folder.with_name(f"{folder.name}.old{PARTIAL}")
     remove(old)
     folder.replace(old)
