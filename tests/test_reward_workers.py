@@ -567,10 +567,10 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
         assert b" 408 " in silent.recv(1000)
 
 
-HEAD = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+BEGUN = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
 
 
-@pytest.mark.parametrize("start", [b"", b"POST /score HTTP/1.1\r\nA: ", HEAD], ids=["silent", "headers", "body"])
+@pytest.mark.parametrize("start", [b"", b"POST /score HTTP/1.1\r\nA: ", BEGUN], ids=["silent", "headers", "body"])
 def test_connections_that_say_nothing_of_use_keep_no_other_out(
     start: bytes, server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,11 +636,22 @@ def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
     assert child.poll() == 0, "it had the time to clean up"
 
 
-def test_no_process_outlives_its_owner(tmp_path: Path) -> None:
-    """The parent is killed while its process hangs in a call."""
+def in_group(leader: int) -> list[int]:
+    """Return the living processes of a process group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [int(path.parent.name)] if int(group) == leader and state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("how", ["hang", "fork"])
+def test_no_process_outlives_its_owner(how: str, tmp_path: Path) -> None:
+    """The parent is killed while its process, and what that has forked, hang in a call."""
     code = (
         "import sys; from tests.test_reward_workers import *\n"
-        f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 hang']}}\n"
+        f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 {how}']}}\n"
         "reward = CompositeReward.of(config(workers=1, args=args))\n"
         "print(reward(VIDEOS[:1], ['a']).dropped, flush=True); reward.submit(VIDEOS[:1], ['b']); input()\n"
     )
@@ -655,6 +666,6 @@ def test_no_process_outlives_its_owner(tmp_path: Path) -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     end = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and time.monotonic() < end:
+    while in_group(child) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
+    assert in_group(child) == []
