@@ -227,10 +227,7 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(key: str, text: str) -> Any:
-    """Parse the value of an override as YAML; the value of a text setting stays as typed.
-
-    So does one of several lines, which YAML would join.
-    """
+    """Parse the value of an override as YAML; the value of a text setting stays as typed, with its line breaks."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
     if not is_unicode(text):

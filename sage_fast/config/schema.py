@@ -210,7 +210,7 @@ class RewardEntry(Section):
         super().__post_init__()
         refuse_secrets(self.args, self._key("args"))
         if self.is_address and (bare := bare_address(self.name)) != self.name:
-            require(False, self._key("name"), bare, "expected an address without a user and a query, which were given")
+            require(False, self._key("name"), bare, "expected this address alone, without a user or a query")
         require(
             all(map(is_finite, self.weights.values())),
             self._key("weights"),

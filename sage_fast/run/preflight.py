@@ -24,13 +24,14 @@ def check_output(config: Config, *, resume: bool) -> None:
     if resume:
         check_run(run)
         check_kept(config)
-        *_, done = saved = [0, *map(iteration_of, checkpoints(run))]
+        saved = [*map(iteration_of, checkpoints(run))] or [0]
+        done = saved[-1]
         if done > config.train.iterations:
             raise UserError(
                 f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
                 "nothing was changed"
             )
-        check_metrics(run, saved[:2][-1])  # later checkpoints may be damaged, and skipped
+        check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
     elif run.is_symlink() and not run.exists():
         raise UserError(f"output = {config.output!r}: a link to nothing; expected a new or empty folder")
     elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
