@@ -26,7 +26,7 @@ from sage_fast.algorithm.schedule import (
     windows,
 )
 from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
-from sage_fast.data.prompts import Prompt
+from sage_fast.data.prompts import Prompt, texts_of
 from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_recomputation, training_room
 from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.load import find_spec, meta_policy
@@ -361,6 +361,7 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     check_trainable(config, ranks)
     train, heldout = configured_prompts(config.data)
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
+    spec.check_prompts(texts_of([*train, *heldout]))
     data = _format_data(config, train, heldout)  # before the plan, which takes a second
     costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, prompts=len(train)))
     return f"{wrapped(method_of(Objective.of(config), config.sampling))}\n\n{data}\n\n{costs}"
