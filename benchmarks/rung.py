@@ -254,7 +254,7 @@ class Rung:
 
         @torch.no_grad()
         def step() -> Any:
-            return denoise(policy, self.coefs, schedule, self.seeds, self.x, self.step)
+            return denoise(policy, self.coefs, schedule.at(self.step), self.seeds, self.x, self.step)
 
         def whole() -> Any:
             return self._rollout(policy)

@@ -12,8 +12,18 @@ import torch
 
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
+from sage_fast.algorithm.schedule import missing_for_rollout_gradients
 from sage_fast.config.engines import ENGINES
-from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
+from sage_fast.config.fields import require
+from sage_fast.config.schema import (
+    AttentionBackend,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from sage_fast.data.embeddings import cache_key, encode_cached
 from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts, texts_of
 from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
@@ -23,7 +33,7 @@ from sage_fast.models.policy import Policy
 from sage_fast.models.protocol import Condition
 from sage_fast.models.random_weights import is_random
 from sage_fast.models.sharing import check_sequence_parallel
-from sage_fast.models.spec import Spec
+from sage_fast.models.spec import Cost, Spec
 from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.graphs import StepGraphs
@@ -123,7 +133,7 @@ def load_setup(
     limits = row.uses_ratio or row.uses_kl
     model = load_model(settings, config.sampling, device, config.seed, needs_agreement=limits)
     gathered = "weights" in ENGINES[config.train.engine].shards
-    recomputation, left = choose_checkpointing(config, model)
+    recomputation, model.trains_in_rollout, left = choose_checkpointing(config, model)
     model.set_checkpointing(recomputation, gathered=gathered)
     if negatives and not model.policy.uses_guidance and config.eval_guidance_scale == 1:
         model.notes.append("negative prompts have no effect: sampling.guidance_scale = 1 turns guidance off")
@@ -197,12 +207,15 @@ def load_rewards(
 MEMORY_SHARE = 0.85
 """Share of the free memory that a run may plan with; the rest is for decoding, workspaces, fragmentation, and a plan
 that no GPU has checked."""
+DECODING = 8 * 2**30
+"""Bytes of a GPU left free for a decode that runs beside the backward of a rollout's step."""
 
 
-def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, float]:
-    """Resolve `model.gradient_checkpointing`. Collective.
+def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, bool, float]:
+    """Resolve `model.gradient_checkpointing` and `train.rollout_gradients`. Collective.
 
-    Return what is recomputed, and the bytes that are left for CUDA graphs: 0 if steps run without.
+    Return what is recomputed, whether rollouts train steps, and the bytes that are left for CUDA graphs: 0 if steps run
+    without.
 
     Called while every rank holds all weights: the bytes that they take now count as usable. All ranks recompute as much
     as the rank with the least memory: they would wait for it anyway. The gradients are the same.
@@ -213,9 +226,43 @@ def choose_checkpointing(config: Config, model: Model) -> tuple[Recomputation, f
     on_gpu = policy.device.type == "cuda"
     graphs = graph_bytes(cost, config.sampling, config.model, config.train) if on_gpu else 0.0
     asked = config.model.gradient_checkpointing
-    fits = fitting_recomputation(asked, cost.activations, room - graphs, len(policy.block_list()))
-    chosen = max(all_gather_object(fits), key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
-    return chosen, room - chosen.mean(cost.activations) if graphs else 0.0
+    settings = Objective.of(config), config.model, config.train, config.sampling
+    beside = beside_rollouts(*settings, policy, cost, room - graphs, ranks=world_size(), on_gpu=on_gpu)
+    fits = fitting_recomputation(asked, cost.activations, room - graphs - beside, len(policy.block_list()))
+    recomputed, in_rollout = zip(*all_gather_object((fits, beside > 0)))
+    chosen = max(recomputed, key=lambda of_rank: (MODES.index(of_rank.mode), of_rank.count))
+    return chosen, all(in_rollout), room - beside - chosen.mean(cost.activations) if graphs else 0.0
+
+
+def beside_rollouts(
+    objective: Objective,
+    model: ModelConfig,
+    train: TrainConfig,
+    sampling: SamplingConfig,
+    policy: Policy,
+    cost: Cost,
+    room: float,
+    *,
+    ranks: int,
+    on_gpu: bool,
+) -> float:
+    """Return the bytes that rollouts take beside activations if they train steps; 0 if they do not.
+
+    They do where `train.rollout_gradients` allows it, it is exact, and it fits into `room` bytes with the least
+    activations: it saves a forward, and what is recomputed to make room for it costs one at most.
+    """
+    asked = model.gradient_checkpointing
+    samples = len(share_of(train.prompts_per_iteration * train.group_size, ranks // model.sequence_parallel, 0))
+    beside = rollout_gradient_bytes(policy, samples) + on_gpu * DECODING
+    fits = cost.activations[MODES[-1] if asked == "auto" else asked] + beside <= room
+    missing = missing_for_rollout_gradients(objective, model, train, sampling)
+    allowed = {"off": False, "on": True, "auto": fits}[train.rollout_gradients]
+    return beside if allowed and missing is None else 0.0
+
+
+def rollout_gradient_bytes(policy: Policy, samples: int) -> float:
+    """Return the bytes of the gradients that a rank's rollouts leave to the update: float32, one for each sample."""
+    return 4.0 * samples * sum(p.numel() for p in policy.parameters().values())
 
 
 def fitting_recomputation(asked: str, needed: Mapping[str, float], room: float, blocks: int) -> Recomputation:
@@ -247,10 +294,10 @@ def _trajectories(config: Config, spec: Spec, groups: int) -> tuple[int, int]:
 
 
 def check_trajectories(config: Config, model: Model) -> str:
-    """Describe the size of an iteration's stored rollouts on this rank.
+    """Describe the size of an iteration's stored rollouts on this rank, and of the gradients that they leave.
 
     Raises:
-        UserError: they exceed the free memory.
+        UserError: one of them exceeds the free memory.
     """
     samples, size = _trajectories(config, model.spec, data_size())
     device = model.policy.device
@@ -262,4 +309,15 @@ def check_trajectories(config: Config, model: Model) -> str:
             f"the rollouts of an iteration take {format_bytes(size)} of {where}; {format_bytes(free)} are free; "
             f"{way}lower train.group_size, train.prompts_per_iteration or train.timestep_fraction"
         )
-    return f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"
+    stored = f"stored rollouts: {samples} of {format_bytes(size / samples)}, {format_bytes(size)} of {where}"
+    if not model.trains_in_rollout:
+        return stored
+    gradients, free = rollout_gradient_bytes(model.policy, samples), free_bytes(device)
+    require(
+        gradients <= free,
+        "train.rollout_gradients",
+        config.train.rollout_gradients,
+        f"a gradient for each of {samples} samples takes {format_bytes(gradients)}; {format_bytes(free)} are free; the "
+        "nearest choice is 'off'",
+    )
+    return f"{stored}; steps without a KL are trained in them, into {format_bytes(gradients)} of gradients"

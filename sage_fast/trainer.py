@@ -36,6 +36,7 @@ from sage_fast.models.protocol import Condition
 from sage_fast.parallel import make_engine
 from sage_fast.rewards.interface import Scorer, Scores
 from sage_fast.rollout.batch import Batch
+from sage_fast.rollout.gradients import RolloutGradients
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.loop import initial_latents, rollout, rollout_runs
 from sage_fast.rollout.parity import check_parity
@@ -129,8 +130,11 @@ class Trainer:
         tables = iteration_tables(self.full_table, sampling, train.prompts_per_iteration, seed=seed, iteration=index)
         steps = [trained_steps(table, self.objective.surrogate, train, seed=seed, iteration=index) for table in tables]
         samples = draw_samples(train, self.prompts, shared=sampling.shared_initial_noise, seed=seed, iteration=index)
+        free, fraction = self.anchor is None or self.reuses_velocities, self.objective.kl.position_fraction
+        chosen = [[] if free else position_steps(fraction, group, seed, index) for group in steps]
+        early = [[t for t in group if self.model.trains_in_rollout and t not in kl] for group, kl in zip(steps, chosen)]
         with self.engine.averaged_weights() if sampling.averaged_weights else contextlib.nullcontext():
-            batch, scores = self._rollout(samples, tables, steps, watch)
+            batch, scores = self._rollout(samples, tables, steps, early, watch)
             if self.objective.scores_noised:
                 with watch("anchor"):
                     self.replay.score_noised(batch)
@@ -141,19 +145,19 @@ class Trainer:
 
         advantages, kept = self._advantages(scores, metrics)
         batch.advantages = advantages.flatten()[batch.numbers].float().to(self.device)
-        chosen = [position_steps(self.objective.kl.position_fraction, group, seed, index) for group in steps]
         anchored = transitions_of(samples, chosen)
         with watch("anchor"):
             batch.anchor_velocities = self._anchor_velocities(batch, batch.own(anchored))
 
         updates = update_schedule(train, samples, steps, kept.flatten().tolist(), seed=seed, iteration=index)
+        trained_early = transitions_of(samples, early)
         self.forwards = forwards(
             self.objective,
             passes=sampling.passes,
-            rollout=batch.rollout_steps,
+            rollout=batch.rollout_steps - len(trained_early),
             stored=len(transitions_of(samples, steps)),
-            trained=sum(map(len, updates)),
-            anchored=0 if self.anchor is None or self.reuses_velocities else len(anchored),
+            trained=len(set(trained_early).union(*updates)),
+            anchored=len(anchored),
         )
         shares = [batch.own(update) for update in updates]
         with watch("train"), Progress("train", sum(map(len, shares)), "transition") as bar:
@@ -178,12 +182,13 @@ class Trainer:
         samples: Sequence[Sample],
         tables: Sequence[TransitionTable],
         steps: Sequence[Sequence[int]],
+        early: Sequence[Sequence[int]],
         watch: Stopwatch,
     ) -> tuple[Batch, Scores]:
         """Generate and score `samples`; return this rank's, with the `steps` of each group stored, and all scores.
 
-        With shared initial noise, the steps before a group's window run once for the group's samples on this rank.
-        On a GPU, decoding one batch overlaps the rollout of the next.
+        Of these steps, `early` are trained at once. With shared initial noise, the steps before a group's window run
+        once for the group's samples on this rank. On a GPU, decoding one batch overlaps the rollout of the next.
         """
         scorer = VideoScorer(self.model.decoder, self.reward, watch, collective=self.policy.collective_forwards)
         with fail_together(self.policy.collective_forwards):
@@ -209,8 +214,15 @@ class Trainer:
                         x = initial_latents(latent_seeds[places], self.latent_shape, self.device)
                     keys = [batch.keys[place] for place in places]
                     given = (self.policy, table, coefs[table], batch.conditioning, keys, seeds[places], x)
-                    record = functools.partial(batch.trajectories.record, rows) if ends else None
-                    x = rollout(*given, steps=steps, record=record, on_step=bar.update, graphs=self.graphs)
+                    x = rollout(
+                        *given,
+                        steps=steps,
+                        record=functools.partial(batch.trajectories.record, rows) if ends else None,
+                        on_step=bar.update,
+                        graphs=self.graphs,
+                        trained=early[groups[0]],
+                        train=functools.partial(batch.gradients.train, watch, places[0]),
+                    )
                     if ends:
                         batch.trajectories.finish(rows, x, seeds[rows].to(self.device), table.sigmas)
                     else:
@@ -257,6 +269,7 @@ class Trainer:
             trajectories=trajectories,
             advantages=torch.zeros(len(keys), device=self.device),
             anchor_velocities={},
+            gradients=RolloutGradients(self.policy, self.constants, equalizes=objective.equalizes),
         )
 
     def _assigned(self, samples: Sequence[Sample], rollouts: Rollouts) -> list[list[int]]:
@@ -294,14 +307,15 @@ class Trainer:
             metrics.count("update/skipped", 1)
             return
         losses, sums = [], torch.zeros(4, device=self.device)
-        transitions = sorted(mine, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
+        early, late = batch.gradients.split(mine)
+        transitions = sorted(late, key=lambda transition: self.replay.lengths[batch.keys[transition[0]]])
         runs = self.replay.runs([batch.keys[i] for i, _ in transitions], self.config.train.batch_size)
 
         def idle() -> None:  # on a trained transition: other stored latents may be uninitialised
             stand_in = transitions[:1] or batch.trajectories.trained[:1]
             self.engine.backward(0 * self._loss(batch, stand_in)[0].total.sum(), total)
 
-        for micro in self.policy.states.pad_to_largest([transitions[rows] for rows in runs], idle):
+        for micro in self.policy.states.pad_to_largest([*early, *(transitions[rows] for rows in runs)], idle):
             loss, policy, kl = self._loss(batch, micro)
             self.engine.backward(loss.total.sum(), total)
             metrics.add_by_step([t for _, t in micro], policy)  # what the equalizer levels (Eq. 38)
@@ -332,7 +346,7 @@ class Trainer:
     def _loss(self, batch: Batch, micro: Sequence[Transition]) -> tuple[Loss, Tensor, Tensor]:
         """Return the loss, and the gradient norms of its two parts on the velocity (the KL's without lambda)."""
         samples, steps = (on_device(indices, self.device) for indices in zip(*micro))
-        log_prob, kl_anchor, kl_old, *mean_errors = self.replay.score(batch, micro)
+        log_prob, kl_anchor, kl_old, *mean_errors = batch.gradients.score(micro) or self.replay.score(batch, micro)
         replayed = Replayed(
             log_prob=log_prob,
             log_prob_old=batch.trajectories.log_prob_old(micro, log_prob),

@@ -115,9 +115,9 @@ def test_no_synchronisation_and_no_mask(pair: tuple[Any, HunyuanVideo15Policy]) 
     coefs, seeds, step = table.coefficients(x[0].numel()), torch.arange(2), torch.tensor([1])
     with torch.no_grad():
         conditions = ours.conditioning_table(table.sigmas[:-1], embeddings(PROMPTS)).of(PROMPTS)
-        denoise(ours, coefs, conditions, seeds, x, step)  # makes the rotary table
+        denoise(ours, coefs, conditions.at(step), seeds, x, step)  # makes the rotary table
         with Operators() as mine:
-            denoise(ours, coefs, conditions, seeds, x, step)
+            denoise(ours, coefs, conditions.at(step), seeds, x, step)
         with Operators() as theirs:
             stock_velocity(stock, x, sigma, text)
     assert mine.counts["transition_step"] == 1

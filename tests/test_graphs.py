@@ -320,9 +320,9 @@ def test_a_step_never_synchronises_on_a_gpu() -> None:
     seeds, x = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.randn(1, *LATENT_SHAPE, device="cuda")
     step = torch.zeros(1, dtype=torch.int64, device="cuda")
     with torch.no_grad():
-        module.denoise(policy, coefs, schedule, seeds, x, step)  # kernels compile, tables are made
+        module.denoise(policy, coefs, schedule.at(step), seeds, x, step)  # kernels compile, tables are made
         torch.cuda.set_sync_debug_mode("error")
         try:
-            module.denoise(policy, coefs, schedule, seeds, x, step)
+            module.denoise(policy, coefs, schedule.at(step), seeds, x, step)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -18,9 +18,10 @@ def forwards(
     Args:
         objective: the resolved settings.
         passes: forwards of a step, 2 with guidance.
-        rollout: denoising steps of all samples; those that a rank runs once for several samples count once.
+        rollout: denoising steps of all samples, without those that are trained at once; those that a rank runs once for
+            several samples count once.
         stored: transitions that may be trained.
-        trained: transitions that are trained.
+        trained: transitions with a backward.
         anchored: transitions at which the anchor runs; 0 while it is free.
     """
     scored = stored * objective.scores_noised

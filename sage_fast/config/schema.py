@@ -29,6 +29,7 @@ DType = Literal["float32", "bfloat16"]
 Tuning = Literal["lora", "full"]
 Checkpointing = Literal["none", "attention", "full", "auto"]
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "xformers"]
+RolloutGradients = Literal["auto", "on", "off"]
 Optimizer = Literal["adamw", "muon"]
 LearningRateSchedule = Literal["constant", "cosine", "linear"]
 EngineName = Literal["plain", "zero1", "zero2", "zero3"]
@@ -464,6 +465,11 @@ class TrainConfig(Section):
     """Fraction of the stochastic steps that is trained."""
     timestep_permutation: bool = True
     """Train the steps in random order (a random subset if the fraction is below 1)."""
+    rollout_gradients: RolloutGradients = "auto"
+    """Train the steps without a KL to the anchor in the rollout, by one forward for both, at the memory of a gradient
+    for each sample of a rank. The update is the same up to rounding. `on` needs one update per iteration, a LoRA, the
+    plain engine, sampling.batch_size 1, and steps without that KL: kl.position_fraction below 1, or kl.strategy none.
+    `auto`: where it is possible and fits into free memory."""
     engine: EngineName = "plain"
     """What is sharded over the ranks. `plain`: nothing. With DeepSpeed, `zero1`: the optimizer state; `zero2`: the
     gradients too; `zero3`: the weights too. docs/engines.md says which to use when."""

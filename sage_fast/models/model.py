@@ -25,6 +25,7 @@ class Model:
         attention_milliseconds: measured time per backend; empty if there was no choice.
         notes: what the user should know about this checkpoint and machine, one sentence each.
         checkpointing: what the backward recomputes.
+        trains_in_rollout: whether a rollout trains its steps without a KL (`train.rollout_gradients`).
     """
 
     spec: Spec
@@ -34,6 +35,7 @@ class Model:
     attention_milliseconds: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     checkpointing: Recomputation = NOTHING
+    trains_in_rollout: bool = False
 
     def set_checkpointing(self, chosen: Recomputation, *, gathered: bool = False) -> None:
         """Set what the backward recomputes; `gathered` as in `checkpointing.set_checkpointing`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.schedule import Transition
 from sage_fast.models.protocol import ConditionTable, Key
+from sage_fast.rollout.gradients import RolloutGradients
 from sage_fast.rollout.trajectories import Trajectories, on_device
 
 
@@ -25,6 +26,7 @@ class Batch:
         trajectories: what is stored of the rollouts.
         advantages: float32 `[N]` on the device; 0 until the rewards are known.
         anchor_velocities: transition -> `[C, T, H, W]`, guidance included; lacks those without a KL to the anchor.
+        gradients: what the rollout itself trains.
         rollout_steps: denoising steps of all ranks' samples.
     """
 
@@ -35,6 +37,7 @@ class Batch:
     trajectories: Trajectories
     advantages: Tensor
     anchor_velocities: dict[Transition, Tensor]
+    gradients: RolloutGradients
     rollout_steps: int = 0
 
     def own(self, transitions: Sequence[Transition]) -> list[Transition]:

@@ -82,7 +82,7 @@ class StepGraph:
     def run(self) -> tuple[Tensor, ...]:
         """Run the step over the buffers, one kernel at a time."""
         coefs, conditions, seeds, x, history = self._inputs
-        return denoise(self._policy, coefs, conditions, seeds, x, self._step, history)
+        return denoise(self._policy, coefs, conditions.at(self._step), seeds, x, self._step, history)
 
     def load(self, inputs: StepInputs) -> None:
         """Copy a rollout's inputs into the buffers."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import TransitionTable
 from sage_fast.models.policy import Policy
-from sage_fast.models.protocol import BatchConditions
+from sage_fast.models.protocol import Inputs
 from sage_fast.ops import transition_step
 from sage_fast.util.profiling import annotate
 
@@ -36,7 +36,7 @@ class History(NamedTuple):
 def denoise(
     policy: Policy,
     coefs: Tensor,
-    conditions: BatchConditions,
+    inputs: Inputs,
     seeds: Tensor,
     x: Tensor,
     step: Tensor,
@@ -44,15 +44,19 @@ def denoise(
 ) -> tuple[Tensor, ...]:
     """Run one step of B samples; return x_next, log-prob `[B]` and the velocity, or two for `Policy.guided` to combine.
 
+    Only the velocities are differentiable.
+
     Args:
+        inputs: of B samples at `step`.
         step: int64 `[1]`.
         history: of a second-order sampler; it then holds this step's velocity.
     """
     with annotate("transformer"):
-        v, v_uncond = policy.velocities(x, conditions.at(step))
+        v, v_uncond = policy.velocities(x, inputs)
     with annotate("transition"):
         if history is None:
-            x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, policy.guidance)
+            with torch.no_grad():
+                x_next, log_prob = transition_step(x, v, coefs, step[0], seeds, v_uncond, policy.guidance)
             return (x_next, log_prob, v) if v_uncond is None else (x_next, log_prob, v, v_uncond)
         v = policy.guided(v, v_uncond)
         along = v + history.weights[step] * (v - history.velocity)

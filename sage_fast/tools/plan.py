@@ -27,7 +27,14 @@ from sage_fast.algorithm.schedule import (
 )
 from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt, texts_of
-from sage_fast.loading import check_prompt_sets, configured_prompts, fitting_recomputation, training_room
+from sage_fast.loading import (
+    beside_rollouts,
+    check_prompt_sets,
+    configured_prompts,
+    fitting_recomputation,
+    rollout_gradient_bytes,
+    training_room,
+)
 from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
@@ -120,7 +127,7 @@ def plan(
     *,
     ranks: int = 1,
     gpu_memory: float = 80e9,
-    checkpointing: Recomputation | None = None,
+    chosen: tuple[Recomputation, bool] | None = None,
     prompts: int | None = None,
 ) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.
@@ -130,34 +137,34 @@ def plan(
         spec: spec of the model; by default the published sizes of the default family.
         ranks: number of GPUs. Samples are spread over them, or over groups of `model.sequence_parallel`; `train.engine`
             decides which weights and optimizer states are sharded.
-        gpu_memory: bytes of a GPU, for which `auto` chooses what to recompute.
-        checkpointing: what a run has chosen to recompute.
+        gpu_memory: bytes of a GPU, for which `auto` chooses.
+        chosen: what a run recomputes, and whether its rollouts train steps; by default what fits.
         prompts: number of prompts; by default new ones in every iteration.
     """
     spec = spec or _published()
     s, train, sharing = config.sampling, config.train, config.model.sequence_parallel
     check_heads(sharing, spec.heads)
-    policy = _meta_policy(spec, tuple(vars(config.model).items()))
+    policy, objective = _meta_policy(spec, tuple(vars(config.model).items())), Objective.of(config)
     cost, latent = spec.cost(config), spec.latent_shape(s)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
-
-    samples = train.prompts_per_iteration * train.group_size
-    steps = longest_window(config)
+    samples, steps = train.prompts_per_iteration * train.group_size, longest_window(config)
     mine = len(share_of(samples, ranks // sharing, 0))
     rollout_steps, longest = _rollout_steps(s, train, ranks // sharing, config.seed)
     stored = trajectory_bytes(config, math.prod(latent), mine)
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
     room = training_room(config, spec, policy, gpu_memory - decoder, ranks=ranks)
-    graphs, blocks = graph_bytes(cost, s, config.model, train), len(policy.block_list())
-    checkpointing = checkpointing or fitting_recomputation(asked, cost.activations, room - graphs, blocks)
-    activations = checkpointing.mean(cost.activations)
+    graphs = graph_bytes(cost, s, config.model, train)
+    beside = beside_rollouts(objective, config.model, train, s, policy, cost, room - graphs, ranks=ranks, on_gpu=True)
+    fits = fitting_recomputation(asked, cost.activations, room - graphs - beside, len(policy.block_list()))
+    checkpointing, one_pass = chosen or (fits, beside > 0)
+    activations, room = checkpointing.mean(cost.activations), room - beside
     graphs = min(graphs, room - activations) if room - activations >= cost.step + cost.context else 0.0
-    objective = Objective.of(config)
     held = held_bytes(config.model, train, objective.strategy, policy, ranks)
-    counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed)
+    counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed, one_pass=one_pass)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
 
-    memory, host = _held_parts(held, decoder, stored, graphs, offloaded=s.offload_trajectories)
+    gradients = rollout_gradient_bytes(policy, mine) * one_pass
+    memory, host = _held_parts(held, decoder, stored, graphs, gradients, offloaded=s.offload_trajectories)
     memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"] = activations
     chunk = min(s.batch_size, mine)  # scored before the next one is decoded
     videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
@@ -208,31 +215,33 @@ def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int)
 
 
 def _held_parts(
-    held: Held, decoder: float, stored: Sequence[int], graphs: float, *, offloaded: bool
+    held: Held, decoder: float, stored: Sequence[int], graphs: float, gradients: float, *, offloaded: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return part -> bytes on a GPU, and in host memory; `stored` are the bytes of latents and of velocities."""
     memory = {**held.weights, **held.training, "autoencoder": decoder}
     trajectories = dict(zip(("trajectories (fp32 latents)", "stored velocities"), map(float, stored)))
     host = {f"{part}, host memory": size for part, size in held.host.items()}
-    graphed = {"CUDA graphs": graphs} if graphs else {}
+    optional = {"CUDA graphs": graphs, "gradients of a rollout's samples": gradients}
+    graphed = {part: size for part, size in optional.items() if size}
     if offloaded:
         return memory | graphed, {f"{part}, pinned host memory": size for part, size in trajectories.items()} | host
     return memory | trajectories | graphed, host
 
 
 def _forwards(
-    objective: Objective, passes: int, samples: int, steps: Sequence[int], rollout: int, seed: int
+    objective: Objective, passes: int, samples: int, steps: Sequence[int], rollout: int, seed: int, *, one_pass: bool
 ) -> dict[str, int]:
     """Return part -> forwards of an iteration that trains `steps` of each sample, where the anchor is never free."""
     transitions = samples * len(steps)
-    positions = position_steps(objective.kl.position_fraction, steps, seed, 0)
+    positions = len(position_steps(objective.kl.position_fraction, steps, seed, 0))
+    anchored = samples * positions * (objective.strategy.anchor is not None)
     return forwards(
         objective,
         passes=passes,
-        rollout=rollout,
+        rollout=rollout - (transitions - anchored) * one_pass,
         stored=transitions,
         trained=transitions,
-        anchored=samples * len(positions) * (objective.strategy.anchor is not None),
+        anchored=anchored,
     )
 
 
@@ -300,7 +309,8 @@ def format_plan(plan: Plan) -> str:
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
             f"H200), with {plan.text_tokens} text tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
             f"nowhere here: that share of an H100's peak of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, as training of Llama 3 "
-            "reports. Training holds the backward, and the recomputation with checkpointing. The anchor is free in the "
+            "reports. Training holds the backward, the recomputation with checkpointing, and the forwards of the steps "
+            "that rollouts train. The anchor is free in the "
             "iteration after its refresh. Not counted: rewards, evaluations. On each GPU the first rollout of a text "
             "length runs without a CUDA graph; each prompt counts as a length of its own.",
             80,

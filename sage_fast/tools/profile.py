@@ -3,7 +3,7 @@
     <folder>/profile.json trace.json.gz
 
 With `window_only` the same window runs with NVTX ranges and without torch.profiler, for nsys and ncu: only one tool at
-a time can use CUPTI. FLOPs come from tools/plan.py; the ceiling is a matrix product measured on the device.
+a time can use CUPTI. FLOPs come from algorithm/flops.py; the ceiling is a matrix product measured on the device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
+from sage_fast.algorithm.flops import flops
 from sage_fast.algorithm.schedule import check_trainable
 from sage_fast.config.schema import Config
 from sage_fast.loading import load_setup
@@ -114,15 +115,12 @@ def profile_iteration(
                 trainer.iteration(index)
         log.info("measuring one iteration")
         ceiling = matmul_ceiling(device, trainer.policy.dtype)
-        expected = plan(config, setup.model.spec, checkpointing=setup.model.checkpointing)
-        flops = {phase: expected.flops[part] for phase, part in PART_OF_PLAN.items() if part in expected.flops}
+        model = setup.model
+        expected = plan(config, model.spec, chosen=(model.checkpointing, model.trains_in_rollout))
         profiler = None if window_only else torch.profiler.profile()
         with profiler or contextlib.nullcontext():
             row = _window(trainer, warmup)
-        # The plan averages the windows, and has the anchor run in every iteration.
-        for phase in flops.keys() & {"rollout", "anchor"}:
-            flops[phase] = trainer.forwards[phase] * expected.flops["forward"]
-    flops["train"] *= _trained_share(config.objective.drop_equal_groups, row, expected.samples)
+    of_phases = _flops_of_phases(trainer, expected.samples)
     result = {
         "environment": environment(device, implementation(device))
         | {"dtype": str(trainer.policy.dtype).removeprefix("torch.")},
@@ -131,7 +129,7 @@ def profile_iteration(
         "warmup": warmup,
         "text_tokens": expected.text_tokens,
         "ceiling_flops_per_second": ceiling,
-        "phases": phase_table(row, flops, ceiling, {}),
+        "phases": phase_table(row, of_phases, ceiling, {}),
         "peak_bytes": {phase: row[f"memory/{phase}"] for phase in PHASES if f"memory/{phase}" in row},
         "planned_bytes": sum(expected.memory.values()),
         "families": [],
@@ -143,7 +141,7 @@ def profile_iteration(
         log.info("reading the trace")
         work, changes = _read(list(profiler.events() or []), device)
         busy = busy_seconds(work, changes) if device.type == "cuda" else {}
-        result |= {"phases": phase_table(row, flops, ceiling, busy), "families": family_table(work, changes)}
+        result |= {"phases": phase_table(row, of_phases, ceiling, busy), "families": family_table(work, changes)}
         write_json(result, folder / "profile.json")
         profiler.export_chrome_trace(str(folder / "trace.json.gz"))
     return result
@@ -163,10 +161,12 @@ def _window(trainer: Trainer, index: int) -> dict[str, Any]:
     return row
 
 
-def _trained_share(drop_equal_groups: bool, row: Mapping[str, Any], samples: int) -> float:
-    """Return the share of samples that were trained: updates skip failed rewards and groups of equal rewards."""
-    equal = row["reward/zero_std_groups"] if drop_equal_groups else 0.0
-    return max(0.0, 1 - equal - row["reward/dropped"] / samples)
+def _flops_of_phases(trainer: Trainer, samples: int) -> dict[str, float]:
+    """Return phase -> FLOPs of the latest iteration; a step that the rollout trained counts as training alone."""
+    model, frozen = trainer.model, trainer.config.model.trains_adapter
+    cost = model.spec.cost(trainer.config)
+    parts = flops(cost, trainer.forwards, samples, checkpointing=model.checkpointing, frozen_base=frozen)
+    return {phase: parts[part] for phase, part in PART_OF_PLAN.items()}
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
