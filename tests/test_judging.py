@@ -419,6 +419,7 @@ def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.Captur
     settings = yaml.safe_load((two / "config.yaml").read_text())
     settings |= {"sampling": {"eta": 0.5, "sampler": "ode"}, "kl": {"strategy": "none", "lambda_max": 1.0}}
     (two / "config.yaml").write_text(yaml.safe_dump(settings))
+    write_rows(two, [row(i) | {"kl/gradient_share": 0.0} for i in range(12)])
     ode = compared(out, one, two)
     assert "<td>sampling.eta</td><td>1.0</td><td>\N{EN DASH}</td>" in ode, "an ODE has no eta"
     assert "<td>kl.strategy</td>" in ode
