@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from sage_fast import __version__
-from sage_fast.util.errors import RunError, Stopped, UserError, nearest, reason
+from sage_fast.util.errors import RunError, Stopped, UserError, nearest, printable, reason
 from sage_fast.util.profiling import ranges, tools_of_environment
 
 EPILOG = """examples:
@@ -161,13 +161,13 @@ def guarded(name: str, command: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()
     except (UserError, RunError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(printable(f"{name}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
             return PIPE_CLOSED
-        print(f"{name}: {reason(error)}", file=sys.stderr)
+        print(printable(f"{name}: {reason(error)}"), file=sys.stderr)
         return 1
     except Stopped as stopped:
         return stopped.status

@@ -16,7 +16,7 @@ from sage_fast.algorithm.schedule import longest_window
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.schema import AttentionBackend, Config, DataConfig, RewardConfig, SamplingConfig
 from sage_fast.data.embeddings import cache_key, encode_cached
-from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts
+from sage_fast.data.prompts import FORMATS, SETS, Prompt, negatives_of, read_prompts, texts_of
 from sage_fast.models.checkpointing import MODES, Recomputation, fastest_that_fits
 from sage_fast.models.load import find_spec, load_model
 from sage_fast.models.model import Model
@@ -111,8 +111,7 @@ def load_setup(
     else:
         train_prompts = eval_prompts = [Prompt(text=p) if isinstance(p, str) else p for p in prompts]
     negatives = negatives_of([*train_prompts, *eval_prompts])
-    for text in (*(prompt.text for prompt in (*train_prompts, *eval_prompts)), *negatives.values()):
-        spec.check_prompt(text)
+    spec.check_prompts(texts_of([*train_prompts, *eval_prompts]))
     reward, judge = CompositeReward([], config.reward), None
     if rewards:
         texts, eval_texts = ([prompt.text for prompt in group] for group in (train_prompts, eval_prompts))

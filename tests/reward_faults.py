@@ -68,7 +68,9 @@ def fail(how: str) -> None:
         sys.exit(4)
     if how == "interrupt":
         raise KeyboardInterrupt
-    if how == "hang":
+    if how == "fork":
+        os.fork()
+    if how in ("hang", "fork"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(1000)
     raise AssertionError(how)

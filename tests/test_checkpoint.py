@@ -19,7 +19,7 @@ from sage_fast.commands.sources import newest_weights
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.run import manifest
 from sage_fast.run import train as train_module
-from sage_fast.run.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from sage_fast.run.checkpoint import is_best, load_checkpoint, prune_checkpoints, save_checkpoint
 from sage_fast.run.folder import locked, remove_partials
 from sage_fast.run.manifest import FOR_TRAINING, checkpoints, fault_of_weights, iteration_of
 from sage_fast.run.train import train
@@ -108,7 +108,7 @@ def test_a_sound_checkpoint_is_not_written_again_and_a_damaged_one_is(tmp_path: 
 
 @pytest.mark.parametrize(
     ("keep", "best", "left"),
-    [(2, True, [20, 40, 50]), (1, False, [50]), (1, True, [20, 50]), (4, True, [20, 30, 40, 50])],
+    [(2, True, [20, 40, 50]), (1, False, [50]), (1, True, [20, 40, 50]), (4, True, [20, 30, 40, 50])],
 )
 def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, left: list[int], tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
@@ -118,10 +118,65 @@ def test_the_last_checkpoints_and_the_best_one_are_kept(keep: int, best: bool, l
             scores = {"prompts": ["a", "b"], "seeds": [0, 1], "reward": [reward, 0.0], "parts": {}}
             text = json.dumps({"iteration": iteration, **scores})
             write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", text)
-    (tmp_path / "eval" / "iteration-000040.json").write_text('{"reward": [9')  # damaged since: no ground to keep it
-    prune_checkpoints(tmp_path, keep, best)
+    (tmp_path / "eval" / "iteration-000040.json").write_text('{"reward": [9')  # damaged: it may be the best one
+    prune_checkpoints(tmp_path, keep, {} if best else None)
     assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == left
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+
+
+def test_the_best_checkpoint_is_that_under_the_weights_of_today(tmp_path: Path) -> None:
+    """A resume has changed the weight from 100 to 1: the composites that the files hold cannot be compared."""
+    (tmp_path / "eval").mkdir()
+    for iteration, part, weight in ((1, 0.008, 100.0), (2, 0.017, 1.0), (3, 0.01, 1.0)):
+        (tmp_path / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+        scores = {"prompts": ["a"], "seeds": [0], "reward": [weight * part], "parts": {"x": [part]}}
+        text = json.dumps({"iteration": iteration, **scores, "weights": {"x": weight}})
+        write_atomic(tmp_path / "eval" / f"iteration-{iteration:06d}.json", text)
+    assert is_best(tmp_path, 2, {"x": 1.0})
+    assert not is_best(tmp_path, 1, {"x": 1.0})
+    prune_checkpoints(tmp_path, 1, {"x": 1.0})
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [2, 3]
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "without the part"])
+def test_a_best_checkpoint_that_cannot_be_compared_is_kept(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = tiny_trainer(settings())
+    for iteration, reward in ((1, 0.9), (2, 0.5), (3, 0.6)):
+        save(trainer, tmp_path, iteration)
+        evaluated(tmp_path, iteration, reward)
+    prune_checkpoints(tmp_path, 2, {"x": 1.0})  # from here on only its weights are left
+    file = tmp_path / "eval" / "iteration-000001.json"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "torn":
+        os.truncate(file, 20)
+    else:
+        write_atomic(file, json.dumps(json.loads(file.read_text()) | {"weights": {"y": 1.0}}))
+    evaluated(tmp_path, 2, 0.1)
+    for _ in range(2):
+        prune_checkpoints(tmp_path, 1, {"x": 1.0})
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 3]
+    assert fault_of_weights(checkpoints(tmp_path)[0]) is None
+
+
+def test_a_checkpoint_with_a_damaged_evaluation_is_kept_with_one_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = tiny_trainer(settings())
+    for iteration in (1, 2):
+        save(trainer, tmp_path, iteration)
+        evaluated(tmp_path, iteration, 0.5)
+    os.truncate(tmp_path / "eval" / "iteration-000001.json", 20)
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        prune_checkpoints(tmp_path, 1, {})
+    assert [" ".join(message.split()) for message in caplog.messages] == [
+        "note: the weights of iteration-000001 are kept: its evaluation cannot be compared"
+    ]
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [1, 2]
+    assert not (checkpoints(tmp_path)[0] / "state.json").exists()
 
 
 def evaluated(run: Path, iteration: int, reward: float) -> None:
@@ -153,7 +208,7 @@ def test_of_the_best_checkpoint_only_the_weights_stay(
 
     monkeypatch.setattr(manifest, "remove", killed)
     with contextlib.suppress(KeyboardInterrupt):
-        prune_checkpoints(tmp_path, 1, True)
+        prune_checkpoints(tmp_path, 1, {})
     assert len({*FOR_TRAINING} & {*os.listdir(best)}) == len(FOR_TRAINING) - survives
     assert fault_of_weights(best) is before is None
 
@@ -162,7 +217,7 @@ def test_of_the_best_checkpoint_only_the_weights_stay(
     with pytest.raises(UserError, match=r"iteration-000001: it holds only weights, without state\.json"):
         load_checkpoint(tmp_path, tiny_trainer(config).engine)
     monkeypatch.setattr(manifest, "remove", remove)
-    prune_checkpoints(tmp_path, 1, True)
+    prune_checkpoints(tmp_path, 1, {})
     assert not {*FOR_TRAINING} & {*os.listdir(best)}
     (last / LORA_FILE).unlink()
     assert newest_weights(tmp_path) == (best, 1)
@@ -180,7 +235,7 @@ def test_a_best_checkpoint_with_another_manifest_is_noted(
     file = checkpoints(tmp_path)[0] / "manifest.json"
     file.write_text(content)
     caplog.set_level(logging.INFO)
-    prune_checkpoints(tmp_path, 1, True)
+    prune_checkpoints(tmp_path, 1, {})
     assert "manifest.json is not what was written" in " ".join(caplog.text.split())
     assert file.read_text() == content
 
@@ -192,7 +247,7 @@ def test_a_best_checkpoint_with_a_torn_manifest_is_noted(tmp_path: Path, caplog:
         evaluated(tmp_path, iteration, reward)
     os.truncate(checkpoints(tmp_path)[0] / "manifest.json", 100)
     caplog.set_level(logging.INFO)
-    prune_checkpoints(tmp_path, 1, True)
+    prune_checkpoints(tmp_path, 1, {})
     assert "manifest.json: not valid JSON" in " ".join(caplog.text.split())
 
 
@@ -211,7 +266,7 @@ def test_what_cannot_be_removed_is_noted_and_ends_nothing(
         rmdir(path, **options)
 
     monkeypatch.setattr(os, "rmdir", busy)
-    prune_checkpoints(tmp_path, 1, False)
+    prune_checkpoints(tmp_path, 1, None)
     assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [3]
     remove_partials(tmp_path)
     assert [" ".join(line.split()).startswith("note: ") for line in caplog.messages] == [True, True]
@@ -253,6 +308,27 @@ def test_an_evaluation_that_is_not_the_best_writes_no_checkpoint(
     rewards = [json.loads((run / "eval" / f"iteration-{i:06d}.json").read_text())["reward"] for i in (1, 2, 3, 4)]
     assert all(reward == rewards[0] for reward in rewards)
     assert saved == [1, 5]
+
+
+def test_a_link_to_a_folder_is_replaced_and_its_target_left_alone(tmp_path: Path) -> None:
+    """As of `weights/` that was moved to another disk, or of an old checkpoint."""
+    target, weights = tmp_path / "there", tmp_path / "weights"
+    for name in ("weights", "checkpoints/iteration-000001"):
+        target.mkdir(exist_ok=True)
+        (target / "file").write_text("mine")
+        link = tmp_path / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(target)
+    with atomic_path(weights) as partial:
+        partial.mkdir()
+        (partial / "file").write_text("new")
+    (tmp_path / "checkpoints" / "iteration-000002").mkdir()
+    prune_checkpoints(tmp_path, 1, None)
+    assert not weights.is_symlink()
+    assert (weights / "file").read_text() == "new"
+    assert (target / "file").read_text() == "mine"
+    assert [iteration_of(folder) for folder in checkpoints(tmp_path)] == [2]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "there", "weights"}
 
 
 def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

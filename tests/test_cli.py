@@ -141,6 +141,7 @@ def test_something_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["train", str(PAPER), "--data.prompts", "missing.txt"], 2, "prompt file 'missing.txt': no such file"),
+        (["train", "\x1b[2J.yaml"], 2, "config \\x1b[2J.yaml: no such file"),
         (["train", str(PAPER), "--dry-run", "--gpus", "64"], 2, "32 samples an iteration for 64 ranks"),
         (["train", str(PAPER), "--output", str(PAPER.parent)], 2, "already holds other files"),
         (["train", str(PAPER), "--resume", "--output", str(PAPER.parent)], 2, "no run to resume there"),
@@ -158,6 +159,18 @@ def test_what_needs_no_pytorch_does_not_wait_for_it(
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     assert message in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("option", [[], ["--resume"]])
+def test_an_output_that_is_a_link_to_nothing_is_refused(
+    option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "gone")
+    assert main(["train", str(PAPER), "--output", str(link), *option]) == 2
+    assert f"output = '{link}': " in (error := capfd.readouterr().err)
+    assert option or "a link to nothing; expected a new or empty folder" in error
+    assert [*tmp_path.iterdir()] == [link]
 
 
 @pytest.fixture(scope="module")

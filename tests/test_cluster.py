@@ -133,14 +133,16 @@ def test_what_fails_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
     assert requeued(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def started(process: "subprocess.Popen[str]", folder: Path) -> None:
+    """Wait until both tasks of the job run."""
+    wait_for(lambda: all((folder / f"started.{rank}").exists() for rank in range(2)), process)
+
+
 @pytest.mark.parametrize("status", ["0", "143"], ids=["with a checkpoint", "killed"])
-def test_the_time_limit_stops_every_rank_and_queues_the_job_again(
-    submit: Submit, tmp_path: Path, number: signal.Signals, status: str
-) -> None:
+def test_the_time_limit_stops_every_rank_and_queues_the_job_again(submit: Submit, tmp_path: Path, status: str) -> None:
     process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM=status)
-    wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in range(2)), process)
-    process.send_signal(number)
+    started(process, tmp_path)
+    process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert f"stopped before the end, status {status}; queued again" in out
@@ -149,14 +151,38 @@ def test_the_time_limit_stops_every_rank_and_queues_the_job_again(
         assert (tmp_path / f"started.{rank}").read_text().endswith("TERM\n")
 
 
-def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)], ids=["at once", "at limit"])
+def test_a_cancelled_job_is_not_queued_again(
+    submit: Submit, tmp_path: Path, numbers: tuple[signal.Signals, ...]
+) -> None:
+    """`scancel` sends SIGTERM, also to a job that is stopping at its limit."""
+    process = submit("config.yaml", "runs", WAITS="600", STATUS_ON_TERM="143")
+    started(process, tmp_path)
+    process.send_signal(signal.SIGSTOP)  # so that both signals are there before the script handles one
+    for number in numbers:
+        process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 143
+    assert requeued(tmp_path) == []
+    for rank in range(2):
+        assert (tmp_path / f"started.{rank}").read_text().endswith("TERM\n")
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["of this job", "of an earlier one"])
+def test_a_run_that_ended_just_in_time_is_not_queued_again(submit: Submit, tmp_path: Path, finished: bool) -> None:
+    """The evaluation after training says so if this job wrote it. `report.html` says nothing: a user may write it."""
+    after = tmp_path / "runs" / "eval" / "after.json"
+    after.parent.mkdir(parents=True)
+    if not finished:  # a finished run that is continued
+        after.touch()
     process = submit("config.yaml", "runs", WAITS="600")
-    wait_for(lambda: all((tmp_path / f"started.{rank}").exists() for rank in range(2)), process)
-    (tmp_path / "runs").mkdir()
+    started(process, tmp_path)
     (tmp_path / "runs" / "report.html").touch()
+    if finished:
+        after.touch()
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 0
-    assert requeued(tmp_path) == []
+    assert requeued(tmp_path) == ([] if finished else ["requeue 70123"])
 
 
 @pytest.mark.soak

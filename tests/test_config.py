@@ -227,8 +227,13 @@ def test_overrides_that_are_text(tmp_path: Path) -> None:
         ("2026-11-21", "2026-11-21"),
         ("'@file'", "@file"),
         ("a: b", "a: b"),
+        ("a\nb", "a\nb"),
+        ("a\u2028b\r", "a\u2028b\r"),
     ):
-        assert load(tmp_path / "c.yaml", {"output": text}).output == value
+        config = load(tmp_path / "c.yaml", {"output": text})
+        assert config.output == value
+        (tmp_path / "dumped.yaml").write_text(dump(config), encoding="utf-8")
+        assert load(tmp_path / "dumped.yaml") == config
     assert load(tmp_path / "c.yaml", {"model.weights": "null"}).model.weights is None
     with pytest.raises(UserError, match=r"^--output: the value is empty"):
         load(tmp_path / "c.yaml", {"output": ""})

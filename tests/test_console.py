@@ -117,6 +117,15 @@ def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_a_message_quotes_steers_no_terminal(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Not the screen, and not that of someone who reads the log."""
+    console.log_to_screen()
+    console.log_to(tmp_path / "log")
+    LOG.info("a \x1b]0;title\x07 and a \u202e\nof \x9b2J")
+    assert capfd.readouterr().out == "a \\x1b]0;title\\x07 and a \\u202e\nof \\x9b2J\n"
+    assert (tmp_path / "log").read_text().endswith("a \\x1b]0;title\\x07 and a \\u202e\nof \\x9b2J\n")
+
+
 LOGGED = """
 import logging, os, sys
 from pathlib import Path

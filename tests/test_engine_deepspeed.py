@@ -194,7 +194,10 @@ def test_muon_on_two_ranks_updates_as_one_plain_process(tmp_path: Path) -> None:
             assert off <= tolerance * way, (name, tolerance, off, way)
 
 
-PUBLISHED = {"sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832}
+PUBLISHED = {
+    "sampling.num_frames": 81, "sampling.height": 480, "sampling.width": 832,
+    "model.gradient_checkpointing": "attention",
+}  # fmt: skip
 
 
 def test_the_page_shows_what_the_plan_says() -> None:
@@ -208,11 +211,11 @@ def test_the_page_shows_what_the_plan_says() -> None:
 def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:
     """The arithmetic is that of docs/engines.md, with room for the text encoders."""
     lora = plan(build(PUBLISHED | {"train.ema_decay": 0.99}))
-    assert sum(lora.memory.values()) < 0.9 * 80e9  # `auto` fills it with what need not be recomputed
+    assert sum(lora.memory.values()) < 60e9
     full = PUBLISHED | {"model.tuning": "full", "train.ema_decay": 0.99, "train.prompts_per_iteration": 8}
     assert sum(plan(build(full), ranks=8).memory.values()) > 160e9
     sharded = plan(build(full | {"train.engine": "zero3"}), ranks=8)
-    assert sum(sharded.memory.values()) < 0.9 * 80e9
+    assert sum(sharded.memory.values()) < 60e9
     n = sharded.trainable
     assert sharded.memory["state of the optimizer (adamw)"] == n
     assert sharded.memory["trained weights"] == sharded.memory["gradients"] == n / 2

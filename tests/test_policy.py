@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.config.schema import ModelConfig, SamplingConfig
-from sage_fast.data.embeddings import encode_cached
+from sage_fast.data.embeddings import encode_cached, fill_cache
 from sage_fast.models.attention import ATTENTION
 from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.hunyuan15.policy import HunyuanVideo15Policy, freeze_dead_ends
@@ -301,6 +302,48 @@ def test_cache_is_read_without_the_encoders(tmp_path: Path, embeddings: dict[str
     assert len(calls) == 5
     encode_cached([PLAIN], factory, tmp_path, "another model", TextEmbedding)
     assert calls[5:] == ["load", PLAIN]
+
+
+def flip(bit: int) -> Callable[[Path, Path], None]:
+    def damage(file: Path, other: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[-1 - bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+
+    return damage
+
+
+def without_checksum(file: Path, other: Path) -> None:
+    """As an earlier version has written it."""
+    save_file(load_file(file), file)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [*map(flip, (0, 7, 100, 1001)), lambda file, other: shutil.copyfile(other, file), without_checksum],
+    ids=["bit 0", "bit 7", "bit 100", "bit 1001", "another prompt's file", "without checksum"],
+)
+@pytest.mark.parametrize("fill", [True, False], ids=["embed", "train"])
+def test_an_embedding_that_is_not_that_of_its_prompt_is_encoded_again(
+    damage: Callable[[Path, Path], None], fill: bool, tmp_path: Path, embeddings: dict[str, TextEmbedding],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def encode() -> dict[str, TextEmbedding]:
+        if fill:
+            fill_cache([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m")
+        return encode_cached([PLAIN, QUOTED], lambda: embeddings.__getitem__, tmp_path, "m", TextEmbedding)
+
+    encode()
+    sound = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    damage(*sorted(sound))
+    caplog.set_level("INFO")
+    caplog.clear()
+    assert torch.equal(encode()[PLAIN].text, embeddings[PLAIN].text)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == sound
+    [line] = caplog.messages
+    assert f"{sorted(sound)[0].name}" in line
+    encode()
+    assert len(caplog.messages) == 1
 
 
 def test_interrupted_encoding_leaves_whole_files_alone(

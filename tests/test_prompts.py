@@ -37,6 +37,24 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 
 CAT, DOG = "a cat, asleep", 'a dog under a sign that says "open"'
 
+
+@pytest.mark.parametrize("command", ["train", "train --dry-run", "embed --data.embedding_cache cache", "sample"])
+def test_every_command_refuses_a_prompt_in_one_line_that_steers_no_terminal(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    Path("c.yaml").write_text(f"base: {REPOSITORY / 'configs' / 'demo.yaml'}\noutput: run\n")
+    Path("p.txt").write_text("a red circle moves left \x1b[2Jquickly\n")
+    options += ["--prompts", "p.txt"] if name == "sample" else ["--data.prompts", "p.txt"]
+    assert main([name, "c.yaml", *options]) == 2
+    out, err = capfd.readouterr()
+    assert 'does not know the word "\\x1b[2Jquickly"' in err
+    assert (out + err).replace("\n", "").isprintable()
+    assert not Path("run").exists()
+    assert not list(tmp_path.glob("cache/*.safetensors"))
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -379,7 +379,7 @@ def test_folders_that_are_no_run_are_named(tmp_path, run):
         ("config.yaml", "- a", "expected a mapping of settings"),
         ("run.json", '{"a": ', "not valid JSON"),
         ("run.json", '{"notes": 3}', "'notes' does not hold what it should"),
-        ("metrics.jsonl", "[]\n", "line 1: not a row of metrics: .*; remove the line to continue"),
+        ("metrics.jsonl", "[]\n", "line 1: not a row of metrics: .*; put a copy of the file there"),
     ],
 )
 def test_a_damaged_file_is_named(run, name, content, message):

@@ -17,10 +17,11 @@ from sage_fast.config.load import build, dump, load
 from sage_fast.config.schema import Config
 from sage_fast.models.lora import LORA_FILE
 from sage_fast.run.checkpoint import save_checkpoint
+from sage_fast.run.manifest import digest
 from sage_fast.run.resume import KEPT, check_kept, value_of
 from sage_fast.run.train import train as train_run
 from sage_fast.util.errors import UserError
-from sage_fast.util.files import read_metrics
+from sage_fast.util.files import read_json, read_metrics, write_json
 from tests.test_cli import PAPER, SMALL
 from tests.test_trainer import resume
 from tests.tiny import settings, tiny_trainer
@@ -240,8 +241,61 @@ def test_a_run_without_its_metrics_is_not_resumed(run: Path, capsys: pytest.Capt
         before = files(run)
         assert main(["train", str(run), "--resume", "--train.iterations", "2"]) == 2
         error = capsys.readouterr().err
-        assert f"{str(run / 'metrics.jsonl')!r}: the lines of 1 iterations are gone; put a copy of it" in error
+        assert f"{str(run / 'metrics.jsonl')!r}: the line of iteration 0 is missing; put a copy of" in error
         assert files(run) == before
+
+
+def checkpoint_of(run: Path, iteration: int, *, whole: bool = True) -> None:
+    """Copy the run's checkpoint as one of another iteration."""
+    folder = shutil.copytree(run / "checkpoints" / "iteration-000001", run / f"checkpoints/iteration-{iteration:06d}")
+    state, manifest = read_json(folder / "state.json"), read_json(folder / "manifest.json")
+    write_json(state | {"iteration": iteration}, folder / "state.json")
+    if whole:
+        manifest["files"]["state.json"] = digest(folder / "state.json")
+        write_json(manifest, folder / "manifest.json")
+
+
+def write_lines(run: Path, iterations: list[int]) -> None:
+    row = json.loads((run / "metrics.jsonl").read_text())
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | {"iteration": i}) + "\n" for i in iterations))
+
+
+GAPS = {
+    "first": ([1, 2, 3], 0),
+    "middle": ([0, 2, 3], 1),
+    "last": ([0, 1, 2], 3),
+    "last before the checkpoint": ([0, 1, 2, 4], 3),
+    "one twice": ([0, 1, 1, 2, 3], 2),
+    "swapped": ([0, 2, 1, 3], 1),
+}
+
+
+@pytest.mark.parametrize("only", [True, False], ids=["only checkpoint", "newest checkpoint"])
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.fault("a resume with lines of metrics.jsonl missing, repeated or swapped", "refused, nothing changed")
+def test_a_run_with_gaps_in_its_metrics_is_not_resumed(
+    gap: str, only: bool, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    iterations, missing = GAPS[gap]
+    checkpoint_of(run, 4)
+    if only:
+        shutil.rmtree(run / "checkpoints" / "iteration-000001")
+    write_lines(run, iterations)
+    before = files(run)
+    assert main(["train", str(run), "--resume", "--train.iterations", "5"]) == 2
+    found = capsys.readouterr()
+    assert f"metrics.jsonl': the line of iteration {missing} is missing; put a copy" in found.err
+    assert ("loading PyTorch" not in found.out) is (only or gap == "first")
+    assert files(run) == before
+
+
+def test_a_damaged_checkpoint_needs_no_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was skipped by a resume that cut its lines off, and that was killed before it replaced the checkpoint."""
+    checkpoint_of(run, 4, whole=False)
+    write_lines(run, [0, 1])
+    assert main(["train", str(run), "--resume", "--train.iterations", "4"]) == 0
+    assert "resumed after 1 iterations" in capsys.readouterr().out
+    assert [row["iteration"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 # -- weights of a run folder ------------------------------------------------------------------------------------------

@@ -567,6 +567,37 @@ def test_a_slow_client_delays_no_other(server: RewardServer, monkeypatch: pytest
         assert b" 408 " in silent.recv(1000)
 
 
+BEGUN = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /score HTTP/1.1\r\nA: ", BEGUN], ids=["silent", "headers", "body"])
+def test_connections_that_say_nothing_of_use_keep_no_other_out(
+    start: bytes, server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them is closed when there are too many, and each after a while, even if bytes still come."""
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_OF_GRACE", 1000.0)
+    monkeypatch.setattr("sage_fast.rewards.server.UNREAD", 12)
+    idle = []
+    for _ in range(20):  # more than may wait for their turn
+        idle.append(socket.create_connection(server.server_address[:2]))  # type: ignore[arg-type]
+        idle[-1].sendall(start)
+    for connection in idle[:8]:
+        connection.settimeout(20)
+        assert connection.recv(1) == b"", "closed"
+    assert HttpReward(server.address, retry_seconds=0).score(VIDEOS[:1], ["a"], 20, "id")["print"].isfinite().all()
+    monkeypatch.setattr("sage_fast.rewards.server.SECONDS_TO_BEGIN", 0.5)
+    for connection in idle[9:]:
+        connection.settimeout(0.1)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    assert connection.recv(1) == b""
+                    break
+                connection.sendall(b"x")
+    for connection in idle:
+        connection.close()
+
+
 def test_only_who_has_the_token_is_served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv(reward_http.TOKEN, "open sesame")
@@ -605,11 +636,22 @@ def test_the_process_ends_with_the_last_reference_to_its_reward() -> None:
     assert child.poll() == 0, "it had the time to clean up"
 
 
-def test_no_process_outlives_its_owner(tmp_path: Path) -> None:
-    """The parent is killed while its process hangs in a call."""
+def in_group(leader: int) -> list[int]:
+    """Return the living processes of a process group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [int(path.parent.name)] if int(group) == leader and state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("how", ["hang", "fork"])
+def test_no_process_outlives_its_owner(how: str, tmp_path: Path) -> None:
+    """The parent is killed while its process, and what that has forked, hang in a call."""
     code = (
         "import sys; from tests.test_reward_workers import *\n"
-        f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 hang']}}\n"
+        f"args = {{'folder': {str(tmp_path)!r}, 'plan': ['2 {how}']}}\n"
         "reward = CompositeReward.of(config(workers=1, args=args))\n"
         "print(reward(VIDEOS[:1], ['a']).dropped, flush=True); reward.submit(VIDEOS[:1], ['b']); input()\n"
     )
@@ -624,6 +666,6 @@ def test_no_process_outlives_its_owner(tmp_path: Path) -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     end = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and time.monotonic() < end:
+    while in_group(child) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not Path(f"/proc/{child}").exists()
+    assert in_group(child) == []

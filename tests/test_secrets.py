@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
+from torch import Tensor
 
 from sage_fast.cli import main
 from sage_fast.config.schema import RewardConfig, RewardEntry, SamplingConfig
 from sage_fast.config.secrets import from_environment
 from sage_fast.rewards import CompositeReward, load_reward
 from sage_fast.rewards.dry_run import dry_run_reward
+from sage_fast.rewards.http import HttpReward
 from sage_fast.rewards.testbed import TestbedReward
 from sage_fast.util.errors import UserError
 from sage_fast.util.files import read_metrics
@@ -101,7 +103,9 @@ def test_a_secret_in_the_settings_is_refused(name: str, capsys: pytest.CaptureFi
 
 
 def test_an_address_with_a_secret_is_refused_and_other_names_are_not() -> None:
-    bare = ("https://me:pw@there/x", "postgres://me:pw@there", "https://there/x?n=1&api_key=abc")
+    bare = ("https://me:pw@there/x", "postgres://me:pw@there", "https://there/x?n=1&api_key=abc",
+            "https://there/x?AWSAccessKeyId=a&Signature=b", "https://there/x?X-Amz-Date=1&X-Amz-Signature=b",
+            "https://there/x?sv=1&sig=b")  # fmt: skip
     for address in (*bare, "https://me:pw@${HOST}/x", "https://there/x?api_key=abc&n=${N}"):
         with pytest.raises(UserError, match=r"reward\.args\.urls\.0: "):
             RewardConfig(args={"urls": [address]})
@@ -117,7 +121,8 @@ def test_an_address_with_a_secret_is_refused_and_other_names_are_not() -> None:
         "secretary",
     )
     RewardConfig(args=dict.fromkeys(names, "a"))
-    RewardConfig(args={"a": "https://there/x@y", "b": "me@there", "c": "https://there/x?tokens=1", "d": "my token=1"})
+    RewardConfig(args={"a": "https://there/x@y", "b": "me@there", "c": "https://there/x?tokens=1", "d": "my token=1",
+                       "e": "https://there/x?design=a"})  # fmt: skip
     RewardConfig(args={"urls": ["https://me:${KEY}@there/x", "https://there/x?api_key=${KEY}"]})
 
 
@@ -128,3 +133,36 @@ def test_a_dry_run_shows_the_name_of_a_variable_and_an_address_takes_no_other(mo
         dry_run_reward(entry)
     with pytest.raises(UserError, match=r"args.url = '\$\{PLACE\}': the name is the address"):
         dry_run_reward(RewardConfig(name="http://there", args={"url": "${PLACE}"}))
+
+
+@pytest.mark.parametrize("hidden", ["http://me:hunter2@there/x", "http://there/x?a=hunter2", "http://there?hunter2"])
+def test_the_address_of_a_server_holds_no_secret_and_none_is_shown(hidden: str) -> None:
+    for make in (lambda: RewardConfig(name=hidden), lambda: HttpReward(hidden)):
+        with pytest.raises(ValueError, match=r"'http://there(/x)?': expected (an|this) address") as caught:
+            make()
+        assert "hunter2" not in str(caught.value)
+
+
+class Leaks:
+    """Names the address that it was given in its errors."""
+
+    def __init__(self, url: str, how: str) -> None:
+        self.url = url
+        if how == "made":
+            raise OSError(f"no answer from {url}")
+        if how == "told":
+            raise UserError(f"no answer from {url}")
+
+    def score(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        raise OSError(f"no answer from {self.url}")
+
+
+@pytest.mark.parametrize("how", ["made", "told", "called"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_a_reward_name_the_variable(how: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAGE_KEY", SECRET)
+    args = {"url": "https://me:${SAGE_KEY}@there", "how": how}
+    entry = RewardConfig(name="tests.test_secrets:Leaks", args=args, workers=workers)
+    with pytest.raises(UserError, match=r"no answer from https://me:\$\{SAGE_KEY\}@there") as caught:
+        CompositeReward.of(entry).check(SamplingConfig(num_frames=1, height=32, width=32), ["a"])
+    assert "sk-7" not in str(caught.value)

@@ -439,6 +439,13 @@ def test_a_rank_that_dies_or_hangs_does_not_leave_the_other_waiting(
         assert time.monotonic() - begun > limit - 1
         assert f"Timed out waiting {limit}000ms" in place.log(name)
         os.kill(ranks[1], signal.SIGKILL)  # as torchrun does
+    lost = [
+        line
+        for line in place.log(name).splitlines()
+        if "rank 0 failed: another rank is gone or hangs: RuntimeError: " in line
+    ]
+    assert len(lost) == 1, place.log(name)
+    assert "Traceback" not in place.log(name)
     assert place.server.wait(ranks[1]) == -signal.SIGKILL
     run = place.here / name
     assert iteration_of(checkpoints(run)[-1]) % 2 == 0, "one rank alone saves nothing"

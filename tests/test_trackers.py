@@ -8,9 +8,10 @@ import shlex
 import sqlite3
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import imageio.v3 as iio
 import numpy as np
@@ -202,6 +203,22 @@ def test_the_contact_sheet_is_drawn_once_for_all_trackers(tmp_path: Path, monkey
     assert shown == [(sheet.step, (sheet.width, sheet.height)) for sheet in sheets]
 
 
+def test_a_tracker_that_does_not_start_again_ends_no_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its folder is damaged, or its service is down; the record goes on."""
+    write(tmp_path, [])
+    for run in (tmp_path, tmp_path / "new"):
+        run.mkdir(exist_ok=True)
+        (run / "tensorboard").write_text("no folder")
+    with pytest.raises(RunError, match="tracker 'tensorboard' does not start: "):
+        write(tmp_path / "new", ["tensorboard"])
+    caplog.set_level(logging.INFO)
+    write(tmp_path, ["tensorboard"], start=1)
+    (line,) = (" ".join(message.split()) for message in caplog.messages)
+    assert line.startswith("note: tracker 'tensorboard' does not start: ")
+    assert line.endswith("; it is left out, and metrics.jsonl has every row")
+    assert [row["iteration"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
 class Dying(TensorBoardTracker):
     """A tracker whose service goes away after the first row."""
 
@@ -258,6 +275,80 @@ def test_a_tracker_that_cannot_be_closed_hides_no_error(
     text = " ".join(" ".join(caplog.messages).split())
     assert "tracker 'tensorboard' failed (OSError: [Errno 116] Stale file handle)" in text
     assert "metrics.jsonl: [Errno 9] Bad file descriptor" in text
+
+
+class Hanging(TensorBoardTracker):
+    """A tracker one of whose calls never returns, or ends the program."""
+
+    call = ""
+    released: threading.Event
+    threads: ClassVar[list[threading.Thread]]
+
+    def __init__(self, project: str, folder: Path) -> None:
+        super().__init__("hanging", folder)
+
+    def start(self) -> None:
+        self.threads.append(threading.current_thread())
+        super().start()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.threads.append(threading.current_thread())
+        self._act("log")
+        super().log(values, step, **options)
+
+    def finish(self) -> None:
+        self._act("finish")
+        super().finish()
+
+    def _act(self, call: str) -> None:
+        if self.call == f"{call} exits":
+            sys.exit(3)
+        if self.call == call:
+            self.released.wait(600)
+
+
+@pytest.fixture
+def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hanging]]:
+    monkeypatch.setattr(trackers, "SECONDS", 0.5)
+    monkeypatch.setattr(Hanging, "threads", [], raising=False)
+    monkeypatch.setattr(Hanging, "released", threading.Event(), raising=False)
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "mlflow", Hanging)
+    monkeypatch.setattr(Hanging, "call", request.param)
+    yield Hanging
+    Hanging.released.set()
+
+
+@pytest.mark.parametrize(
+    ("hanging", "why"),
+    [
+        ("log", "(TimeoutError: no answer within 0.5 s); it is left out, and"),
+        ("finish", "(TimeoutError: no answer within 0.5 s); it is left out, and"),
+        ("log exits", "(SystemExit: 3); it is left out if it fails 3 times, and"),
+        ("finish exits", "(SystemExit: 3); it is left out if it fails 3 times, and"),
+    ],
+    indirect=["hanging"],
+)
+@pytest.mark.fault("a tracker hangs, or calls sys.exit", "left out, with a note; the run goes on")
+def test_a_tracker_that_hangs_or_exits_does_not_hold_or_end_the_run(
+    hanging: type[Hanging], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    writer = MetricsWriter(settings(tracking__trackers=["mlflow", "tensorboard"]), tmp_path, "0a1b2c3d")
+    for i in range(4):
+        writer.write({"iteration": i, "reward/mean": 10.0 + i})
+    writer.close()
+    assert f"tracker 'mlflow' failed {why} metrics.jsonl has every row" in " ".join(" ".join(caplog.messages).split())
+    assert list(steps(events(tmp_path), "reward/mean")) == [1, 2, 3, 4]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize("hanging", [""], indirect=True)
+def test_all_calls_of_a_tracker_are_on_one_thread_that_ends(hanging: type[Hanging], tmp_path: Path) -> None:
+    """mlflow keeps its run in thread-local state."""
+    write(tmp_path, ["mlflow"])
+    (thread,) = set(hanging.threads)
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_unknown_and_missing_trackers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sage_fast.commands.sources import load_source
-from sage_fast.data.prompts import negatives_of, read_prompts
+from sage_fast.data.prompts import read_prompts, texts_of
 from sage_fast.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         )
     sources = [options.prompts] if options.prompts else [data.prompts, data.eval_prompts]
     prompts = [prompt for source in sources for prompt in read_prompts(source)]
-    texts = dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()])
-    device = initialize(config.timeout_minutes)
+    texts, device = texts_of(prompts), initialize(config.timeout_minutes)
     spec, cache = find_spec(config.model.path, fetch=True), Path(data.embedding_cache)
+    spec.check_prompts(texts)
     load = functools.partial(spec.load_encoder, getattr(torch, dtype), device)
-    encoded = fill_cache(list(texts), load, cache, cache_key(spec.path, dtype, cache, spec.encoder_version))
+    encoded = fill_cache(texts, load, cache, cache_key(spec.path, dtype, cache, spec.encoder_version))
     shutdown()
     log.info(f"{cache}: {len(texts)} texts, of which {encoded} were encoded now")

@@ -35,7 +35,7 @@ from sage_fast.report.playback import read_video
 from sage_fast.rewards import Judge
 from sage_fast.rollout.recorder import step_graphs
 from sage_fast.run.folder import save_video
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import VIDEOS, json_value, write_atomic, write_json, writing
 from sage_fast.util.metrics import JUDGE_PART
 from sage_fast.util.ranks import initialize, local_device, rank
@@ -259,7 +259,8 @@ def _finish(
     rows = table(sets)
     warnings = hacked(rows, judges)
     text = format_table(rows)
-    print(text, *(textwrap.fill(line, 80, break_on_hyphens=False) for line in (*notes, *warnings)), sep="\n")
+    filled = [textwrap.fill(line, 80, break_on_hyphens=False) for line in (*notes, *warnings)]
+    print(printable("\n".join([text, *filled])))
     if json is not None:
         one = next(iter(evaluations.values()))
         lines = [{name: json_value(value) for name, value in dataclasses.asdict(row).items()} for row in rows]

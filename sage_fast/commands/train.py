@@ -18,7 +18,7 @@ from sage_fast.data.prompts import negatives_of, read_prompts
 from sage_fast.models.sharing import check_ranks
 from sage_fast.run.preflight import check_output
 from sage_fast.run.resume import began_here, launcher
-from sage_fast.util.errors import UserError
+from sage_fast.util.errors import UserError, printable
 from sage_fast.util.files import writing
 from sage_fast.util.imports import heavy_imports
 from sage_fast.util.plugins import module_of
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         with heavy_imports("train"):
             from sage_fast.tools.plan import dry_run
 
-        print(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80)))
+        print(printable(dry_run(config, ranks, 1e9 * (options.gpu_memory or 80))))
         return
     with heavy_imports("train"):
         from sage_fast.algorithm.objective import Objective

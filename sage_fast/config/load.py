@@ -227,7 +227,7 @@ def _entries_joined(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(key: str, text: str) -> Any:
-    """Parse the value of an override as YAML; the value of a text setting stays as typed."""
+    """Parse the value of an override as YAML; the value of a text setting stays as typed, with its line breaks."""
     if not text.strip(" "):
         raise UserError(f"--{key}: the value is empty")
     if not is_unicode(text):
@@ -238,7 +238,8 @@ def _typed(key: str, text: str) -> Any:
         raise UserError(f"--{key} {reprlib.repr(text)}: not a YAML value: {error}; text with special characters needs "
                         f"quotes of its own inside those of the shell: --{key} \"'...'\"") from error  # fmt: skip
     setting = settings_of(Config).get(key)
-    return text if setting is not None and setting.is_text and not isinstance(value, str | None) else value
+    as_typed = not isinstance(value, str | None) or len(text.splitlines()) > 1
+    return text if setting is not None and setting.is_text and as_typed else value
 
 
 def _unknown(key: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from sage_fast.config.engines import ADAPTERS, BYTES, ENGINES, OFFLOADS, OPTIMIZERS
 from sage_fast.config.fields import Section, is_finite, require, within
-from sage_fast.config.secrets import refuse_secrets
+from sage_fast.config.secrets import bare_address, refuse_secrets
 from sage_fast.util.errors import UserError, nearest
 
 Sampler = Literal["sage", "flow", "dance", "cps", "dance-precise", "precise", "ode", "ode2"]
@@ -209,6 +209,8 @@ class RewardEntry(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_secrets(self.args, self._key("args"))
+        if self.is_address and (bare := bare_address(self.name)) != self.name:
+            require(False, self._key("name"), bare, "expected this address alone, without a user or a query")
         require(
             all(map(is_finite, self.weights.values())),
             self._key("weights"),

@@ -12,6 +12,8 @@ from typing import Any
 
 from sage_fast.util.errors import UserError
 
+SHORTEST = 4
+"""Shortest value of the environment that is looked for in texts: any text holds shorter ones by chance."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _WORD = (
     r"(?:^|[-_ .?&]|(?=[A-Z]))"
@@ -21,9 +23,12 @@ _WORD = (
 """Last word of a name for secrets: `api_key`, `apiKey` and `access_tokens`, but not `num_tokens`, which is a count."""
 _SECRET = re.compile(rf"{_WORD}(?:\.|$)")
 _ADDRESS = re.compile(
-    rf"://(?:(?![^/\s@]*{_VARIABLE.pattern})[^/\s@]+@|\S*[?&][^=&\s]*{_WORD}=(?![^&\s]*{_VARIABLE.pattern}))"
+    rf"://(?:(?![^/\s@]*{_VARIABLE.pattern})[^/\s@]+@"
+    rf"|\S*[?&][^=&\s]*(?:{_WORD}|(?i:\bsig|signature))=(?![^&\s]*{_VARIABLE.pattern}))"
 )
-"""An address with a user or with a secret in its query, and no variable there."""
+"""An address with a user, or with a secret or a signature in its query, and no variable there."""
+_given: dict[str, str] = {}
+"""Value -> name of the variables that `from_environment` has read."""
 
 
 def from_environment(value: Any, name: str) -> Any:
@@ -44,7 +49,20 @@ def from_environment(value: Any, name: str) -> Any:
     for variable in _VARIABLE.findall(value):
         if variable not in os.environ:
             raise UserError(f"{name} = {value!r}: there is no environment variable {variable}")
+        _given[os.environ[variable]] = variable
     return _VARIABLE.sub(lambda found: os.environ[found[1]], value)
+
+
+def names_for_values(text: str) -> str:
+    """Put `${NAME}` back in place of the values of the environment in a text, such as the error of a reward."""
+    for value in sorted(_given, key=len, reverse=True):
+        text = text.replace(value, f"${{{_given[value]}}}") if len(value) >= SHORTEST else text
+    return text
+
+
+def bare_address(address: str) -> str:
+    """Return an address without user, query and fragment, which may hold secrets."""
+    return re.sub(r"(?<=://)[^/?#]*@|[?#].*", "", address)
 
 
 def refuse_secrets(value: Any, name: str) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from sage_fast.models.protocol import Condition, Encoder
 from sage_fast.util.console import Progress
 from sage_fast.util.files import write_atomic
 from sage_fast.util.ranks import all_gather_object, broadcast_object, fail_together, rank, world_size
+
+log = logging.getLogger(__name__)
 
 
 def _digest(*parts: str) -> str:
@@ -68,7 +73,8 @@ def fill_cache(
         Number of prompts encoded, over all ranks.
     """
     share = list(dict.fromkeys(prompts))[rank() :: world_size()]
-    missing = [prompt for prompt in share if not _is_whole(_file(cache, model, prompt))]
+    missing = [prompt for prompt in share if _read(_file(cache, model, prompt)) is None]
+    _note_unsound(_file(cache, model, prompt) for prompt in missing)
     with fail_together(), Progress("encode", len(missing), "prompt") as bar:
         encode = encoder_factory() if missing else None
         for prompt in missing:
@@ -94,13 +100,14 @@ def encode_cached(
         prompts: the same on every rank; duplicates are encoded once.
         encoder_factory: loads the text encoders and returns a function from prompt to embedding; called only on a rank
             that has a prompt to encode.
-        cache: folder with one safetensors file per (model, prompt); None keeps nothing on disk.
+        cache: folder with one safetensors file per (model, prompt), with a checksum; None keeps nothing on disk.
         model: result of `cache_key`.
         kind: class of the embeddings.
     """
     prompts = list(dict.fromkeys(prompts))
     files = {} if cache is None else {prompt: _file(cache, model, prompt) for prompt in prompts}
-    known = {prompt: embedding for prompt, file in files.items() if (embedding := _read(file, kind)) is not None}
+    known = {prompt: kind(**tensors) for prompt, file in files.items() if (tensors := _read(file)) is not None}
+    _note_unsound(file for prompt, file in files.items() if prompt not in known)
     held = all_gather_object([prompt in known for prompt in prompts])
     turns = itertools.cycle(range(world_size()))
     sources = {}  # prompt that some rank lacks -> a rank that has it, or the next in turn, which encodes it
@@ -120,7 +127,8 @@ def encode_cached(
             for prompt in block:
                 sent = broadcast_object(known.get(prompt), sources[prompt])
                 # Prefer the file if this rank sees it: memory-mapped, the ranks of a node share it in the page cache.
-                known[prompt] = (_read(files[prompt], kind) if prompt in files else None) or sent
+                tensors = _read(files[prompt]) if prompt in files else None
+                known[prompt] = sent if tensors is None else kind(**tensors)
             bar.update(len(block))
     return {prompt: known[prompt] for prompt in prompts}
 
@@ -128,21 +136,34 @@ def encode_cached(
 def _write(condition: Condition, file: Path) -> None:
     """Write a condition atomically: a kill leaves no partial file, and runs that share the cache do not collide."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, save({name: tensor.contiguous() for name, tensor in condition.tensors().items()}))
+    tensors = {name: tensor.contiguous() for name, tensor in condition.tensors().items()}
+    write_atomic(file, save(tensors, {"sha256": _checksum(file, tensors)}))
 
 
-def _read(file: Path, kind: type[Condition]) -> Condition | None:
-    """Read an embedding; None if the file is missing or broken."""
+def _read(file: Path) -> dict[str, Tensor] | None:
+    """Read the tensors of an embedding; None if the file is missing, broken, or not the one written under its name."""
     try:
-        return kind(**load_file(file))
+        with safe_open(file, "pt") as opened:
+            written = (opened.metadata() or {}).get("sha256")
+        tensors = load_file(file)
     except (FileNotFoundError, SafetensorError):
         return None
+    return tensors if written == _checksum(file, tensors) else None
 
 
-def _is_whole(file: Path) -> bool:
-    """Return whether the file exists and is as long as its header says; only the header is read."""
-    try:
-        with safe_open(file, "pt"):
-            return True
-    except (FileNotFoundError, SafetensorError):
-        return False
+def _checksum(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the name of a file, which follows from model and prompt, and of its content."""
+    found = hashlib.sha256(file.name.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
+        found.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _note_unsound(files: Iterable[Path]) -> None:
+    """Log that files which exist cannot be used."""
+    if unsound := [file for file in files if file.exists()]:
+        log.warning(
+            f"note: {len(unsound)} embeddings are damaged, of another prompt, or without a checksum, and are encoded "
+            f"again, such as {unsound[0]}"
+        )

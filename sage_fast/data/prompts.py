@@ -71,6 +71,15 @@ def read_prompts(source: str) -> list[Prompt]:
     return prompts
 
 
+def texts_of(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the texts that a run of these prompts embeds: the empty prompt, the prompts and their negative prompts.
+
+    Raises:
+        UserError: a prompt has two negative prompts.
+    """
+    return list(dict.fromkeys(["", *(prompt.text for prompt in prompts), *negatives_of(prompts).values()]))
+
+
 def negatives_of(prompts: Iterable[Prompt]) -> dict[str, str]:
     """Return prompt -> negative prompt for the prompts that have one.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -128,7 +128,7 @@ class Spec:
             UserError: this is such a checkpoint.
         """
 
-    def check_prompt(self, prompt: str) -> None:
+    def check_prompts(self, prompts: Iterable[str]) -> None:
         """Check that the text encoder knows every word.
 
         Raises:

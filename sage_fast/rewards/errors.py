@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sage_fast.config.secrets import names_for_values
 from sage_fast.util import plugins
 
 Result = TypeVar("Result")
@@ -42,7 +43,7 @@ def failure(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = list(traceback.extract_tb(error.__traceback__))
     own = frames[next((i for i, frame in enumerate(frames) if not _is_ours(frame.filename)), len(frames)) :]
-    what = f"{type(error).__name__}: {error}".strip().splitlines()
+    what = names_for_values(f"{type(error).__name__}: {error}").strip().splitlines()
     if not own:  # raised by the call itself, such as a wrong number of arguments
         return what[0]
     first = f"{own[-1].filename}:{own[-1].lineno}: {what[0]}"
@@ -56,11 +57,6 @@ def fulfil(future: Future[Result], function: Callable[..., Result], *arguments: 
     except BaseException as error:
         future.set_exception(error)
         del future  # breaks a cycle through the error's frames, which would keep the videos alive
-
-
-def printable(text: str) -> str:
-    """Escape what a terminal would obey, in text that came over the network."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _is_ours(file: str) -> bool:

@@ -25,9 +25,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from sage_fast.config.fields import is_unicode
-from sage_fast.rewards.errors import RewardFailure, TransportFailure, printable
+from sage_fast.config.secrets import bare_address
+from sage_fast.rewards.errors import RewardFailure, TransportFailure
 from sage_fast.rewards.load import checked
-from sage_fast.util.errors import nearest
+from sage_fast.util.errors import nearest, printable
 from sage_fast.util.files import json_value
 
 SCHEMA = "sage-fast-reward/1"
@@ -59,7 +60,7 @@ class HttpReward:
     def __init__(self, url: str, dtype: str = "float16", retry_seconds: float = 300.0) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ValueError(f"{url!r}: expected an address such as http://127.0.0.1:8000")
+            raise ValueError(f"{bare_address(url)!r}: expected an address such as http://127.0.0.1:8000")
         if dtype not in get_args(VideoType):
             raise ValueError(f"dtype = {dtype!r}: {nearest(dtype, get_args(VideoType))}")
         self.url, self.dtype, self.retry_seconds, self._answered = url, dtype, float(retry_seconds), False

@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_fast.config.fields import require
 from sage_fast.config.rewards import place_of_reward
 from sage_fast.config.schema import RewardEntry
-from sage_fast.config.secrets import from_environment
+from sage_fast.config.secrets import from_environment, names_for_values
 from sage_fast.rewards.errors import RewardFailure, failure
 from sage_fast.rewards.failure_policy import Backend
 from sage_fast.util.errors import UserError, nearest
@@ -185,6 +185,6 @@ def _made(kind: type, args: Mapping[str, Any], device: str, setting: str) -> Any
     try:
         return kind(**given)
     except UserError as error:
-        raise UserError(f"{setting}: {error}") from error
+        raise UserError(f"{setting}: {names_for_values(str(error))}") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{setting}: {kind.__name__}() failed: {failure(error)}") from error

@@ -135,6 +135,18 @@ class ChildProcess:
 # -- in the child -----------------------------------------------------------------------------------------------------
 
 
+def _fork_guard(descriptor: int) -> None:
+    """Fork a process that waits for the end of this one, then kills the group: also what the reward has forked."""
+    own = os.getpid()
+    if os.fork() == 0:
+        os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == own:
+            signal.sigwait([signal.SIGTERM])
+        os.killpg(0, signal.SIGKILL)
+
+
 def child(descriptor: int, parent: int) -> None:
     """Create the reward, then reply to one message after another until the parent is gone.
 
@@ -145,6 +157,7 @@ def child(descriptor: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # works even within a call that hangs
     if os.getppid() != parent:
         return
+    _fork_guard(descriptor)
     for number in SIGNALS:  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     channel, own = Connection(descriptor), os.getpid()

@@ -17,7 +17,7 @@ from typing import Any
 
 from sage_fast import __version__
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.errors import failure, printable
+from sage_fast.rewards.errors import failure
 from sage_fast.rewards.http import SCHEMA, TOKEN, format_response, read_request, token
 from sage_fast.util.errors import RewardError, first_line
 
@@ -27,6 +27,12 @@ LARGEST = 2**30
 """Largest request in bytes: 4 videos of 480p and 81 frames in float16."""
 WAITING = 8
 """Number of requests that may wait in memory while others are scored."""
+UNREAD = 128
+"""Number of connections whose headers and first bytes of the body have not come; one more closes the oldest of them."""
+SECONDS_TO_BEGIN = 10.0
+"""How long a connection may take for these."""
+FIRST_BYTES = 2**18
+"""How much of a body has to come before it takes one of the places for requests in memory."""
 SECONDS_OF_SILENCE = 60.0
 """Read timeout within a request; then the connection is closed."""
 SECONDS_OF_GRACE = 5.0
@@ -60,6 +66,7 @@ class RewardServer(ThreadingHTTPServer):
         self.reward, self.device, self.largest = reward, device, largest
         self.turns = threading.BoundedSemaphore(reward.at_a_time)
         self.places = threading.BoundedSemaphore(reward.at_a_time + WAITING)
+        self.unread: dict[socket.socket, float] = {}
         self.token = token()
         super().__init__((host, port), _Handler)
         self.names = {name.lower() for name in ("localhost", host, socket.gethostname(), self.server_name)}
@@ -76,6 +83,22 @@ class RewardServer(ThreadingHTTPServer):
             return bool(ipaddress.ip_address(name))
         except ValueError:
             return name in self.names
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.unread[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Close connections that take too long to begin, or that are too many. Called twice a second and after each."""
+        waiting, now = list(self.unread.items()), time.monotonic()
+        for number, (connection, begun) in enumerate(waiting, start=UNREAD - len(waiting)):
+            if number < 0 or now > begun + SECONDS_TO_BEGIN:
+                with contextlib.suppress(OSError):  # it has just been closed
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.unread.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if isinstance(sys.exception(), OSError):
@@ -105,13 +128,16 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(411, "expected a Content-Length")
         if int(length) > self.server.largest:
             return self._refuse(413, f"{length} bytes; at most {self.server.largest} are taken")
-        with self.server.places:
-            body = self._body(int(length))
-            if body is None:
-                return self._refuse(408, f"its body fell {SECONDS_OF_GRACE:g} s behind {SLOWEST / 1e6:g} MB/s")
-            with self.server.turns:
-                status, content = self._score(body)
-        self._send(status, content)
+        body, answer = bytearray(), None
+        if self._read(body, min(int(length), FIRST_BYTES)):
+            self.server.unread.pop(self.connection, None)
+            with self.server.places:
+                if self._read(body, int(length)):
+                    with self.server.turns:
+                        answer = self._score(bytes(body))
+        if answer is None:
+            return self._refuse(408, f"its body fell {SECONDS_OF_GRACE:g} s behind {SLOWEST / 1e6:g} MB/s")
+        self._send(*answer)
 
     def _is_welcome(self) -> bool:
         """Check the token if there is one, else the Host, and refuse the request that lacks it."""
@@ -126,9 +152,9 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def _body(self, length: int) -> bytes | None:
-        """Read the body, as far as the client sends it; return None if it comes too slowly."""
-        end, body, whole = time.monotonic() + SECONDS_OF_GRACE, bytearray(), False
+    def _read(self, body: bytearray, length: int) -> bool:
+        """Extend a body to `length` bytes, or as far as the client sends it; return False if it comes too slowly."""
+        end, whole = time.monotonic() + SECONDS_OF_GRACE - len(body) / SLOWEST, False
         with contextlib.suppress(TimeoutError):
             while not whole and (left := end + len(body) / SLOWEST - time.monotonic()) > 0:
                 self.connection.settimeout(left)
@@ -136,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
                 body += piece
                 whole = not piece
         self.connection.settimeout(self.timeout)
-        return bytes(body) if whole else None
+        return whole
 
     def _score(self, body: bytes) -> tuple[int, dict[str, Any]]:
         """Return the status and content of the answer."""
@@ -150,13 +176,13 @@ class _Handler(BaseHTTPRequestHandler):
         except RewardError as error:  # it timed out in this process and its thread cannot be killed
             return 503, self._refused(str(error))
         except Exception as error:
-            log.info(f"failed on {len(prompts)} videos: {printable(first_line(failure(error)))}")
+            log.info(f"failed on {len(prompts)} videos: {first_line(failure(error))}")
             return 422, {"schema": SCHEMA, "id": name, "error": failure(error)}
         log.info(f"{len(prompts)} videos for {self.client_address[0]}: {time.monotonic() - start:.2f} s")
         return 200, format_response(name, parts)
 
     def _refused(self, why: str) -> dict[str, Any]:
-        log.info(f"refused a request of {self.client_address[0]}: {printable(why)}")
+        log.info(f"refused a request of {self.client_address[0]}: {why}")
         return {"schema": SCHEMA, "error": why}
 
     def _refuse(self, status: int, why: str) -> None:

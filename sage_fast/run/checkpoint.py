@@ -11,7 +11,6 @@ Only rank 0 lists folders. On a network file system the other ranks may not see 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import shutil
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sage_fast.eval.scores import mean_and_margin, read_scores
+from sage_fast.eval.scores import composite, mean_and_margin, read_scores
 from sage_fast.models.policy import State
 from sage_fast.parallel import Engine
 from sage_fast.run.manifest import MANIFEST, checkpoints, digest, fault_of, iteration_of, keep_weights
@@ -86,30 +85,53 @@ def save_checkpoint(
     barrier()
 
 
-def prune_checkpoints(run: Path, keep: int, keep_best: bool) -> None:
-    """Remove all but the last `keep` checkpoints and, with `keep_best`, the weights of the best one. On rank 0 only."""
+def prune_checkpoints(run: Path, keep: int, weights: Mapping[str, float] | None) -> None:
+    """Remove all but the last `keep` checkpoints and the weights of the best one. On rank 0 only.
+
+    A checkpoint whose evaluation cannot be compared may be the best one, and its weights are kept too.
+
+    Args:
+        weights: weights of the composite in which checkpoints are compared; None does not keep the best one.
+    """
     found = checkpoints(run)
-    best = best_of(run, found) if keep_best else None
+    rewards = {} if weights is None else _rewards(run, found, weights)
+    best = _best_of(rewards)
     for folder in found[:-keep]:
+        kept = folder == best or math.isnan(rewards.get(folder, 0.0))
+        if kept and folder != best and (folder / "state.json").is_file():
+            log.info(wrapped(f"note: the weights of {folder.name} are kept: its evaluation cannot be compared"))
         try:
-            (keep_weights if folder == best else remove_folder)(folder)
+            (keep_weights if kept else remove_folder)(folder)
         except (OSError, UserError) as error:
             log.info(wrapped(f"note: an old checkpoint cannot be removed: {reason(error)}"))
 
 
-def is_best(run: Path, iteration: int) -> bool:
-    """Whether this iteration's evaluation is better than that of every checkpoint. Collective."""
+def is_best(run: Path, iteration: int, weights: Mapping[str, float]) -> bool:
+    """Whether this iteration's evaluation is better under `weights` than that of every checkpoint. Collective."""
     folder = run / "checkpoints" / f"iteration-{iteration:06d}"
-    return bool(broadcast_object(best_of(run, [*checkpoints(run), folder]) == folder, 0))
+    return bool(broadcast_object(_best_of(_rewards(run, [*checkpoints(run), folder], weights)) == folder, 0))
 
 
-def best_of(run: Path, folders: Iterable[Path]) -> Path | None:
-    """Return the checkpoint with the highest mean held-out reward, the oldest of equals; None if none was evaluated."""
+def _rewards(run: Path, folders: Iterable[Path], weights: Mapping[str, float]) -> dict[Path, float]:
+    """Return the mean held-out composite of each evaluated checkpoint; NaN if its evaluation cannot tell.
+
+    A resume may have changed the weights, so the composite is computed from the stored parts.
+    """
     rewards = {}
     for folder in folders:
-        with contextlib.suppress(FileNotFoundError, UserError):  # not evaluated, or its scores are damaged
+        try:
             scores = read_scores(run / "eval" / f"{folder.name}.json")
-            rewards[folder] = mean_and_margin(scores["prompts"], scores["reward"])[0]
+            rewards[folder] = mean_and_margin(scores["prompts"], composite(scores, weights))[0]
+        except FileNotFoundError:
+            if not (folder / "state.json").is_file():  # only weights are left: it was the best one
+                rewards[folder] = math.nan
+        except UserError:
+            rewards[folder] = math.nan
+    return rewards
+
+
+def _best_of(rewards: Mapping[Path, float]) -> Path | None:
+    """Return the checkpoint with the highest reward, the oldest of equals; None if there is none."""
     return max((f for f in rewards if math.isfinite(rewards[f])), key=rewards.__getitem__, default=None)
 
 

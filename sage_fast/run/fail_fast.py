@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sage_fast.util.errors import RunError, UserError, in_one_line
+from sage_fast.util.errors import RunError, UserError, in_one_line, printable
 from sage_fast.util.ranks import fails_alone, initialize, rank, world_size
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,10 @@ def _fail(store: dist.Store, error: Exception) -> None:
     with contextlib.suppress(dist.DistError):  # the rank that hosted the store is gone
         if store.check([KEY]):  # the error of that rank is the cause of this one
             _end(store.get(KEY).decode())
-    if not isinstance(error, (RunError, OSError)):
+    lost = "/gloo/transport/" in str(error)  # a plain RuntimeError
+    if not lost and not isinstance(error, (RunError, OSError)):
         sys.excepthook(type(error), error, error.__traceback__)
-    why = f"rank {rank()} failed: {in_one_line(error)}"
+    why = f"rank {rank()} failed: {'another rank is gone or hangs: ' if lost else ''}{in_one_line(error)}"
     with contextlib.suppress(dist.DistError):
         store.compare_set(KEY, "", why)
         time.sleep(EXIT_GRACE)
@@ -84,5 +85,5 @@ def _watch(store: dist.Store, over: threading.Event) -> None:
 def _end(why: str) -> None:
     """End the process at once: destructors of NCCL may wait for the other ranks."""
     log.debug(why)
-    print(f"sage-fast: {why}", file=sys.stderr, flush=True)
+    print(printable(f"sage-fast: {why}"), file=sys.stderr, flush=True)
     os._exit(1)

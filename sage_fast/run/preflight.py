@@ -24,23 +24,36 @@ def check_output(config: Config, *, resume: bool) -> None:
     if resume:
         check_run(run)
         check_kept(config)
-        done = max(map(iteration_of, checkpoints(run)), default=0)
+        saved = [*map(iteration_of, checkpoints(run))] or [0]
+        done = saved[-1]
         if done > config.train.iterations:
             raise UserError(
                 f"train.iterations = {config.train.iterations}: the run in {config.output!r} has done {done} already; "
                 "nothing was changed"
             )
-        if done and not read_metrics(run / "metrics.jsonl"):
-            raise UserError(
-                f"{str(run / 'metrics.jsonl')!r}: the lines of {done} iterations are gone; put a copy of it there, "
-                "or start another run with --output and no --resume; nothing was changed"
-            )
+        check_metrics(run, saved[0])  # later checkpoints may be damaged, and skipped
+    elif run.is_symlink() and not run.exists():
+        raise UserError(f"output = {config.output!r}: a link to nothing; expected a new or empty folder")
     elif run.exists() and (not run.is_dir() or any(not _is_trace(path) for path in run.iterdir())):
         holds_run = (run / "config.yaml").exists()
         found = "a run: continue it with --resume" if holds_run else "other files: it must be new or empty"
         raise UserError(
             f"output = {config.output!r} already holds {found}, or choose another folder with --output; "
             "nothing was changed"
+        )
+
+
+def check_metrics(run: Path, done: int) -> None:
+    """Check that `metrics.jsonl` begins with the lines of iterations 0 to `done` - 1.
+
+    Raises:
+        UserError: one is missing, or not in its place.
+    """
+    found = [row["iteration"] for row in read_metrics(run / "metrics.jsonl")]
+    if missing := [i for i in range(done) if found[i : i + 1] != [i]]:
+        raise UserError(
+            f"{str(run / 'metrics.jsonl')!r}: the line of iteration {missing[0]} is missing; put a copy of the file "
+            "there, or start another run with --output and no --resume; nothing was changed"
         )
 
 

@@ -6,9 +6,13 @@ import dataclasses
 import functools
 import importlib
 import logging
+import queue
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from torch import Tensor
 from sage_fast.config.load import dump
 from sage_fast.config.schema import Config
 from sage_fast.eval.sheets import contact_sheet
+from sage_fast.rewards.errors import fulfil
 from sage_fast.util.console import wrapped
 from sage_fast.util.errors import RunError, UserError, in_one_line, nearest
 
@@ -32,6 +37,8 @@ Sheet = Callable[[], Image]
 
 CHANCES = 3
 """Failed calls after which a tracker is dropped."""
+SECONDS = 60.0
+"""How long a call of a tracker may take; then it is dropped at once."""
 
 
 class Tracker:
@@ -161,17 +168,49 @@ def check_trackers(names: Iterable[str]) -> None:
         TRACKERS.get(name, Tracker).check(name)
 
 
+class _Thread:
+    """Makes all calls of a tracker on one daemon thread, where a call that hangs can be left behind.
+
+    One thread, since some trackers keep their run in thread-local state.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._calls,), name="tracker", daemon=True).start()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Future[Any]:
+        """Call a function; return after it, or after `seconds`."""
+        future: Future[Any] = Future()
+        self._calls.put((future, function, *arguments))
+        futures.wait([future], seconds)
+        return future
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
+    while (call := calls.get()) is not None:
+        fulfil(*call)
+        del call  # otherwise an idle thread would keep the last videos alive
+
+
 class Trackers:
-    """The trackers of a run. One that fails after its start does not stop the run: `metrics.jsonl` is the record.
+    """The trackers of a run. One that fails or hangs after its start does not stop it: `metrics.jsonl` is the record.
 
     Raises:
-        RunError: a tracker does not start, for example for lack of a login.
+        RunError: a tracker of a new run does not start, for example for lack of a login. A resumed run goes on.
     """
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int) -> None:
-        self._started = {
-            name: TRACKERS.get(name, Tracker)(name, config, run, run_id, iteration) for name in config.tracking.trackers
-        }
+        self._threads = {name: _Thread() for name in config.tracking.trackers}
+        self._started: dict[str, Tracker] = {}
+        for name, thread in self._threads.items():
+            start = thread.call(TRACKERS.get(name, Tracker), name, config, run, run_id, iteration)
+            if iteration > 0 and isinstance(error := start.exception(), RunError):
+                log.info(wrapped(f"note: {error}; it is left out, and metrics.jsonl has every row"))
+            else:
+                self._started[name] = start.result()
         self._failures: Counter[str] = Counter()
 
     def log(self, values: Values, step: int) -> None:
@@ -183,22 +222,26 @@ class Trackers:
 
     def finish(self) -> None:
         self._each(lambda tracker: tracker.finish())
+        for thread in self._threads.values():
+            thread.end()
 
     def _each(self, act: Callable[[Tracker], object]) -> None:
-        """Call `act` on each tracker. Exceptions are reported, not raised."""
+        """Call `act` on each tracker. Failures are reported, not raised."""
         for name, tracker in list(self._started.items()):
-            try:
-                act(tracker)
-            except Exception as error:  # each tracker has its own exceptions
-                self._failures[name] += 1
-                if self._failures[name] == 1:
-                    note = (
-                        f"note: tracker {name!r} failed ({in_one_line(error)}); it is left out if it fails {CHANCES} "
-                        "times, and metrics.jsonl has every row"
-                    )
-                    log.info(wrapped(note))
-                if self._failures[name] == CHANCES:
-                    del self._started[name]
+            future = self._threads[name].call(act, tracker, seconds=SECONDS)
+            hangs = not future.done()
+            error = TimeoutError(f"no answer within {SECONDS:g} s") if hangs else future.exception()
+            if error is None:
+                continue
+            self._failures[name] += 1
+            if hangs or self._failures[name] == 1:
+                note = (
+                    f"note: tracker {name!r} failed ({in_one_line(error)}); it is left out"
+                    f"{'' if hangs else f' if it fails {CHANCES} times'}, and metrics.jsonl has every row"
+                )
+                log.info(wrapped(note))
+            if hangs or self._failures[name] == CHANCES:
+                del self._started[name]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, bool | int | float | str | None]]:

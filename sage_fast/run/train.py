@@ -32,7 +32,7 @@ from sage_fast.run.folder import claim_output, locked, remove_partials, replace_
 from sage_fast.run.manifest import check_weights, checkpoints, iteration_of, write_manifest
 from sage_fast.run.messages import config_warnings, format_row, grace_warning
 from sage_fast.run.method import method_of
-from sage_fast.run.preflight import check_output
+from sage_fast.run.preflight import check_metrics, check_output
 from sage_fast.run.stop import Stop
 from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
@@ -140,6 +140,7 @@ class Run:
         if (found := load_checkpoint(self.folder, self.trainer.engine)) is not None:
             self.done, counters, anchor = found
             self.trainer.load_state_dict(counters, anchor)
+        check_metrics(self.folder, self.done)
         if rank() == 0:  # only after every check of the new settings
             remove_partials(self.folder)
         replace_settings(self.config)
@@ -175,7 +176,8 @@ class Run:
                 if evaluated := self._evaluation_is_due:
                     self.evaluate(f"iteration-{self.done:06d}", self.done)
                 regular = self.done == config.train.iterations or self.done % config.train.checkpoint_interval == 0
-                if regular or (evaluated and config.train.keep_best and is_best(self.folder, self.done)):
+                weights = config.reward.part_weights
+                if regular or (evaluated and config.train.keep_best and is_best(self.folder, self.done, weights)):
                     self.checkpoint()
             self.stop.boundary(trainer.device)
         except BaseException as reason:
@@ -239,7 +241,8 @@ class Run:
             trainer, config = self.trainer, self.config.train
             save_checkpoint(self.folder, self.done, trainer.engine, trainer.state_dict(), trainer.anchor)
             if rank() == 0:
-                prune_checkpoints(self.folder, config.keep_checkpoints, config.keep_best)
+                weights = self.config.reward.part_weights if config.keep_best else None
+                prune_checkpoints(self.folder, config.keep_checkpoints, weights)
 
     def _save_last_complete(self, completed: _Completed | None, reason: BaseException) -> None:
         """Save the last complete iteration of a run that ends early, for `reason`."""

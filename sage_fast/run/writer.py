@@ -46,7 +46,7 @@ class MetricsWriter:
         iteration: the next iteration; rows from there on are dropped (on a resume).
 
     Raises:
-        RunError: a tracker does not start, for example for lack of a login.
+        RunError: a tracker of a new run does not start, for example for lack of a login.
     """
 
     def __init__(self, config: Config, run: Path, run_id: str, iteration: int = 0) -> None:

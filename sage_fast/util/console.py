@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 from tqdm.asyncio import tqdm_asyncio
 from tqdm.auto import tqdm
 
+from sage_fast.util.errors import printable
+
 IN_NOTEBOOK = tqdm is not tqdm_asyncio
 SECONDS_BETWEEN_LINES = 4.0
 LONG = 60.0
@@ -33,6 +35,13 @@ Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
 PACKAGE = logging.getLogger(__name__.partition(".")[0])
+
+
+class _Formatter(logging.Formatter):
+    """Escapes what a terminal would obey, also in a log file, which may be read on one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _Screen(logging.Handler):
@@ -49,6 +58,7 @@ class _Screen(logging.Handler):
 
 
 _screen = _Screen()
+_screen.setFormatter(_Formatter())
 
 
 def log_to_screen(*, quiet: bool = False) -> None:
@@ -97,7 +107,7 @@ def log_to(path: Path) -> None:
     for other in [handler for handler in PACKAGE.handlers if isinstance(handler, logging.FileHandler)]:
         PACKAGE.removeHandler(other)  # of an earlier run in this process
     handler = logging.FileHandler(path, encoding="utf-8", errors="replace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     PACKAGE.setLevel(logging.DEBUG)
     PACKAGE.addHandler(handler)
     log.debug(f"process {os.getpid()} on {socket.gethostname()}")

@@ -86,6 +86,11 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+def printable(text: str) -> str:
+    """Escape what a terminal would obey, in text of a file, of the network or of a plug-in."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def reason(error: OSError | UserError) -> str:
     """Return `'path': No space left on device`, or as much of it as the error knows."""
     if isinstance(error, UserError) or error.strerror is None:

@@ -108,19 +108,19 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder; a missing path is a no-op."""
-    if path.is_dir():
+    """Remove a file, a link or a whole folder; a missing path is a no-op."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder, then remove it, so that a kill leaves no half of it under its name."""
+    """Rename a folder, then remove it: a kill leaves no half of it under its name. The target of a link stays."""
     old = folder.with_name(f"{folder.name}.old{PARTIAL}")
     remove(old)
     folder.replace(old)
-    shutil.rmtree(old)
+    remove(old)
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
@@ -200,7 +200,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise UserError("expected an object with an integer 'iteration' from 0")
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; remove the line to continue"
+                f"{path}, line {number}: not a row of metrics: {line[:40]!r}: {error}; put a copy of the file there"
             ) from error
         rows.append(row)
     return rows

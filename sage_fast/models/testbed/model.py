@@ -1,5 +1,6 @@
 """Tiny instances of the real HunyuanVideo 1.5 classes, small enough to be trained on a laptop core."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -146,8 +147,8 @@ class Testbed(HunyuanVideo15):
     def notes(self, sampling: SamplingConfig) -> list[str]:
         return []
 
-    def check_prompt(self, prompt: str) -> None:
-        if not is_random(self.path):
+    def check_prompts(self, prompts: Iterable[str]) -> None:
+        for prompt in [] if is_random(self.path) else prompts:
             self.embed(prompt)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> Encoder:
