@@ -12,7 +12,7 @@ import torch
 
 from sage_fast.algorithm.iteration_samples import share_of
 from sage_fast.algorithm.objective import KL_STRATEGIES, Objective
-from sage_fast.algorithm.schedule import missing_for_rollout_gradients
+from sage_fast.algorithm.schedule import longest_window, missing_for_rollout_gradients
 from sage_fast.config.engines import ENGINES
 from sage_fast.config.fields import require
 from sage_fast.config.schema import (
@@ -38,7 +38,6 @@ from sage_fast.parallel.memory import held_bytes
 from sage_fast.rewards import CompositeReward, Judge
 from sage_fast.rollout.graphs import StepGraphs
 from sage_fast.rollout.recorder import graph_bytes, step_graphs
-from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.util.environment import format_bytes, free_bytes
 from sage_fast.util.errors import UserError
 from sage_fast.util.metrics import JUDGE_PART
@@ -280,17 +279,31 @@ def training_room(config: Config, spec: Spec, policy: Policy, usable: float, *, 
         usable: bytes of the device for weights and training.
         ranks: number of ranks.
     """
-    stored = 0
-    if not config.sampling.offload_trajectories:
-        stored = _trajectories(config, spec, ranks // config.model.sequence_parallel)[1]
+    groups = ranks // config.model.sequence_parallel
+    stored = {} if config.sampling.offload_trajectories else stored_rollouts(config, spec, groups)[1]
     held = held_bytes(config.model, config.train, KL_STRATEGIES[config.kl.strategy], policy, ranks)
-    return MEMORY_SHARE * (usable - sum(held.weights.values())) - sum(held.training.values()) - stored
+    taken = sum(held.training.values()) + sum(stored.values())
+    return MEMORY_SHARE * (usable - sum(held.weights.values())) - taken
 
 
-def _trajectories(config: Config, spec: Spec, groups: int) -> tuple[int, int]:
-    """Samples of an iteration on a rank of the first of `groups`, and the bytes of their stored rollouts."""
+def stored_rollouts(config: Config, spec: Spec, groups: int) -> tuple[int, dict[str, float]]:
+    """Return an iteration's samples on a rank of the first of `groups`, and part -> bytes of their stored rollouts."""
     samples = len(share_of(config.train.prompts_per_iteration * config.train.group_size, groups, 0))
-    return samples, sum(trajectory_bytes(config, math.prod(spec.latent_shape(config.sampling)), samples))
+    return samples, trajectory_bytes(config, math.prod(spec.latent_shape(config.sampling)), samples)
+
+
+def trajectory_bytes(config: Config, numel: int, samples: int) -> dict[str, float]:
+    """Return part -> bytes of what `samples` rollouts store for training, with `numel` elements per latent."""
+    trained, objective = len(longest_window(config)), Objective.of(config)
+    # With untrained steps in between, a trained transition stores up to two states of its own.
+    shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
+    states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
+    velocities = int(objective.strategy.anchor is not None) + int(objective.stores_velocities)
+    width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4
+    return {
+        "trajectories (fp32 latents)": 4.0 * numel * samples * states,
+        "stored velocities": float(width * numel * samples * trained * velocities),
+    }
 
 
 def check_trajectories(config: Config, model: Model) -> str:
@@ -299,7 +312,8 @@ def check_trajectories(config: Config, model: Model) -> str:
     Raises:
         UserError: one of them exceeds the free memory.
     """
-    samples, size = _trajectories(config, model.spec, data_size())
+    samples, parts = stored_rollouts(config, model.spec, data_size())
+    size = sum(parts.values())
     device = model.policy.device
     on_gpu = device.type == "cuda" and not config.sampling.offload_trajectories
     free, where = (free_bytes(device), "GPU memory") if on_gpu else (free_bytes(torch.device("cpu")), "host memory")

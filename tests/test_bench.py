@@ -59,6 +59,13 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(operator in out for operator in OPERATORS)
     assert "There is no GPU row yet" in out
     result = json.loads((tmp_path / "out" / "b.json").read_text())
+    assert f"fused = {result['environment']['operators']}" in out, "the reference must not pass for a fused operator"
+    for row, share in zip(result["rows"], (0.5, 1.5, 0.5, 0.5, 0.5)):
+        row["seconds"]["copy"]["p50"] = share * row["seconds"]["fused"]["p50"]
+    assert "Above 100% a copy is no limit" in bench.format_result(result)
+    result["rows"][1]["seconds"]["copy"]["p50"] = 0.0
+    assert "Above 100% a copy is no limit" not in bench.format_result(result)
+    result = json.loads((tmp_path / "out" / "b.json").read_text())
     assert {"commit", "date", "device", "threads", "operators", "torch"} <= result["environment"].keys()
     assert [row["operator"] for row in result["rows"]] == [*OPERATORS]
     for row in result["rows"]:

@@ -23,6 +23,7 @@ from sage_fast.models.registry import default_family
 from sage_fast.rollout.graphs import Recordable
 from sage_fast.tools import doctor, selftest
 from sage_fast.tools.doctor import VERDICTS, Check
+from sage_fast.tools.harness import of_limit
 from sage_fast.tools.operators import registered
 from tests.test_graphs import rerun
 
@@ -42,7 +43,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for operator in ("transition_step", "transition_score", "norm_modulate", "norm_rotate"):
         for dtype in ("float32", "bfloat16"):
             assert checks[f"{operator}, cpu, {dtype}"]["verdict"] == "ok"
-        assert "of the bandwidth of a copy" in checks[f"{operator}, speed"]["found"]
+        assert re.search(r"(% of|times) the bandwidth of a copy", checks[f"{operator}, speed"]["found"])
     assert "d joint" in checks["norm_rotate, cpu, bfloat16"]["found"]
     for check in checks.values():
         assert check["verdict"] in VERDICTS
@@ -214,3 +215,8 @@ def test_a_gpu_is_tried_with_two_blocks_as_wide_as_those_of_the_default_model() 
     whole = find_spec(spec.path)
     assert spec.attention_shape(SamplingConfig()) == whole.attention_shape(SamplingConfig())
     assert len(network.transformer_blocks) == 2
+
+
+def test_a_share_above_one_says_that_the_limit_was_none() -> None:
+    assert of_limit(0.42, "the ceiling", "why") == "42% of the ceiling"
+    assert of_limit(2.42, "the ceiling", "why") == "2.4 times the ceiling, which is no limit here: why"

@@ -24,7 +24,7 @@ from sage_fast.parallel.settings import OURS, deepspeed_settings
 from sage_fast.rewards import CompositeReward
 from sage_fast.run import train as train_module
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.tools.plan import format_plan, plan
+from sage_fast.tools.plan import format_plan, plan, reward_sizes
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import RewardError, UserError
 from sage_fast.util.files import read_metrics
@@ -203,8 +203,9 @@ PUBLISHED = {
 def test_the_page_shows_what_the_plan_says() -> None:
     page = (REPOSITORY / "docs" / "engines.md").read_text()
     for name, ranks in (("", 1), ("-full", 8)):
-        text = format_plan(plan(load(REPOSITORY / "configs" / f"hunyuanvideo15-480p{name}.yaml"), ranks=ranks))
-        assert text[text.index("memory on each") : text.index("  Not counted: text encoders")].rstrip() in page
+        config = load(REPOSITORY / "configs" / f"hunyuanvideo15-480p{name}.yaml")
+        text = format_plan(plan(config, ranks=ranks, rewards=reward_sizes(config.named_rewards)))
+        assert text[text.index("memory on each") : text.index("  Not counted:")].rstrip() in page
 
 
 def test_lora_fits_on_one_card_of_80_gb_and_full_tuning_on_eight() -> None:

@@ -4,6 +4,7 @@ import csv
 import functools
 import json
 import math
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -415,10 +416,99 @@ def test_compare_lays_runs_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert "<two>" not in page
     assert "<td>sampling.eta</td><td>1.0</td><td>0.5</td><td>1.0</td>" in page
     assert "train.iterations" not in page, "the same in all"
+    settings = yaml.safe_load((two / "config.yaml").read_text())
+    settings |= {"sampling": {"eta": 0.5, "sampler": "ode"}, "kl": {"strategy": "none", "lambda_max": 1.0}}
+    (two / "config.yaml").write_text(yaml.safe_dump(settings))
+    write_rows(two, [row(i) | {"kl/gradient_share": 0.0} for i in range(12)])
+    ode = compared(out, one, two)
+    assert "<td>sampling.eta</td><td>1.0</td><td>\N{EN DASH}</td>" in ode, "an ODE has no eta"
+    assert "<td>kl.strategy</td>" in ode
+    assert "kl.lambda_max" not in ode
     assert "+0.600" in page, "0.5 (1 + 0.1 i), mean of five"
     assert page.count("<video ") == 5 * 3
     assert page.count("<svg") == 2 + 13
     assert "&lt;b&gt;circle&lt;/b&gt;" in page
+
+
+def scored_by(run: Path, weights: object, reward: dict[str, object]) -> Path:
+    """Let a run's settings and evaluations say what scored it."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(settings | {"reward": {"weights": weights} | reward}))
+    for file in (run / "eval").iterdir():
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"weights": weights}))
+    return run
+
+
+def compared(out: Path, *sources: Path) -> str:
+    assert main(["compare", *map(str, sources), "--folder", str(out)]) == 0
+    return (out / "comparison.html").read_text()
+
+
+GAIN = re.compile(r'<tr><td>two</td><td>5 / 5</td><td>[^<]*</td><td class="(\w*)">([^<]*)</td>')
+
+
+@pytest.mark.parametrize(
+    ("other", "gains"),
+    [
+        ({"name": "testbed", "weights": {"vq": 1.0}}, 2),
+        ({"name": "testbed", "weights": {"vq": 1.0}, "device": "cpu", "workers": 2}, 2),
+        ({"name": "testbed", "weights": {"vq": 1.0, "mq": 0}}, 2),
+        ({"name": "testbed", "weights": {"vq": 0.5}}, 1),  # the part alone
+        ({"name": "mine:other", "weights": {"vq": 1.0}}, 0),
+        ({"name": "testbed", "weights": {"vq": 1.0}, "args": {"path": "x"}}, 0),
+        ({"name": "testbed", "weights": {"vq": 1.0}, "normalisation": {"vq": [1.0, 2.0]}}, 0),
+        (
+            {
+                "weights": {},
+                "several": [{"name": "testbed", "weights": {"vq": 1.0}}, {"name": "b", "weights": {"x": 0}}],
+            },
+            2,
+        ),
+    ],
+)
+def test_compare_takes_differences_of_the_same_scorer_only(
+    other: dict[str, object], gains: int, tmp_path: Path
+) -> None:
+    """Overall and `vq` of two runs: their names say nothing, what computed them does."""
+    one = scored_by(run_folder(tmp_path / "one"), {"vq": 1.0}, {"name": "testbed"})
+    weights = {"vq": 1.0} if "several" in other else other["weights"]
+    two = scored_by(run_folder(tmp_path / "two", 0.5), weights, other)
+    page = compared(tmp_path / "out", one, two)
+    cells = GAIN.findall(page)
+    assert [cell[0] for cell in cells] == ["up"] * 2 if gains == 2 else [""] * (2 - gains) + ["up"] * gains
+    assert ("no gain is shown" in page) == (gains < 2)
+    if gains < 2:
+        assert (
+            f"one have another reward, or other arguments or weights of it, for overall{', vq' * (gains == 0)}" in page
+        )
+    assert "since start of training" in page
+    title = re.search(r'aria-label="Held-out overall".*?</svg>', page, re.DOTALL)
+    assert title is not None
+    assert ("two" in re.findall(r">(\w+)</text>", title[0])) == (gains == 2), "no line of other units in the chart"
+
+
+def test_compare_knows_what_scored_the_videos_of_eval(evaluated: tuple[Path, str], tmp_path: Path) -> None:
+    """A folder of `eval` says what scored it; one of another program is compared with its like, not with a run."""
+    folder, _ = evaluated
+    page = compared(tmp_path / "a", folder / "run", folder / "out" / "videos" / "base")
+    assert "no gain is shown" not in page
+    theirs = [folder_of_videos(tmp_path / name, ["a", "b"], {"vq": [1.0, 2.0]}) for name in ("x", "y")]
+    assert "no gain is shown" not in compared(tmp_path / "b", *theirs)
+    prompts = json.loads((folder / "run" / "eval" / "after.json").read_text())["prompts"]
+    other = folder_of_videos(tmp_path / "z", prompts, {"vq": [1.0] * len(prompts)})
+    assert "for vq: no gain is shown" in compared(tmp_path / "c", folder / "run", other)
+
+
+def test_runs_without_a_video_in_common_show_none(tmp_path: Path) -> None:
+    """Rows of which one side is always empty say nothing."""
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", 0.5)
+    for run, kept in ((one, {0, 1}), (two, {3, 4})):
+        for i in set(range(5)) - kept:
+            (run / "videos" / "after" / f"{i:02d}-x.mp4").unlink()
+    page = compared(tmp_path / "out", one, two)
+    assert "<video " not in page
+    assert "no video" not in page
+    assert "No videos are shown: no prompt has one of every source." in page
 
 
 def test_compare_refuses_runs_of_other_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,8 @@ def sound(page: Any, complaints: list[str], videos: int) -> None:
 def test_pages_open_and_play(name: str, videos: int, width: int, browser: Any, folder: Path) -> None:
     page, complaints = opened(browser, folder / f"{name}.html", width)
     sound(page, complaints, videos)
+    cut = "[...document.querySelectorAll('.scroll')].filter((table) => table.scrollWidth > table.clientWidth).length"
+    assert page.evaluate(cut) == 0, "no table is cut"
     page.close()
 
 

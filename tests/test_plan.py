@@ -8,6 +8,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
 
 from sage_fast.algorithm.flops import training_flops
 from sage_fast.algorithm.objective import KL_STRATEGIES
@@ -25,7 +26,7 @@ from sage_fast.models.hunyuan15.vae import decode_frames
 from sage_fast.models.load import make_trainable
 from sage_fast.rollout.step import denoise
 from sage_fast.run.checkpoint import save_checkpoint
-from sage_fast.tools.plan import Plan, checkpoint_bytes, format_plan, plan
+from sage_fast.tools.plan import Plan, checkpoint_bytes, format_plan, plan, reward_sizes
 from tests.test_decode import Live
 from tests.tiny import settings, tiny_model, tiny_spec, tiny_trainer
 
@@ -134,6 +135,15 @@ def test_the_size_of_a_checkpoint(tuning: str, tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in files) == pytest.approx(expected, rel=0.02)
 
 
+def test_a_plan_with_a_file_for_deepspeed(tmp_path: Path) -> None:
+    """Its bucket is counted; the checkpoint is that of every engine."""
+    (tmp_path / "own.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
+    given = SIZE | {"train.engine": "zero3"}
+    own = plan(build(given | {"train.deepspeed_config": str(tmp_path / "own.json")}), ranks=2)
+    assert own.memory["bucket of gradients"] == own.memory["second bucket, while it is reduced"] == 4000
+    assert own.checkpoint == plan(build(given), ranks=2).checkpoint
+
+
 def test_start_and_checkpoints_of_all_weights() -> None:
     """8.33 B in float32 on each rank; trained weights, anchor, Muon's state, and the weights for export."""
     config = load(Path(__file__).parent.parent / "configs" / "hunyuanvideo15-480p-full.yaml")
@@ -155,6 +165,101 @@ def test_the_second_time_is_an_assumption_and_says_so() -> None:
     forward = re.search(r"one forward of one sample \S+ 835 ms ([\d.]+) s", text)
     assert forward is not None
     assert float(forward[1]) == pytest.approx(6.6e14 / (0.4 * 989e12), rel=0.01)
+
+
+def test_the_run_holds_its_evaluations() -> None:
+    """As often and of as many videos as the run evaluates, at the guidance of evaluations, on the busiest GPU."""
+    given = {"train.iterations": 200, "eval.interval": 50, "eval.num_prompts": 10, "eval.seeds_per_prompt": 2,
+             "eval.steps": 30, "eval.guidance_scale": 6.0}  # fmt: skip
+    result = plan(build(SIZE | given), ranks=8)
+    evaluations, forward = result.evaluations, result.flops["forward"]
+    assert (evaluations.count, evaluations.videos) == (5, 20)  # before, 50, 100, 150, after
+    decode = result.flops["decode"] / result.samples
+    assert evaluations.flops == pytest.approx(20 * (30 * 2 * forward + decode))
+    assert evaluations.busiest == 3 / 20
+    assert plan(build(SIZE | given | {"eval.interval": 0})).evaluations.count == 2
+    assert plan(build(SIZE | given | {"eval.interval": 199})).evaluations.count == 3
+    seconds = 200 * sum(f * result.busiest[part] for part, f in result.flops.items() if part != "forward") / 790e12
+    seconds += 5 * evaluations.busiest * evaluations.flops / 790e12
+    text = format_plan(result)
+    assert "the run: 200 iterations, 5 evaluations of 20 videos" in text
+    found = re.search(r"all of the run +\S+ +(\S+) h .*\n +GPU-hours +(\S+) ", text)
+    assert found is not None
+    assert [float(number) for number in found.groups()] == pytest.approx(
+        [seconds / 3600, 8 * seconds / 3600], rel=0.005
+    )
+
+
+def test_a_sample_shared_by_two_gpus_takes_half_the_time_of_each() -> None:
+    """4 samples on 8 GPUs, two for each sample."""
+    shared = {"train.prompts_per_iteration": 1, "train.group_size": 4, "model.sequence_parallel": 2}
+    for ranks in (8, 16):
+        assert set(plan(build(SIZE | shared), ranks=ranks).busiest.values()) == {1 / 8}
+
+
+def test_long_times_are_in_days_without_an_exponent() -> None:
+    text = format_plan(plan(build(SIZE | {"train.iterations": 3000})))
+    found = re.search(
+        r"all of the run +\S+ +([\d.]+) days +([\d.]+) days\n +GPU-hours +([\d,]+) +([\d,]+)$", text, re.M
+    )
+    assert found is not None
+    days, hours = float(found[1]), float(found[3].replace(",", ""))
+    assert days > 10
+    assert hours == pytest.approx(24 * days, rel=0.01)
+
+
+def test_rewards_take_memory_on_their_ranks() -> None:
+    """Those that say how much; `auto` leaves room for them. Others are named as not counted."""
+    given = SIZE | {"model.gradient_checkpointing": "auto"}
+    scored = build(given | {"reward.name": "videoalign", "reward.args": {"path": "x"}, "eval.judge": "pickscore"})
+    sizes = reward_sizes(scored.named_rewards)
+    assert sizes == {"reward videoalign": 2 * 2_208_561_664, "reward pickscore": 4 * 986_109_441}
+    result = plan(scored, rewards=sizes)
+    assert sizes.items() <= result.memory.items()
+    recomputed = [plan(scored, gpu_memory=80e9, rewards=given).flops["training"] for given in ({}, sizes)]
+    assert recomputed[0] < recomputed[1], "fewer blocks keep their activations"
+    assert "Not counted: fragmentation." in format_plan(result)
+    elsewhere = [{"reward.name": "http://host:8000"}, {"reward.name": "videoalign", "reward.args": {"path": "x"},
+                 "reward.device": "cuda:7"}]  # fmt: skip
+    assert [sum(reward_sizes(build(SIZE | other).named_rewards).values()) for other in elsewhere] == [0, 0]
+    workers = build(SIZE | {"reward.name": "pickscore", "reward.workers": 2})
+    assert sum(reward_sizes(workers.named_rewards).values()) == 2 * 4 * 986_109_441
+    unknown = build(SIZE | {"reward.name": "tests.tiny:BrightnessReward"})
+    text = format_plan(plan(unknown, rewards=reward_sizes(unknown.named_rewards)))
+    assert "Not counted: reward tests.tiny:BrightnessReward, fragmentation." in text
+
+
+def test_bytes_of_the_text_encoders() -> None:
+    """Both encoders of the published checkpoint, in its dtype; a model whose encoder is code has none."""
+    with torch.device("meta"):
+        qwen = Qwen2_5_VLTextModel(
+            Qwen2_5_VLTextConfig(
+                hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                num_key_value_heads=4, vocab_size=152064,
+            )
+        )  # fmt: skip
+        byt5 = T5EncoderModel(
+            T5Config(
+                d_model=1472, d_ff=3584, num_layers=12, num_heads=6, d_kv=64, vocab_size=1510,
+                feed_forward_proj="gated-gelu",
+            )
+        )  # fmt: skip
+    elements = sum(p.numel() for encoder in (qwen, byt5) for p in encoder.parameters())
+    part = "text encoders (while prompts are encoded)"
+    assert plan(PUBLISHED).other_memory[part] == 2 * elements
+    assert part not in plan(settings(), tiny_model(settings()).spec).other_memory
+    assert part not in plan(PUBLISHED, HunyuanVideo15("random:hunyuanvideo15-480p")).other_memory
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_disk_of_a_run(tuning: str) -> None:
+    """The checkpoints that are kept, the next one while it is written, and the weights, final and best."""
+    given = SIZE | {"model.tuning": tuning, "train.keep_checkpoints": 3}
+    result, lean = plan(build(given)), plan(build(given | {"train.keep_best": False}))
+    weights = 4.0 * (result.trainable if tuning == "lora" else result.parameters)
+    assert sum(result.disk.values()) == 4 * result.checkpoint + 2 * weights
+    assert sum(lean.disk.values()) == 4 * result.checkpoint + weights
+    assert result.checkpoint / result.trainable == pytest.approx(20, abs=0.1)
 
 
 def test_samples_are_spread_over_ranks_and_weights_are_not() -> None:
@@ -292,11 +397,11 @@ def test_a_graph_keeps_the_peak_of_a_step_and_its_conditions(
     table = transition_table(sigma_schedule(steps, 3.0), "sage", 0.7)
     conditions = policy.conditioning_table(table.sigmas[:-1], embeddings).of([""] * batch)
     x, step = torch.randn(batch, 32, 8, 16, 16), torch.zeros(1, dtype=torch.int64)
-    arguments = policy, table.coefficients(1), conditions, torch.zeros(batch, dtype=torch.int64), x, step
-    denoise(*arguments)  # makes the rotary table
+    coefs, seeds = table.coefficients(1), torch.zeros(batch, dtype=torch.int64)
+    denoise(policy, coefs, conditions.at(step), seeds, x, step)  # makes the rotary table
     weights = [p._weight for p in policy.forward.projections]
     with Live(x, *transformer.parameters(), *weights) as live:
-        denoise(*arguments)
+        denoise(policy, coefs, conditions.at(step), seeds, x, step)
     tokens, passes = 8 * 16 * 16 + text, len(conditions.tensors()) // 3
     expected = step_bytes(architecture, tokens, dtype.itemsize, rank=rank, batch_size=batch)
     # Latents are an eighth as wide as a token here, and the last block casts fewer matrices.

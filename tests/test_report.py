@@ -198,7 +198,7 @@ def test_small_numbers_keep_their_digits(run):
     page = write_report(run).read_text()
     assert ">0.000" not in page
     assert "<td>2e-05</td><td>5.5e-05</td>".replace("-", "\N{MINUS SIGN}") in page
-    assert "+3.5e-05 ± 5.7e-06".replace("-", "\N{MINUS SIGN}") in page
+    assert "+3.5e-05 ±&nbsp;5.7e-06".replace("-", "\N{MINUS SIGN}") in page
 
 
 @pytest.mark.charts
@@ -213,7 +213,7 @@ def test_prompts_are_escaped_and_rewards_shown(run):
     assert "a &lt;b&gt;red&lt;/b&gt; circle" in page
     assert "<b>red</b>" not in page
     assert "<b>2.700</b>" in page
-    assert "+0.600 ± 0.115" in page
+    assert "+0.600 ±&nbsp;0.115" in page
     assert "difference ± 95 %" in page
 
 
@@ -244,6 +244,57 @@ def test_names_of_reward_parts_reach_the_charts_escaped(run):
     page = write_report(run).read_text()
     Outline(page)
     assert "&lt;x&gt;$y" in page
+
+
+def drawn(run):
+    return set(re.findall(r'aria-label="([^"]*)"', re.sub(r"<video.*?>", "", write_report(run).read_text())))
+
+
+KL = {"KL to the anchor", "KL to the rollout policy", "The KL&#x27;s share of the gradient", "KL weight"}
+
+
+@pytest.mark.charts
+def test_what_is_off_is_not_drawn(run):
+    """A KL that is off is logged as zeros beside a weight that may climb; the same holds for a clip."""
+    everything = drawn(run)
+    assert everything >= KL | {"Clipped ratios", "Time by phase"}
+    off = {"kl/anchor": 0.0, "kl/velocity": 0.0, "kl/gradient_share": 0.0, "ratio/clip_fraction": 0.0}
+    write_rows(run, [row(i) | off | {"kl/lambda": 1e-7 * (i + 1), "time/anchor": 1e-5} for i in range(12)])
+    assert everything - drawn(run) == KL | {"Clipped ratios"}
+    page = write_report(run).read_text()
+    assert "<span>Clipped ratios</span>" not in page
+    assert ">anchor<" not in page, "a phase that is off"
+    surrogate = off | {"kl/velocity": 1e-4}  # as nft logs it
+    write_rows(run, [row(i) | surrogate for i in range(12)])
+    assert everything - drawn(run) == KL - {"KL to the rollout policy"} | {"Clipped ratios"}
+
+
+@pytest.mark.charts
+def test_no_text_of_a_chart_is_cut(run, monkeypatch):
+    """Every title, label and legend lies within its figure; a legend of many runs leaves the axes little height."""
+    for name, reward, iteration in (
+        ("before", (1.0, 2.0), 0),
+        ("iteration-000005", (1.2, 2.3), 5),
+        ("after", (1.5, 2.7), 12),
+    ):
+        (run / "eval" / f"{name}.json").write_text(json.dumps(scores(reward, iteration)))
+    figures = []
+    original = charts.themed_svg
+    monkeypatch.setattr(charts, "themed_svg", lambda figure, *rest: figures.append(figure) or original(figure, *rest))
+    write_report(run)
+    runs = {f"a run with a long name {i}": {0: (1.0, 0.1), 5: (1.5, 0.1)} for i in range(6)}
+    charts.held_out(runs, ylabel="composite reward", least=1)
+    assert len(figures) == 16
+    for figure in figures:
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        legends = [text for legend in figure.legends for text in legend.get_texts()]
+        for text in (axes.xaxis.label, axes.yaxis.label, axes._left_title, *legends):
+            box = text.get_window_extent()
+            assert box.x0 >= 0, text.get_text()
+            assert box.y0 >= 0, text.get_text()
+            assert box.x1 <= figure.bbox.width, text.get_text()
+            assert box.y1 <= figure.bbox.height, text.get_text()
 
 
 @pytest.mark.charts
@@ -341,7 +392,7 @@ def test_a_damaged_file_is_named(run, name, content, message):
 def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     video = next((run / "videos" / "after").glob("00-*"))
     video.write_bytes(video.read_bytes()[:500])
-    report_run(run, 6)
+    report_run(run, 6, complete=True)
     assert (run / "comparison.png").is_file(), "of the other video"
     assert "note: left out of comparison.png:" in caplog.text
     page = (run / "report.html").read_text()
@@ -350,7 +401,7 @@ def test_a_damaged_side_file_does_not_cost_the_report(run, caplog):
     assert f"left out, since it is damaged: {video}: cannot be read as a video" in page
     for name in ("after", "before"):
         (run / "eval" / f"{name}.json").write_text('{"iteration": 12')
-        report_run(run, 6)
+        report_run(run, 6, complete=True)
         assert (
             f"left out, since it is damaged: {run / 'eval' / name}.json: not valid JSON"
             in (run / "report.html").read_text()

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import pty
+import re
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
+from sage_fast.report.finish import report_run
 from sage_fast.run import writer as writer_module
 from sage_fast.run.manifest import checkpoints
 from sage_fast.run.messages import grace_warning
@@ -293,3 +295,51 @@ def test_a_run_warns_once_after_its_first_iteration(tmp_path: Path, caplog: pyte
     (place,) = (i for i, line in enumerate(told) if line.startswith("warning: a signal can lose up to 1 iterations"))
     rows = [i for i, line in enumerate(told) if "  reward " in line]
     assert rows[0] < place < rows[1]
+
+
+# -- the page of a run that is going on -------------------------------------------------------------------------------
+
+
+def drawn(calls: list[tuple[str, bool]]) -> Any:
+    """Draw the page and note its status line; the first time, fail as a library that draws might."""
+
+    def report(run: Path, count: int, complete: bool) -> None:
+        report_run(run, count, complete)
+        status = re.search(r'<p class="soft">(.*?)</p>', (run / "report.html").read_text())
+        assert status is not None
+        calls.append((status[1], complete))
+        if len(calls) == 1:
+            raise RuntimeError("no font")
+
+    return report
+
+
+def test_the_page_is_drawn_at_each_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So that it can be opened during the run. A failure to draw is told and ends nothing."""
+    calls: list[tuple[str, bool]] = []
+    train(config(tmp_path / "run", train__iterations=3, eval__interval=1), report=drawn(calls))
+    assert [complete for _, complete in calls] == [False, False, False, True]
+    found = [re.sub(r" in \d+ s of training", "", status) for status, _ in calls]
+    running = "Stopped early, or still running: "
+    assert found == [
+        "No iteration has been completed yet.", f"{running}1 of 3 iterations.", f"{running}2 of 3 iterations.",
+        "3 iterations.",
+    ]  # fmt: skip
+    assert "note: no report (RuntimeError: no font); later: sage-fast report" in caplog.text
+
+
+def test_the_page_of_a_stopped_run_holds_its_last_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bool]] = []
+    iteration = Trainer.iteration
+
+    def signalled(trainer: Trainer, index: int) -> Any:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return iteration(trainer, index)
+
+    monkeypatch.setattr(Trainer, "iteration", signalled)
+    with pytest.raises(Stopped):
+        train(config(tmp_path / "run"), report=drawn(calls))
+    assert [complete for _, complete in calls] == [False, False]
+    assert calls[-1][0] == "Stopped early, or still running: 2 of 3 iterations."
+    assert not (tmp_path / "run" / "comparison.png").exists()

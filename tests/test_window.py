@@ -14,9 +14,9 @@ from sage_fast.algorithm.schedule import (
     update_schedule,
     windows,
 )
+from sage_fast.loading import trajectory_bytes
 from sage_fast.rollout.batch import Batch
 from sage_fast.rollout.parity import check_parity
-from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.tools.plan import plan
 from sage_fast.trainer import Trainer
 from sage_fast.util.errors import UserError
@@ -167,7 +167,7 @@ def test_the_plan_has_room_for_the_longest_window() -> None:
     assert lengths[0] == [1, 1]
     longest = max(max(of_groups) for of_groups in lengths)
     assert longest == plan(config).trained_steps == 2
-    assert trajectory_bytes(config, numel=10, samples=4)[0] == 4 * 10 * 4 * (longest + 1)
+    assert trajectory_bytes(config, numel=10, samples=4)["trajectories (fp32 latents)"] == 4 * 10 * 4 * (longest + 1)
 
 
 def test_a_window_for_each_prompt_needs_a_window() -> None:

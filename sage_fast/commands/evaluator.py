@@ -18,7 +18,16 @@ from sage_fast.commands.sources import Source
 from sage_fast.config.schema import AttentionBackend, Config, RewardConfig, SamplingConfig
 from sage_fast.eval.evaluation import Chunks, evaluate, prompts_and_seeds, score_videos
 from sage_fast.eval.text import format_table
-from sage_fast.eval.videoset import VideoSet, check_prompts, hacked, of_scores, read_folder, table, write_folder
+from sage_fast.eval.videoset import (
+    VideoSet,
+    check_prompts,
+    hacked,
+    of_scores,
+    read_folder,
+    scorers_of,
+    table,
+    write_folder,
+)
 from sage_fast.loading import Scoring, Setup, configured_prompts, load_rewards, load_setup
 from sage_fast.models.load import load_model
 from sage_fast.report.gallery import write_gallery
@@ -64,6 +73,7 @@ def run_eval(
         known = [prompt.text for prompt in configured_prompts(config.data)[1]]
     further = _scorers(scorers, config.reward, config.sampling, known)
     evaluator = _Evaluator(sources, config, further, videos)
+    watching = {JUDGE_PART: config.eval.judge} | {f"{short}/": name for short, name in zip(further, scorers)}
     evaluations: dict[str, dict[str, Any]] = {}
     sets: list[VideoSet] = []
     for source, home in zip(sources, _folders(sources, folder)):
@@ -71,6 +81,8 @@ def run_eval(
             home.mkdir(parents=True, exist_ok=True)
         with writing(home or "."):
             evaluations[source.label], found = evaluator(source, home)
+            by = scorers_of(dataclasses.asdict(config.reward), watching, evaluations[source.label])
+            found = dataclasses.replace(found, scorers=by)
             sets.append(found)
             if home is not None and rank() == 0:
                 write_folder(found, home)

@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import functools
 import io
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,11 @@ from sage_fast.eval.scores import (
     paired_row,
 )
 from sage_fast.util.errors import UserError, nearest
-from sage_fast.util.files import VIDEOS, write_atomic
+from sage_fast.util.files import VIDEOS, read_json, write_atomic, write_json
 from sage_fast.util.videos import numbered
+
+SCORERS = "scorers.json"
+"""File beside a `videos.csv` of `sage-fast eval`: `VideoSet.scorers`."""
 
 Key = tuple[str, int]
 """(prompt, index among the prompt's videos); videos of two sets with the same key are a pair."""
@@ -42,6 +46,7 @@ class VideoSet:
         prompts: one per video.
         seeds: one per video; None if unknown.
         scores: name -> N numbers, NaN if missing; `reward`, the composite, comes first.
+        scorers: name -> what computed the score, as `scorers_of` returns it; a missing name is not known.
         files: one per video; None where the file was not kept.
     """
 
@@ -50,6 +55,7 @@ class VideoSet:
     files: list[Path | None]
     seeds: list[int] | None = None
     scores: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    scorers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def keys(self) -> list[Key]:
@@ -68,6 +74,33 @@ class VideoSet:
     def by_key(self, name: str) -> dict[Key, float]:
         """Return the finite values of a score by key."""
         return {k: value for k, value in zip(self.keys, self.scores.get(name, ())) if math.isfinite(value)}
+
+    def scored_alike(self, name: str, other: VideoSet) -> bool:
+        """Whether both have this score, and the same scorer computed it, as far as is known."""
+        return {name} <= self.scores.keys() & other.scores.keys() and self.scorers.get(name) == other.scorers.get(name)
+
+
+def scorers_of(
+    reward: Mapping[str, Any], watching: Mapping[str, str | None], scores: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return score -> what computed it, as text that is equal for equal scorers: name, arguments and normalisation.
+
+    Args:
+        reward: the section `reward` of the settings.
+        watching: prefix of parts, such as that of `eval.judge` -> name of the reward that computed them.
+        scores: the evaluation; its weights, if it holds them, belong to the composite's scorer.
+    """
+    entries = reward.get("several") or [reward]
+    scorers = [[entry.get(key) or None for key in ("name", "args", "normalisation")] for entry in entries]
+    weighed = [{f"{e.get('prefix') or ''}{part}": w for part, w in (e.get("weights") or {}).items()} for e in entries]
+    found: dict[str, str] = {}
+    for part in scores["parts"]:
+        own = [scorer for scorer, parts in zip(scorers, weighed) if part in parts]
+        watcher = next((name for prefix, name in watching.items() if part.startswith(prefix)), None)
+        found[part] = json.dumps(watcher or (own if len(own) == 1 else scorers), sort_keys=True)
+    weights = scores.get("weights") or {part: weight for parts in weighed for part, weight in parts.items()}
+    composite = {part: [weight, found.get(part)] for part, weight in weights.items() if weight != 0}
+    return found | {"reward": json.dumps(composite, sort_keys=True)}
 
 
 def of_scores(label: str, scores: Mapping[str, Any], files: Mapping[int, Path]) -> VideoSet:
@@ -123,12 +156,14 @@ def read_folder(label: str, folder: Path) -> VideoSet:
         files.append(path)
     scores = {name: _numbers([row[name] for row in rows]) for name in columns if name not in ("file", "prompt", "seed")}
     seeds = [row.get("seed", "") for row in rows]
+    scorers = folder / SCORERS
     return VideoSet(
         label=label,
         prompts=[row["prompt"].strip() for row in rows],
         files=files,
         seeds=[int(seed) for seed in seeds] if all(seed.isdecimal() for seed in seeds) else None,
         scores={name: values for name, values in scores.items() if values is not None},
+        scorers=read_json(scorers) if scorers.is_file() else {},
     )
 
 
@@ -142,7 +177,7 @@ def _numbers(texts: Sequence[str]) -> list[float] | None:
 
 
 def write_folder(videos: VideoSet, folder: Path) -> None:
-    """Write `videos.csv`; every video must have a file."""
+    """Write `videos.csv` and what computed its scores; every video must have a file."""
     table = io.StringIO(newline="")
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(["file", "prompt", *(["seed"] if videos.seeds else []), *videos.scores])
@@ -151,6 +186,8 @@ def write_folder(videos: VideoSet, folder: Path) -> None:
         numbers = [repr(values[i]) if math.isfinite(values[i]) else "" for values in videos.scores.values()]
         seed = [videos.seeds[i]] if videos.seeds else []
         writer.writerow([os.path.relpath(file, folder), prompt, *seed, *numbers])
+    if videos.scorers:
+        write_json(videos.scorers, folder / SCORERS)
     write_atomic(folder / VIDEOS, table.getvalue())
 
 
@@ -174,6 +211,12 @@ def check_prompts(first: VideoSet, other: VideoSet) -> list[str]:
         seeds = dict(zip(first.keys, first.seeds))
         if any(seeds.get(key, seed) != seed for key, seed in zip(other.keys, other.seeds)):
             notes.append(f"{first.label} and {other.label} have different seeds: pairs share only the prompt.")
+    if apart := [name for name in other.scores if name in first.scores and not first.scored_alike(name, other)]:
+        notes.append(
+            f"{other.label} and {first.label} have another reward, or other arguments or weights of it, for "
+            f"{', '.join(map(shown_name, apart))}: no gain is shown. sage-fast eval scores both alike, with the first "
+            "one's reward and with --scorer NAME."
+        )
     return notes
 
 
@@ -224,7 +267,7 @@ def _row(name: str, videos: VideoSet, first: VideoSet) -> SetRow:
     row = SetRow(
         score=name, label=videos.label, mean=mean, margin=margin, videos=len(values), prompts=len(set(prompts))
     )
-    if videos is first or name not in first.scores:
+    if videos is first or not first.scored_alike(name, videos):
         return row
     paired = paired_row(name, prompts, [base.get(key) for key in values], list(values.values()))
     return dataclasses.replace(row, gain=paired.difference, gain_margin=paired.margin, pairs=paired.pairs)

@@ -75,6 +75,7 @@ class Spec:
         randoms: paths `random:NAME` of models with random weights.
         fps: frames per second of its videos.
         text_tokens: assumed prompt length while none is known.
+        encoder_weights: number of elements of the text encoders; 0 if they are code.
         lora_targets: layers that get an adapter if `model.lora_targets` names none, as a regular expression.
         prompt_sets: shipped sets of prompts (`sage_fast.data.prompts.SETS`) that suit the model; files always do.
         lora_layouts: other layouts of the checkpoint that a LoRA is exported to: name -> where a layer is in it.
@@ -90,6 +91,7 @@ class Spec:
     randoms: ClassVar[tuple[str, ...]] = ()
     fps: ClassVar[int] = 24
     text_tokens: ClassVar[int] = 200
+    encoder_weights: ClassVar[int] = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ()
     lora_layouts: ClassVar[Mapping[str, Callable[[str], Place]]] = {}
     license: ClassVar[tuple[str, str] | None] = None

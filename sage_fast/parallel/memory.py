@@ -10,7 +10,8 @@ linear layers:
     zero3     (4 n + b f) / N    4 n / N         4 n / N   8 n / N   4 n / N
               + k of either
 
-Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. ZeRO adds a bucket of gradients in flight.
+Muon keeps one moment of the matrices of the blocks: 4 n or 4 n / N. ZeRO adds a bucket of gradients in flight, ZeRO-3
+a second one while the first is reduced.
 DeepSpeed keeps a float32 copy of the weights (the master), which is updated and copied back.
 tests/test_engine_deepspeed.py compares the sum with the live tensors.
 """
@@ -81,6 +82,8 @@ def held_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, pol
         # block at most are alive.
         copied = sum(p.numel() for p in policy.block_list()[0].parameters())
         training["gathered weights of a block"] = float(width * copied)
+        # DeepSpeed's `reduce_scatter_coalesced` lays the bucket's gradients out by rank in a copy.
+        training["second bucket, while it is reduced"] = training["bucket of gradients"]
     if model.element_bytes < width:
         training["bf16 copies of the weights (autocast)"] = 2.0 * copied
     moved = []

@@ -97,6 +97,14 @@ def _number(value: object) -> float:
     return float(value)
 
 
+def is_on(rows: Sequence[MetricsRow], key: str) -> bool:
+    """Whether what a metric measures acts in a run: a KL or a limit that is off is logged as 0, beside a KL weight."""
+    if not key.startswith(("kl/", "ratio/clip")):
+        return True
+    values = column(rows, "kl/gradient_share" if key == "kl/lambda" else key)
+    return bool(np.isnan(values).all() or np.nanmax(np.abs(values)) > 0)
+
+
 def _iterations(rows: Sequence[MetricsRow]) -> np.ndarray:
     """Return the number of iterations completed at each row; 1 for the first."""
     return np.array([row["iteration"] + 1 for row in rows], dtype=np.float64)
@@ -155,8 +163,9 @@ def _chart(draw: Callable[[Axes], object], name: str, title: str, ylabel: str, x
         if axes.get_yscale() == "log":
             axes.yaxis.set_major_formatter(LogFormatter())
             axes.yaxis.set_minor_formatter(LogFormatter())
-        if (count := len(axes.get_legend_handles_labels()[1])) > 1:
-            figure.legend(loc="outside lower left", ncols=min(count, 4), handlelength=1.2, columnspacing=1.4)
+        if len(labels := axes.get_legend_handles_labels()[1]) > 1:
+            columns = max(1, min(len(labels), 4, 64 // (max(map(len, labels)) + 6)))  # about 64 characters in a row
+            figure.legend(loc="outside lower left", ncols=columns, handlelength=1.2, columnspacing=1.4)
         return themed_svg(figure, name, html.escape(title))
 
 
@@ -233,7 +242,8 @@ def ratio(rows: Sequence[MetricsRow]) -> str | None:
 def phases(rows: Sequence[MetricsRow]) -> str | None:
     """Draw seconds per iteration, stacked by phase."""
     known = {key: np.nan_to_num(column(rows, f"time/{key}")) for key in (*PHASES, WAIT)}
-    known = {key: values for key, values in known.items() if values.any()}
+    least = 1e-3 * sum(values.sum() for values in known.values())  # a phase that is off takes microseconds
+    known = {key: values for key, values in known.items() if values.sum() > least}
     if not known:
         return None
     rest = np.nan_to_num(column(rows, "time/total") - sum(known.values()))
@@ -318,4 +328,4 @@ def held_out(
             axes.errorbar(x, means, yerr=errors, color=color, marker="o", markersize=4, capsize=3, label=label)
 
     name = re.sub(r"\W+", "-", title.lower())
-    return _chart(draw, name, title, f"{ylabel}, 95 % intervals" if known else ylabel)
+    return _chart(draw, name, title, f"{ylabel} ± 95 %" if known else ylabel)

@@ -23,23 +23,28 @@ from sage_fast.util.metrics import JUDGE_PART
 log = logging.getLogger(__name__)
 
 
-def report_run(run: Path, count: int) -> None:
-    """Write `comparison.png` and `report.html` of a complete run, and log the table of its gains.
+def report_run(run: Path, count: int, complete: bool) -> None:
+    """Write `report.html`; of a complete run also `comparison.png`, and log the table of its gains.
 
     A damaged evaluation or video is left out, with a note.
 
     Args:
         run: the run folder.
         count: maximum number of videos shown in `comparison.png`.
+        complete: whether the run has come to its end.
     """
+    if not complete:
+        write_report(run)
+        return
     evaluations, left_out = read_evaluations(run)
     write_comparison(run, evaluations, count)
+    page = write_report(run)
     keep_shown(run, evaluations, count)
     for note in left_out:
         log.warning(wrapped(f"note: {note}"))
     if evaluations.keys() >= {"before", "after"}:
         log.info(format_paired_table(paired_table(evaluations["before"], evaluations["after"])))
-    log.info(f"report: {write_report(run)}")
+    log.info(f"report: {page}")
 
 
 def write_comparison(run: Path, evaluations: Evaluations, count: int) -> Path | None:
@@ -76,11 +81,14 @@ def write_comparison(run: Path, evaluations: Evaluations, count: int) -> Path | 
 
 
 def keep_shown(run: Path, evaluations: Evaluations, count: int) -> None:
-    """Delete the candidate videos that `write_comparison` did not show."""
+    """Delete the candidate videos that `write_comparison` did not show, except for the first `count`.
+
+    These are there for `compare`: each run shows the videos of its own gains, so two runs may have none in common.
+    """
     sets, shown = _shown(run, evaluations, count)
     for side in sets if shown else ():
-        for key, file in side.shown.items():
-            if key not in shown:
+        for number, (key, file) in enumerate(zip(side.keys, side.files)):
+            if file is not None and key not in shown and number >= count:
                 file.unlink()
 
 

@@ -61,9 +61,9 @@ class RunFiles:
 
     @property
     def last(self) -> str | None:
-        """The evaluation to compare with `before`: `after`, else the newest one during training."""
-        later = sorted(name for name in self.evaluations if name.startswith("iteration-"))
-        return "after" if "after" in self.evaluations else (later[-1] if later else None)
+        """The newest evaluation, to compare with `before`; a continued run may be past its `after`."""
+        later = [(scores["iteration"], name) for name, scores in self.evaluations.items() if name != "before"]
+        return max(later, key=lambda found: (found[0], found[1] == "after"), default=(0, None))[1]
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -147,7 +147,7 @@ def checks(rows: Sequence[MetricsRow], table: Sequence[PairedRow], since: str | 
         text = f"{_percent(share)} (warns above 25%): they teach nothing"
         look("Groups whose rewards are all equal", text, share > 0.25)
     clipped = late("ratio/clip_fraction")
-    if clipped is not None:
+    if clipped is not None and charts.is_on(rows, "ratio/clip_fraction"):
         look("Clipped ratios", f"{_percent(clipped)} (warns above 30%): a high share wastes updates", clipped > 0.3)
     acting = late("kl/gradient_share")
     if acting:
@@ -293,6 +293,8 @@ def _charts(data: RunFiles) -> list[str]:
 
     def metric(key: str) -> str | None:
         title, ylabel, options = charts.METRICS[key]
+        if not charts.is_on(rows, key):
+            return None
         return charts.lines({title: (rows, column(rows, key))}, name=key, title=title, ylabel=ylabel, **options)
 
     part_lines = {label: (rows, column(rows, key)) for key, label in parts.items()}

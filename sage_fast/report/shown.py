@@ -26,7 +26,7 @@ def choose(sets: Sequence[VideoSet], count: int) -> dict[Key, str]:
     kept = [set(videos.shown) for videos in sets]
     wanted = set.intersection(*kept) or set.union(*kept)
     available = [key for key in dict.fromkeys(key for videos in sets for key in videos.keys) if key in wanted]
-    score = next((name for name in last.scores if name in first.scores), "reward")
+    score = next((name for name in last.scores if last.scored_alike(name, first)), "")
     gains = gains_of(score, first, last) if len(sets) > 1 else first.by_key(score)
     ordered = sorted((key for key in available if key in gains), key=lambda key: -gains[key])
     if not ordered:

@@ -101,6 +101,8 @@ class CLIPReward(FrameReward):
 class CLIPScoreReward(CLIPReward):
     """Scores `clip_cosine` and `clipscore`; arguments as for `CLIPReward`."""
 
+    gpu_bytes = 4.0 * 151_277_313
+
     def __init__(
         self,
         path: str = "openai/clip-vit-base-patch32",
@@ -122,6 +124,8 @@ class CLIPScoreReward(CLIPReward):
 
 class PickScoreReward(CLIPReward):
     """Scores `pickscore`; arguments as for `CLIPReward`."""
+
+    gpu_bytes = 4.0 * 986_109_441
 
     def __init__(
         self,

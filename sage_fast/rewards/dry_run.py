@@ -38,6 +38,14 @@ def dry_run_reward(entry: RewardEntry, key: str = "reward.name") -> list[str]:
     return notes
 
 
+def reward_bytes(entry: RewardEntry, key: str = "reward.name") -> float | None:
+    """Return the bytes that a reward takes on each rank's GPU, by the `gpu_bytes` of its class; None if unknown."""
+    if entry.is_address or entry.devices:  # its GPU, if any, is not the rank's own
+        return 0.0
+    each = getattr(find_reward(entry, key)[0], "gpu_bytes", None)
+    return None if each is None else float(each) * max(1, entry.workers)
+
+
 def _check_files(source: str, given: str, patterns: Sequence[str], setting: str) -> str | None:
     """Return a note if `source` is a hub id that is not in the cache.
 

@@ -47,9 +47,11 @@ class FrameReward:
 
     Attributes:
         files: argument that names a folder or a hub id -> patterns of files in it, for `--dry-run`.
+        gpu_bytes: bytes of the default network on a GPU, for `--dry-run`; None if unknown.
     """
 
     files: ClassVar[Mapping[str, Sequence[str]]] = {}
+    gpu_bytes: ClassVar[float | None] = None
     network: Any
 
     def __init__(self, device: str | None, video_fps: float) -> None:

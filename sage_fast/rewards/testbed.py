@@ -45,6 +45,7 @@ class TestbedReward:
     """Scores videos float [B, F, 3, H, W] in [0, 1] (F >= 2) against one caption each."""
 
     __test__ = False  # keep pytest from collecting it as a test class
+    gpu_bytes = 0.0
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str]) -> dict[str, Tensor]:

@@ -74,6 +74,7 @@ class VideoAlignReward(FrameReward):
     """
 
     files: ClassVar = {"path": ("model_config.json", "checkpoint-*/model.pth"), "base": ("config.json",)}
+    gpu_bytes = 2.0 * 2_208_561_664
 
     def __init__(
         self,

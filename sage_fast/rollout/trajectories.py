@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.algorithm.objective import Objective
-from sage_fast.algorithm.schedule import Transition, longest_window
-from sage_fast.config.schema import Config
+from sage_fast.algorithm.schedule import Transition
 from sage_fast.ops.philox import STREAM_FORWARD, philox_normal
 
 
@@ -137,14 +135,3 @@ def on_device(values: float | Sequence[float] | Tensor, device: torch.device) ->
     """Copy numbers or a host tensor to the device through pinned memory, without synchronising the host."""
     host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-
-
-def trajectory_bytes(config: Config, numel: int, samples: int) -> tuple[int, int]:
-    """Return the bytes of stored states and of stored velocities: `samples` rollouts, `numel` elements per latent."""
-    trained, objective = len(longest_window(config)), Objective.of(config)
-    # With untrained steps in between, a trained transition stores up to two states of its own.
-    shared = config.train.timestep_fraction == 1 or not objective.surrogate.scores_rollout
-    states = trained + 1 if shared else min(2 * trained, config.sampling.steps + 1)
-    velocities = int(objective.strategy.anchor is not None) + int(objective.stores_velocities)
-    width = config.model.element_bytes if config.sampling.guidance_scale == 1 else 4
-    return 4 * numel * samples * states, width * numel * samples * trained * velocities

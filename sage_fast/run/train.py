@@ -38,7 +38,7 @@ from sage_fast.run.writer import MetricsWriter, check_trackers
 from sage_fast.trainer import Trainer
 from sage_fast.util.console import log_to, wrapped
 from sage_fast.util.environment import command_line, environment, peak_flops
-from sage_fast.util.errors import RankError, Stopped
+from sage_fast.util.errors import RankError, Stopped, in_one_line
 from sage_fast.util.files import atomic_path, read_json, write_atomic, write_json
 from sage_fast.util.ranks import barrier, fails_alone, initialize, rank, shutdown, world_size
 from sage_fast.util.videos import numbered
@@ -46,13 +46,15 @@ from sage_fast.util.videos import numbered
 log = logging.getLogger(__name__)
 
 
-def train(
-    config: Config, *, resume: bool = False, report: Callable[[Path, int], object] = lambda run, count: None
-) -> Path:
+Report = Callable[[Path, int, bool], object]
+"""Draws a run's page, from (folder, `eval.num_videos`, whether the run is complete)."""
+
+
+def train(config: Config, *, resume: bool = False, report: Report = lambda run, count, complete: None) -> Path:
     """Train and write a run folder. An interrupted run leaves a checkpoint for `resume`.
 
     Args:
-        report: called on rank 0 with the complete run's folder and `eval.num_videos`; the commands pass
+        report: called on rank 0 after each evaluation and at the end; the commands pass
             `sage_fast.report.finish.report_run`.
 
     Returns:
@@ -69,12 +71,11 @@ def train(
     if not resume:
         check_weights(config.model.weights)
     with Stop(config.train.grace_seconds) as stop, locked(Path(config.output)):
-        run = Run(config, stop, resume=resume)
+        run = Run(config, stop, report, resume=resume)
         try:
             run.iterate()
             run.finish()
-            if rank() == 0:
-                report(run.folder, config.eval.num_videos)
+            run.draw(complete=True)
         finally:
             run.close()
         barrier()  # wait for rank 0 to write the report
@@ -97,8 +98,9 @@ class Run:
         writer: metrics and trackers; None on ranks other than 0.
     """
 
-    def __init__(self, config: Config, stop: Stop, *, resume: bool) -> None:
+    def __init__(self, config: Config, stop: Stop, report: Report, *, resume: bool) -> None:
         self.config, self.stop, self.folder, self.done = config, stop, Path(config.output), 0
+        self.report = report
         self.setup = setup = load_setup(
             config, attention=_attention(config.model.attention, self.folder, resume=resume)
         )
@@ -181,6 +183,7 @@ class Run:
         except BaseException as reason:
             if not fails_alone():
                 self._save_last_complete(completed, reason)
+                self.draw(complete=False)
             raise
 
     @property
@@ -218,6 +221,17 @@ class Run:
             evaluations = read_evaluations(self.folder)[0]
             if found := verdict({name: s for name, s in evaluations.items() if s["iteration"] <= iteration}):
                 log.warning(wrapped(f"warning: {found}"))
+        if name != "after":  # `train` draws the complete run
+            self.draw(complete=False)
+
+    def draw(self, *, complete: bool) -> None:
+        """Draw the run's page on rank 0. A failure is reported, and never ends a run."""
+        if self.writer is None:
+            return
+        try:
+            self.report(self.folder, self.config.eval.num_videos, complete)
+        except Exception as error:  # libraries that draw have their own exceptions
+            log.warning(wrapped(f"note: no report ({in_one_line(error)}); later: sage-fast report {self.folder}"))
 
     def checkpoint(self) -> None:
         """Save the state between two iterations and remove the checkpoints that are not kept."""

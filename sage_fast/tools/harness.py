@@ -73,6 +73,11 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     return 2 * size**3 / best
 
 
+def of_limit(share: float, limit: str, beyond: str) -> str:
+    """Format a share of a measured limit; above 100 % that was no limit, and `beyond` says why."""
+    return f"{share:.0%} of {limit}" if share <= 1 else f"{share:.2g} times {limit}, which is no limit here: {beyond}"
+
+
 def head_line(environment: Mapping[str, Any]) -> str:
     """Format the first line of every table: device, threads, versions, date."""
     parts = [environment["device"], f"{environment['threads']} threads", f"torch {environment['torch']}"]

@@ -25,7 +25,7 @@ from sage_fast.algorithm.schedule import (
     position_steps,
     windows,
 )
-from sage_fast.config.schema import Config, ModelConfig, SamplingConfig, TrainConfig
+from sage_fast.config.schema import Config, EvalConfig, ModelConfig, RewardEntry, SamplingConfig, TrainConfig
 from sage_fast.data.prompts import Prompt, texts_of
 from sage_fast.loading import (
     beside_rollouts,
@@ -33,18 +33,19 @@ from sage_fast.loading import (
     configured_prompts,
     fitting_recomputation,
     rollout_gradient_bytes,
+    stored_rollouts,
     training_room,
 )
 from sage_fast.models.checkpointing import Recomputation
 from sage_fast.models.load import find_spec, meta_policy
 from sage_fast.models.policy import Policy
+from sage_fast.models.random_weights import is_random
 from sage_fast.models.registry import default_family
 from sage_fast.models.sharing import check_heads
-from sage_fast.models.spec import Spec
-from sage_fast.parallel.memory import Held, held_bytes
-from sage_fast.rewards.dry_run import dry_run_reward
+from sage_fast.models.spec import Cost, Spec
+from sage_fast.parallel.memory import held_bytes
+from sage_fast.rewards.dry_run import dry_run_reward, reward_bytes
 from sage_fast.rollout.recorder import graph_bytes
-from sage_fast.rollout.trajectories import trajectory_bytes
 from sage_fast.run.messages import config_warnings
 from sage_fast.run.method import method_of
 from sage_fast.tools.harness import H200_BF16_FLOPS
@@ -72,6 +73,16 @@ def _meta_policy(spec: Spec, settings: tuple[tuple[str, Any], ...]) -> Policy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluations:
+    """The evaluations of a run: how many, the videos and FLOPs of each over all ranks, and `busiest` as in `Plan`."""
+
+    count: int
+    videos: int
+    flops: float
+    busiest: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The numbers that `format_plan` prints.
 
@@ -91,11 +102,14 @@ class Plan:
         busiest: part -> fraction of its FLOPs that the GPU with the most has.
         saved: fraction of the rollout's forwards that shared initial noise saves, over all ranks and on the busiest.
         flops: part -> FLOPs per iteration, over all ranks; `forward` is one forward of one sample.
+        evaluations: those of the run.
         memory: part -> bytes on each GPU while it trains.
+        uncounted: what also takes memory on a GPU, in words.
         other_memory: part -> bytes held at another time, in host memory, or with another checkpointing mode.
         engine: `train.engine`.
         host_memory: bytes of host memory that each rank takes while it loads the model.
         checkpoint: bytes of a checkpoint's files.
+        disk: part -> bytes of the run folder, at most.
         gpu_memory: bytes of a GPU.
     """
 
@@ -113,11 +127,14 @@ class Plan:
     busiest: dict[str, float]
     saved: tuple[float, float]
     flops: dict[str, float]
+    evaluations: Evaluations
     memory: dict[str, float]
+    uncounted: list[str]
     other_memory: dict[str, float]
     engine: str
     host_memory: float
     checkpoint: float
+    disk: dict[str, float]
     gpu_memory: float
 
 
@@ -129,6 +146,7 @@ def plan(
     gpu_memory: float = 80e9,
     chosen: tuple[Recomputation, bool] | None = None,
     prompts: int | None = None,
+    rewards: Mapping[str, float | None] | None = None,
 ) -> Plan:
     """Compute sizes, FLOPs and memory of one iteration.
 
@@ -140,36 +158,29 @@ def plan(
         gpu_memory: bytes of a GPU, for which `auto` chooses.
         chosen: what a run recomputes, and whether its rollouts train steps; by default what fits.
         prompts: number of prompts; by default new ones in every iteration.
+        rewards: setting and name of a reward -> its bytes on each GPU, or None if it does not say.
     """
     spec = spec or _published()
-    s, train, sharing = config.sampling, config.train, config.model.sequence_parallel
+    s, train, sharing, rewards = config.sampling, config.train, config.model.sequence_parallel, rewards or {}
     check_heads(sharing, spec.heads)
     policy, objective = _meta_policy(spec, tuple(vars(config.model).items())), Objective.of(config)
     cost, latent = spec.cost(config), spec.latent_shape(s)
     base = sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name)
     samples, steps = train.prompts_per_iteration * train.group_size, longest_window(config)
-    mine = len(share_of(samples, ranks // sharing, 0))
     rollout_steps, longest = _rollout_steps(s, train, ranks // sharing, config.seed)
-    stored = trajectory_bytes(config, math.prod(latent), mine)
     asked, decoder = config.model.gradient_checkpointing, float(config.model.element_bytes * cost.decoder_weights)
-    room = training_room(config, spec, policy, gpu_memory - decoder, ranks=ranks)
-    graphs = graph_bytes(cost, s, config.model, train)
-    beside = beside_rollouts(objective, config.model, train, s, policy, cost, room - graphs, ranks=ranks, on_gpu=True)
-    fits = fitting_recomputation(asked, cost.activations, room - graphs - beside, len(policy.block_list()))
-    checkpointing, one_pass = chosen or (fits, beside > 0)
-    activations, room = checkpointing.mean(cost.activations), room - beside
-    graphs = min(graphs, room - activations) if room - activations >= cost.step + cost.context else 0.0
-    held = held_bytes(config.model, train, objective.strategy, policy, ranks)
+    apart = {"autoencoder": decoder} | {name: size for name, size in rewards.items() if size}
+    room = training_room(config, spec, policy, gpu_memory - sum(apart.values()), ranks=ranks)
+    checkpointing, one_pass, graphs = _fit_into(room, config, policy, cost, ranks, chosen)
     counted = _forwards(objective, s.passes, samples, steps, round(rollout_steps), config.seed, one_pass=one_pass)
     of_parts = flops(cost, counted, samples, checkpointing=checkpointing, frozen_base=config.model.trains_adapter)
-
+    mine, stored = stored_rollouts(config, spec, ranks // sharing)
+    held = held_bytes(config.model, train, objective.strategy, policy, ranks)
+    stored, offloaded = ({}, stored) if s.offload_trajectories else (stored, {})
     gradients = rollout_gradient_bytes(policy, mine) * one_pass
-    memory, host = _held_parts(held, decoder, stored, graphs, gradients, offloaded=s.offload_trajectories)
-    memory[f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"] = activations
-    chunk = min(s.batch_size, mine)  # scored before the next one is decoded
-    videos = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
-    modes = {mode: size for mode, size in cost.activations.items() if mode != str(checkpointing)}
-    other = {f"activations, checkpointing {mode}": size for mode, size in modes.items()} | videos | host
+    optional = {"CUDA graphs": graphs, "gradients of a rollout's samples": gradients}
+    apart |= stored | {part: size for part, size in optional.items() if size}
+    of_activations = f"activations, {'auto chooses' if asked == 'auto' else 'checkpointing'} {checkpointing}"
     return Plan(
         parameters=base,
         trainable=sum(p.numel() for p in policy.parameters().values()),
@@ -185,13 +196,33 @@ def plan(
         busiest=dict.fromkeys(of_parts, mine / samples / sharing) | {"rollout": longest / rollout_steps / sharing},
         saved=(1 - rollout_steps / (samples * s.steps), 1 - longest / (mine * s.steps)),
         flops={"forward": cost.forward, **of_parts},
-        memory=memory,
-        other_memory=other,
-        engine=config.train.engine,
+        evaluations=_evaluations(config.eval, config.eval_guidance_scale, train.iterations, cost, ranks, sharing),
+        memory={**held.weights, **held.training, **apart, of_activations: checkpointing.mean(cost.activations)},
+        uncounted=[*(name for name, size in rewards.items() if size is None), "fragmentation"],
+        other_memory=_brief_memory(s, config.model.element_bytes, spec, mine)
+        | {f"activations, checkpointing {m}": n for m, n in cost.activations.items() if m != str(checkpointing)}
+        | {f"{part}, host memory": size for part, size in (held.host | offloaded).items()},
+        engine=train.engine,
         host_memory=float((config.model.element_bytes if config.model.trains_adapter else 4) * base) + decoder,
         checkpoint=checkpoint_bytes(config.model, train, objective.strategy, policy),
+        disk=_disk(config.model, train, objective.strategy, policy),
         gpu_memory=gpu_memory,
     )
+
+
+def _fit_into(
+    room: float, config: Config, policy: Policy, cost: Cost, ranks: int, chosen: tuple[Recomputation, bool] | None
+) -> tuple[Recomputation, bool, float]:
+    """Return what is recomputed, whether rollouts train steps, and the bytes of CUDA graphs, in `room` bytes."""
+    s, train, model = config.sampling, config.train, config.model
+    graphs = graph_bytes(cost, s, model, train)
+    settings = Objective.of(config), model, train, s
+    beside = beside_rollouts(*settings, policy, cost, room - graphs, ranks=ranks, on_gpu=True)
+    left, blocks = room - beside, len(policy.block_list())
+    fits = fitting_recomputation(model.gradient_checkpointing, cost.activations, left - graphs, blocks)
+    recomputation, in_rollout = chosen or (fits, beside > 0)
+    left -= recomputation.mean(cost.activations)
+    return recomputation, in_rollout, min(graphs, left) if left >= cost.step + cost.context else 0.0
 
 
 def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int) -> tuple[float, float]:
@@ -214,18 +245,31 @@ def _rollout_steps(s: SamplingConfig, train: TrainConfig, ranks: int, seed: int)
     return steps_of_all, longest
 
 
-def _held_parts(
-    held: Held, decoder: float, stored: Sequence[int], graphs: float, gradients: float, *, offloaded: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return part -> bytes on a GPU, and in host memory; `stored` are the bytes of latents and of velocities."""
-    memory = {**held.weights, **held.training, "autoencoder": decoder}
-    trajectories = dict(zip(("trajectories (fp32 latents)", "stored velocities"), map(float, stored)))
-    host = {f"{part}, host memory": size for part, size in held.host.items()}
-    optional = {"CUDA graphs": graphs, "gradients of a rollout's samples": gradients}
-    graphed = {part: size for part, size in optional.items() if size}
-    if offloaded:
-        return memory | graphed, {f"{part}, pinned host memory": size for part, size in trajectories.items()} | host
-    return memory | trajectories | graphed, host
+def _evaluations(
+    settings: EvalConfig, guidance: float, iterations: int, cost: Cost, ranks: int, sharing: int
+) -> Evaluations:
+    """Count the evaluations: before and after training, and every `eval.interval` iterations in between."""
+    videos, passes = settings.num_prompts * settings.seeds_per_prompt, 1 if guidance == 1 else 2
+    return Evaluations(
+        count=2 + (iterations - 1) // (settings.interval or iterations),
+        videos=videos,
+        flops=videos * (settings.steps * passes * cost.forward + cost.decode),
+        busiest=len(share_of(videos, ranks // sharing, 0)) / videos / sharing,
+    )
+
+
+def _brief_memory(s: SamplingConfig, width: int, spec: Spec, mine: int) -> dict[str, float]:
+    """Return part -> bytes on a GPU that are freed before it trains.
+
+    Args:
+        width: bytes of an element of the text encoders.
+        mine: samples of an iteration on a rank.
+    """
+    chunk = min(s.batch_size, mine)  # scored before the next one is decoded
+    parts = {"decoded videos (during decode and reward)": 12.0 * chunk * s.num_frames * s.height * s.width}
+    if spec.encoder_weights and not is_random(spec.path):
+        parts["text encoders (while prompts are encoded)"] = float(width * spec.encoder_weights)
+    return parts
 
 
 def _forwards(
@@ -261,78 +305,114 @@ def _replayed(sampling: SamplingConfig, train: TrainConfig, samples: int, prompt
     return max(0.0, 1 - lengths * ((full > 0) + (rest > 0)) / rollouts)
 
 
+def _disk(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> dict[str, float]:
+    kept, best = train.keep_checkpoints, train.keep_best
+    checkpoints = (kept + 1) * checkpoint_bytes(model, train, strategy, policy)
+    return {
+        f"checkpoints: {kept}, and one being written": checkpoints,
+        "weights: final" + " and best" * best: (1 + best) * _exported_bytes(model, policy),
+    }
+
+
 def checkpoint_bytes(model: ModelConfig, train: TrainConfig, strategy: KLStrategy, policy: Policy) -> float:
     """Return the bytes of a checkpoint: float32 tensors, whole and the same for every engine and number of ranks.
 
-    The trained weights are in it twice, once as sampling and export read them; after full tuning with frozen ones.
+    The trained weights are in it twice, once as sampling and export read them.
     """
-    held = held_bytes(model, dataclasses.replace(train, engine="plain", offload="none"), strategy, policy)
-    exported = policy.parameters() if model.trains_adapter else dict(policy.named_parameters())
+    train = dataclasses.replace(train, engine="plain", offload="none", deepspeed_config=None)
+    held = held_bytes(model, train, strategy, policy)
     kept = ("anchor and EMA", f"state of the optimizer ({train.optimizer})")
     whole = held.weights["trained weights"] + sum(held.training[part] for part in kept)
-    return whole + 4.0 * sum(p.numel() for p in exported.values())
+    return whole + _exported_bytes(model, policy)
+
+
+def _exported_bytes(model: ModelConfig, policy: Policy) -> float:
+    """Return the bytes of the weights that sampling and export read; after full tuning, frozen ones are among them."""
+    exported = policy.parameters() if model.trains_adapter else dict(policy.named_parameters())
+    return 4.0 * sum(p.numel() for p in exported.values())
 
 
 def format_plan(plan: Plan) -> str:
     """Format a plan for a terminal."""
+    gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
+    together = sum(plan.memory.values())
+    fits = "fits" if together <= plan.gpu_memory else "does not fit"
+    lines = [
+        "model",
+        _line("parameters", _count(plan.parameters)),
+        _line("trained parameters", _count(plan.trainable)),
+        _line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
+        _line("tokens of a video", f"{plan.tokens:,}"),
+        "",
+        *_format_work(plan, gpus),
+        "",
+        f"memory on each of {gpus} while it trains, engine {plan.engine}",
+        *(_line(part, format_bytes(count)) for part, count in plan.memory.items()),
+        _line("together", format_bytes(together)),
+        _line(f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}", format_bytes(plan.gpu_memory)),
+        *textwrap.wrap(f"Not counted: {', '.join(plan.uncounted)}.", 80, initial_indent="  ", subsequent_indent="    "),
+        "",
+        "start and disk",
+        _line("host memory of each rank while it loads", format_bytes(plan.host_memory)),
+        _line("a checkpoint, written by the first rank", format_bytes(plan.checkpoint)),
+        _line(f"at {ASSUMED_DISK / 1e9:g} GB/s, an assumption", _duration(plan.checkpoint / ASSUMED_DISK)),
+        *(_line(part, format_bytes(count)) for part, count in plan.disk.items()),
+        _line("disk, without videos and embeddings", format_bytes(sum(plan.disk.values()))),
+        "",
+        "for comparison",
+        *(_line(part, format_bytes(count)) for part, count in plan.other_memory.items()),
+    ]
+    return "\n".join(text.rstrip() for text in lines)
 
-    def line(label: str, *cells: str, width: int = 41) -> str:
-        return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
 
-    def work(label: str, count: int, flops: float, longest: float) -> str:
-        # The times are those of the GPU with the most work.
-        times = [_duration(longest / rate) for rate in (H200_BF16_FLOPS, ASSUMED_SHARE * PEAK_FLOPS)]
-        return line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
+def _line(label: str, *cells: str, width: int = 41) -> str:
+    return f"  {label:<{width}}{''.join(f'{cell:>12}' for cell in cells)}"
+
+
+def _format_work(plan: Plan, gpus: str) -> list[str]:
+    """Format FLOPs, times and GPU-hours of an iteration and of the run."""
+    rates = (H200_BF16_FLOPS, ASSUMED_SHARE * PEAK_FLOPS)
+
+    def work(label: str, count: int, flops: float, of_busiest: float) -> str:
+        times = [_duration(of_busiest / rate) for rate in rates]
+        return _line(label, f"{count:,}" if count else "", f"{flops:.3g}", *times, width=29)
 
     parts = {part: flops for part, flops in plan.flops.items() if part != "forward"}
     longest = {part: flops * plan.busiest[part] for part, flops in parts.items()}
-    together = sum(parts.values()), sum(longest.values())
-    gpus = f"{plan.ranks} GPU{'s' * (plan.ranks > 1)}"
-    memory = sum(plan.memory.values())
-    fits = "fits" if memory <= plan.gpu_memory else "does not fit"
-    lines = [
-        "model",
-        line("parameters", _count(plan.parameters)),
-        line("trained parameters", _count(plan.trainable)),
-        line("latents C x T x H x W", " x ".join(map(str, plan.latent_shape))),
-        line("tokens of a video", f"{plan.tokens:,}"),
-        "",
+    together, forward, evaluations = (
+        (sum(parts.values()), sum(longest.values())),
+        plan.flops["forward"],
+        plan.evaluations,
+    )
+    evaluation = evaluations.flops, evaluations.busiest * evaluations.flops
+    run, slowest = (plan.iterations * a + evaluations.count * b for a, b in zip(together, evaluation))
+    hours = [_number(plan.ranks * slowest / rate / 3600) for rate in rates]
+    return [
         f"one iteration on {gpus}: {plan.samples:,} samples, {plan.trained_steps} trained steps of each",
-        line("", "forwards", "FLOPs", "at least", f"at {ASSUMED_SHARE:.0%}", width=29),
-        work("one forward of one sample", 0, plan.flops["forward"], plan.flops["forward"]),
+        _line("", "forwards", "FLOPs", "at least", f"at {ASSUMED_SHARE:.0%}", width=29),
+        work("one forward of one sample", 0, forward, forward),
         *(work(part, plan.forwards.get(part, 0), flops, longest[part]) for part, flops in parts.items()),
         work("together", sum(plan.forwards.values()), *together),
-        work(f"all {plan.iterations:,} iterations", 0, *(plan.iterations * flops for flops in together)),
-        line("rollout steps replayed from a CUDA graph", f"{plan.replayed:.0%}"),
+        _line("rollout steps replayed from a CUDA graph", f"{plan.replayed:.0%}"),
+        "",
+        f"the run: {plan.iterations:,} iterations, {evaluations.count:,} evaluations of {evaluations.videos:,} videos",
+        work("one evaluation", 0, *evaluation),
+        work("all of the run", 0, run, slowest),
+        _line("GPU-hours", "", "", *hours, width=29),
         *_format_shared_steps(plan),
         textwrap.fill(
             f"'at least' is a lower bound: every FLOP at {H200_BF16_FLOPS / 1e12:.0f} TFLOP/s (bf16, measured on an "
             f"H200), with {plan.text_tokens} text tokens a prompt. 'at {ASSUMED_SHARE:.0%}' is an assumption, measured "
             f"nowhere here: that share of an H100's peak of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, as training of Llama 3 "
             "reports. Training holds the backward, the recomputation with checkpointing, and the forwards of the steps "
-            "that rollouts train. The anchor is free in the "
-            "iteration after its refresh. Not counted: rewards, evaluations. On each GPU the first rollout of a text "
-            "length runs without a CUDA graph; each prompt counts as a length of its own.",
+            "that rollouts train. The anchor is free in the iteration after its refresh. Times are those of the GPU "
+            "with the most work. Not counted: rewards. On each GPU the first rollout of a text length runs without a "
+            "CUDA graph; each prompt counts as a length of its own.",
             80,
             initial_indent="  ",
             subsequent_indent="  ",
         ),
-        "",
-        f"memory on each of {gpus} while it trains, engine {plan.engine}",
-        *(line(part, format_bytes(count)) for part, count in plan.memory.items()),
-        line("together", format_bytes(memory)),
-        line(f"a GPU of {plan.gpu_memory / 1e9:g} GB, in which it {fits}", format_bytes(plan.gpu_memory)),
-        "  Not counted: text encoders, rewards, fragmentation.",
-        "",
-        "start and checkpoints",
-        line("host memory of each rank while it loads", format_bytes(plan.host_memory)),
-        line("a checkpoint, written by the first rank", format_bytes(plan.checkpoint)),
-        line(f"at {ASSUMED_DISK / 1e9:g} GB/s, an assumption", _duration(plan.checkpoint / ASSUMED_DISK)),
-        "",
-        "for comparison",
-        *(line(part, format_bytes(count)) for part, count in plan.other_memory.items()),
     ]
-    return "\n".join(text.rstrip() for text in lines)
 
 
 def _format_shared_steps(plan: Plan) -> list[str]:
@@ -355,10 +435,14 @@ def _count(count: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    for unit, scale in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= (2 * scale if scale > 1 else scale) or unit == "us":
-            return f"{seconds / scale:.3g} {unit}"
-    raise AssertionError
+    units = (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+    unit, scale = next((unit for unit in units if seconds >= (2 * unit[1] if unit[1] > 1 else unit[1])), units[-1])
+    return f"{_number(seconds / scale)} {unit}"
+
+
+def _number(value: float) -> str:
+    """Return three digits, and all of a number from 1000 on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
@@ -373,8 +457,16 @@ def dry_run(config: Config, ranks: int, gpu_memory: float) -> str:
     check_prompt_sets(config.data, config.model.path, spec, train, heldout)
     spec.check_prompts(texts_of([*train, *heldout]))
     data = _format_data(config, train, heldout)  # before the plan, which takes a second
-    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, prompts=len(train)))
+    evaluated = min(config.eval.num_prompts, len(heldout))
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=evaluated))
+    sizes = reward_sizes(config.named_rewards)
+    costs = format_plan(plan(config, spec, ranks=ranks, gpu_memory=gpu_memory, prompts=len(train), rewards=sizes))
     return f"{wrapped(method_of(Objective.of(config), config.sampling))}\n\n{data}\n\n{costs}"
+
+
+def reward_sizes(rewards: Mapping[str, RewardEntry]) -> dict[str, float | None]:
+    """Return name -> bytes on a rank's GPU, or None if the reward does not say, of the rewards with these settings."""
+    return {f"reward {entry.name}": reward_bytes(entry, key) for key, entry in rewards.items()}
 
 
 def _format_data(config: Config, train: Sequence[Prompt], heldout: Sequence[Prompt]) -> str:

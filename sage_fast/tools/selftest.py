@@ -23,7 +23,7 @@ from sage_fast.models.spec import Spec
 from sage_fast.rollout.graphs import Recorder, StepGraphs
 from sage_fast.rollout.recorder import CudaRecorder
 from sage_fast.tools.doctor import Check, tried
-from sage_fast.tools.harness import host_timer, matmul_ceiling, usual_dtype
+from sage_fast.tools.harness import host_timer, matmul_ceiling, of_limit, usual_dtype
 from sage_fast.tools.operators import OPERATORS, Kernels, check, inputs, registered, wrong
 from sage_fast.tools.replays import replay_problem
 from sage_fast.util.console import quiet
@@ -33,6 +33,7 @@ PROMPT = "a red circle moves left quickly"
 TESTBED = "random:testbed"
 LEAST_SHARE = {"operator": 0.8, "attention": 0.4, "transformer": 0.5}
 """Threshold below which a GPU row is slow: share of a copy's bandwidth, or of a matrix product's ceiling."""
+NO_CEILING = "the matrix product above was slowed down, as by other programs, or its library is slow on this device"
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -115,7 +116,8 @@ def speeds(device: torch.device, bandwidth: float) -> Iterator[Check]:
         moved += sum(-o.nbytes if o.untyped_storage().data_ptr() in places else o.nbytes for o in outputs)
         call = functools.partial(function, *arguments)
         share = moved / _seconds(call, device, 10 if device.type == "cuda" else 1) / bandwidth
-        found = f"forward at {share:.0%} of the bandwidth of a copy, {moved / 1e6:,.0f} MB"
+        beyond = "its data lie in cache, or it reads more than it writes"
+        found = f"forward of {moved / 1e6:,.0f} MB at {of_limit(share, 'the bandwidth of a copy', beyond)}"
         yield _speed(f"{operator}, speed", share, "operator", found, device)
 
 
@@ -147,7 +149,8 @@ def attention(device: torch.device, ceiling: float) -> Iterator[Check]:
             yield Check(name=row, verdict="wrong", found=trial.problem, advice=advice)
             continue
         share = 1e3 * flops / trial.milliseconds / ceiling
-        found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward, {share:.0%} of the ceiling"
+        limit = of_limit(share, "the ceiling", NO_CEILING)
+        found = f"error {trial.error:.0e}; {trial.milliseconds:.3g} ms forward and backward, {limit}"
         if not trial.agrees:
             found += "; rounds differently under no_grad, so model.attention = auto skips it for clip and kl_mask"
         if name == best:
@@ -204,7 +207,8 @@ def transformer(device: torch.device, ceiling: float) -> Check:
         run()
     seconds = _seconds(run, device, 3 if device.type == "cuda" else 1)
     share = counter.get_total_flops() / seconds / ceiling
-    found = f"two blocks forward in {1e3 * seconds:.3g} ms, {tokens:,} tokens, {share:.0%} of the ceiling"
+    limit = of_limit(share, "the ceiling", NO_CEILING)
+    found = f"two blocks forward in {1e3 * seconds:.3g} ms, {tokens:,} tokens, {limit}"
     return _speed("transformer, speed", share, "transformer", found, device)
 
 

@@ -43,6 +43,7 @@ class HunyuanVideo15(Spec):
     networks: ClassVar = {"transformer": HunyuanVideo15Transformer3DModel}
     autoencoder = AutoencoderKLHunyuanVideo15
     condition = TextEmbedding
+    encoder_weights = 7_070_619_136 + 219_314_944  # the language model of Qwen2.5-VL-7B, the encoder of ByT5-small
     randoms: ClassVar[tuple[str, ...]] = ("random:hunyuanvideo15-480p", *FEW_BLOCKS)
     lora_targets = (
         r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff\.net\.(0\.proj|2))"

@@ -134,6 +134,7 @@ class Testbed(HunyuanVideo15):
     license = None
     fps = 8
     text_tokens = 7  # every prompt has this length
+    encoder_weights = 0
     prompt_sets: ClassVar[tuple[str, ...]] = ("testbed:train", "testbed:heldout")
     embed = staticmethod(embed)
 
