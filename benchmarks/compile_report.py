@@ -38,6 +38,7 @@ class Specialisation:
         part: 0 for the queries, 1 for the keys, in the backward of RMSNorm and rotation.
         sums: whether a normalisation's backward also sums the gradients of its scale and shift, or of its weights.
         residual, gated: whether the LayerNorm's backward adds the residual's gradient, and computes a gate's.
+        gelu: whether rows beside an adapter's product go through GELU.
         pad: columns on the right of each row of a normalisation's result and its gradient.
     """
 
@@ -57,11 +58,14 @@ class Specialisation:
     sums: bool = False
     residual: bool = False
     gated: bool = False
+    gelu: bool = False
     pad: int = 0
 
     def __str__(self) -> str:
         if self.outputs:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
+        if "adapter" in self.kernel:
+            return f"{self.x}, d 8192, rank 64" + ", GELU" * self.gelu
         if "norm" in self.kernel:
             return (
                 f"{self.x}, {NORM_SIZES}"
@@ -141,6 +145,12 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         Specialisation(kernel="_norm_rotate_bwd_kernel", x="bf16", weights="fp32", part=part, sums=True)
         for part in (0, 1)
     ),
+    *(
+        Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=gelu)
+        for x in ("bf16", "fp32")
+        for gelu in (False, True)
+    ),
+    *(Specialisation(kernel="_adapter_rows_bwd_kernel", x=x) for x in ("bf16", "fp32")),
     Specialisation(kernel="_reduce_kernel", outputs=1, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5, one_step=True),
     Specialisation(kernel="_reduce_kernel", outputs=5),
@@ -150,15 +160,23 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
 
 def _compile(s: Specialisation, arch: int) -> Any:
     import triton
-    from sage_fast.kernels import common, gated_norm, norm_modulate, norm_rotate, transition_score, transition_step
+    from sage_fast.kernels import (
+        adapter_rows,
+        common,
+        gated_norm,
+        norm_modulate,
+        norm_rotate,
+        transition_score,
+        transition_step,
+    )
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
-    modules = (common, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
+    modules = (common, adapter_rows, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
     kernel = next(getattr(module, s.kernel) for module in modules if hasattr(module, s.kernel))
-    norm = "norm" in s.kernel
+    norm, adapter = "norm" in s.kernel, "adapter" in s.kernel
     _, rows = common.rows_of_programs(TOKENS, 1, sums=s.sums)
     flags = {
         "HAS_GUIDANCE": s.guidance,
@@ -182,6 +200,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
         "GATED": s.gated,
         "PART": s.part,
     }
+    if adapter:
+        flags = adapter_rows.tile(4 if s.x == "fp32" else 2) | {"GELU": s.gelu, "RANK": 64, "UP_RANK": 64}
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     if unknown := [name for name in flagged if name not in flags]:
         raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
@@ -192,6 +212,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
         absent += ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
         absent += ["y_ptr"] * (not (s.gated and s.sums))
     constants: dict[str, Any] = {name: flags[name] for name in flagged} | dict.fromkeys(absent)
+    if "_adapter_rows_fwd" in s.kernel:  # A lies in rows, s B of the backward in columns
+        constants |= {"column_stride" if s.gelu else "rank_stride": 1}
     if s.numel == "1":
         constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
@@ -204,7 +226,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
             return s.numel if name == "numel" else "fp32" if name in floats else "i32"
         if name in ("step_ptr", "seed_ptr"):
             return "*i64"
-        if norm and name not in ("rotary_ptr", "partial_ptr"):
+        if (norm or adapter) and name not in ("rotary_ptr", "partial_ptr", "d_down_ptr", "d_up_ptr"):
             return f"*{s.weights if s.weights and name.startswith(('video_', 'text_')) else s.x}"
         if name in ("x_ptr", "x_next_ptr"):
             return f"*{s.x}"
@@ -213,7 +235,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
         return f"*{s.v}" if name in velocities else "*fp32"
 
     # Pointers, and the normalisations' sizes, are multiples of 16, which Triton detects.
-    divisible = ("_ptr", *(("_stride", "width") if norm else ()), *(("numel",) if s.aligned else ()))
+    sizes = ("_stride", "width", "rank") if norm or adapter else ()
+    divisible = ("_ptr", *sizes, *(("numel",) if s.aligned else ()))
     uneven = ("inverse_numel", "two_over_numel", *(("out_width", "grad_width") if s.pad % 16 else ()))
     signature = {name: kind(name) for name in kernel.arg_names}
     attributes = {
@@ -221,7 +244,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         for i, (name, type_name) in enumerate(signature.items())
         if name.endswith(divisible) and name not in uneven and (norm or type_name != "constexpr")
     }
-    wide = norm and ("bwd" in s.kernel or "gated" in s.kernel)
+    wide = adapter or (norm and ("bwd" in s.kernel or "gated" in s.kernel))
     source = ASTSource(kernel, signature, constants, attributes)
     options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -40,8 +40,12 @@ WIDE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 values and their gradients spill on sm_100."""
 
 
-def _round_in_the_interpreter() -> None:
-    """Make Triton's interpreter round fp32 to bf16 to nearest even, as compiled kernels do; 3.6 to 3.9 truncate."""
+def _mend_the_interpreter() -> None:
+    """Make Triton's interpreter compute bf16 as compiled kernels do.
+
+    3.6 to 3.9 truncate fp32 to bf16 instead of rounding it to nearest even, and multiply the bits of bf16 matrices as
+    integers.
+    """
     import numpy as np
     from triton.runtime import interpreter
 
@@ -55,10 +59,18 @@ def _round_in_the_interpreter() -> None:
         return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
     interpreter._convert_float = rounding
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
 
 
 if triton.knobs.runtime.interpret:
-    _round_in_the_interpreter()
+    _mend_the_interpreter()
 
 
 @triton.jit

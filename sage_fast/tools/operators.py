@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import transition_score, transition_step
+from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
 from sage_fast.ops.gated_norm import gated_norm, gated_norm_backward_reference, gated_norm_reference
 from sage_fast.ops.norm_modulate import norm_modulate, norm_modulate_backward_reference, norm_modulate_reference
 from sage_fast.ops.norm_rotate import norm_rotate, norm_rotate_backward_reference, norm_rotate_reference
@@ -146,6 +147,26 @@ def check_norm_rotate(
         )  # fmt: skip
 
 
+def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor, _: bool) -> Iterator[Comparison]:
+    for gelu in (False, True):
+        yield from compare(["out"], kernels("adapter_rows"), adapter_rows_reference, x, down, gelu)
+    out = adapter_rows_reference(x, down, True).flatten(0, 1)
+    x = x.flatten(0, 1)
+    inner, up = (layout(torch.randn_like(out[:, : len(down)])) for _ in range(2))
+
+    def backward(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            dx = grad.clone()  # overwritten
+            return dx, *function(dx, *rest)
+
+        return run
+
+    yield from compare(
+        ["dx", "dA", "dB"], backward(kernels("adapter_rows_backward")), backward(adapter_rows_backward_reference),
+        torch.randn_like(x, memory_format=torch.contiguous_format), inner, x, out, up,
+    )  # fmt: skip
+
+
 class Operator(NamedTuple):
     """An operator.
 
@@ -177,6 +198,7 @@ OPERATORS: dict[str, Operator] = {
         ),
         check_transition_score, *LATENTS,
     ),
+    "adapter_rows": Operator(torch.ops.sage_fast.adapter_rows, check_adapter_rows, *TOKENS),
     "gated_norm": Operator(gated_norm, check_gated_norm, *TOKENS),
     "norm_modulate": Operator(norm_modulate, check_norm_modulate, *TOKENS),
     "norm_rotate": Operator(norm_rotate, check_norm_rotate, (2, 75, 11, 2, 64), (1, 8000, 192, 16, 128)),
@@ -259,6 +281,8 @@ def inputs(
         joint, text = (random(batch, rows, 3, heads, width) for rows in (tokens + texts, texts))
         return [joint, text, *(random(width, of=1) for _ in range(4)), rotary, 1e-6]
     batch, _, width = shape
+    if operator == "adapter_rows":
+        return [random(*shape), random(min(width, 64), width), True]
     rows = torch.randn(batch, 6, width, device=device).to(kinds[1]).unbind(1)  # chunks, as the model has them
     count = 2 if operator == "norm_modulate" else 3
     return [*(random(*shape) for _ in range(count - 1)), *map(layout, rows[:count]), 1e-6]
