@@ -15,7 +15,7 @@ from sage_fast.models.lora_linear import Projection, feed_forward
 from sage_fast.models.testbed.model import Testbed
 from studies.paper.adapter import responses
 from tests.pretend_cuda import PretendCuda
-from tests.test_forward import PROMPTS, inputs
+from tests.test_forward import PROMPTS, Operators, inputs
 from tests.tiny import perturb, settings, tiny_model, tiny_trainer
 
 
@@ -223,6 +223,30 @@ def test_trained_layers_keep_their_own_gradient() -> None:
     assert projection.pad == 0
     ys[1].sum().backward()
     assert model[1].weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_trained_layers_of_the_same_rows_are_one_matmul(dtype: torch.dtype) -> None:
+    """Values and gradients of their own forwards, under autocast too; a weight that ZeRO-3 gathers is left to them."""
+    model = nn.Sequential(*(nn.Linear(33, out) for out in (24, 17, 24)))
+    projection = Projection(model, *model._modules)
+    x = torch.randn(2, 5, 33, dtype=dtype, requires_grad=True)
+    wanted = [x, *model.parameters()]
+
+    def results() -> tuple[list[Tensor], int]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), Operators() as operators:
+            y = projection(x)
+        return [y, *torch.autograd.grad(y, wanted, upstream)], operators.counts["addmm"]
+
+    upstream = torch.randn(2, 5, 65, dtype=dtype)
+    joined, matmuls = results()
+    model[1].weight.ds_id = 0
+    own, as_many = results()
+    assert (matmuls, as_many) == (1, 3)
+    unit = torch.finfo(dtype).eps
+    for mine, theirs in zip(joined, own, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=4 * unit, atol=4 * unit * float(theirs.abs().max()))
 
 
 def test_full_tuning_has_no_room() -> None:

@@ -50,8 +50,8 @@ class _Adapter:
 class Projection(nn.Module):
     """Linear layers that read the same rows, run as one matmul.
 
-    The layers' own forwards run instead if there is no adapter, if an adapter is of another kind (DoRA, dropout,
-    several at once), or if the layers themselves are trained.
+    The layers' own forwards run instead if an adapter is of another kind (DoRA, dropout, several at once), if a layer
+    with an adapter is trained itself, or if ZeRO-3 gathers a weight for its layer's forward.
 
     Args:
         parent: module that holds the layers, also after an adapter has wrapped them.
@@ -143,9 +143,20 @@ class Projection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., d_in + pad]` to the layers' outputs side by side, `[..., d_out]`; overwrites the padding in x."""
         if not self.pad:
-            ys = [layer(x) for layer in self.layers]
-            return torch.cat(ys, dim=-1) if len(ys) > 1 else ys[0]
+            return self._plain(x)
         return self._one_sum(x, has_product=False)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """Run the layers without an adapter: as one matmul if their weights are at hand, else their own forwards."""
+        layers = self.layers
+        if len(layers) == 1:
+            return layers[0](x)
+        if any(type(layer) is not nn.Linear or layer.bias is None or is_gathered(layer.weight) for layer in layers):
+            return torch.cat([layer(x) for layer in layers], dim=-1)
+        weight, bias = (
+            torch.cat([getattr(layer, name).to(x.dtype) for layer in layers]) for name in ("weight", "bias")
+        )
+        return F.linear(x, weight, bias)
 
     def unpadded(self, x: Tensor) -> Tensor:
         """Map `[B, S, d_in]` like `forward`, without padding in x."""
