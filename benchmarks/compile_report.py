@@ -66,7 +66,7 @@ class Specialisation:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
         if "adapter" in self.kernel:
             return f"{self.x}, d 8192, rank 64" + ", GELU" * self.gelu
-        if "norm" in self.kernel:
+        if "norm" in self.kernel or "gated" in self.kernel:
             return (
                 f"{self.x}, {NORM_SIZES}"
                 + (f", {self.weights} weights" if self.weights else "")
@@ -130,7 +130,7 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
     *(Specialisation(kernel=_FWD, **inputs, beta=True) for inputs in _SCORE_INPUTS),
     *(
         Specialisation(kernel=f"_{name}_fwd_kernel", x=x)
-        for name in ("norm_modulate", "norm_rotate", "gated_norm")
+        for name in ("norm_modulate", "norm_rotate", "gated_norm", "gated_sum")
         for x in ("bf16", "fp32")
     ),
     *(
@@ -138,6 +138,7 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         for x, sums in (("bf16", False), ("bf16", True), ("fp32", False))
         for residual, gated in ((False, False), (True, False), (True, True))
     ),
+    *(Specialisation(kernel="_gated_sum_bwd_kernel", x="bf16", sums=sums) for sums in (False, True)),
     *(Specialisation(kernel="_norm_rotate_bwd_kernel", x=x, part=part) for x in ("bf16", "fp32") for part in (0, 1)),
     # All weights: they are float32, and autocast makes the activations bfloat16.
     Specialisation(kernel="_norm_rotate_fwd_kernel", x="bf16", weights="fp32"),
@@ -164,6 +165,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         adapter_rows,
         common,
         gated_norm,
+        gated_sum,
         norm_modulate,
         norm_rotate,
         transition_score,
@@ -174,9 +176,18 @@ def _compile(s: Specialisation, arch: int) -> Any:
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the kernels are interpreted here; compile in a process without it")
-    modules = (common, adapter_rows, norm_modulate, gated_norm, norm_rotate, transition_step, transition_score)
+    modules = (
+        common,
+        adapter_rows,
+        gated_sum,
+        norm_modulate,
+        gated_norm,
+        norm_rotate,
+        transition_step,
+        transition_score,
+    )
     kernel = next(getattr(module, s.kernel) for module in modules if hasattr(module, s.kernel))
-    norm, adapter = "norm" in s.kernel, "adapter" in s.kernel
+    norm, adapter = "norm" in s.kernel or "gated" in s.kernel, "adapter" in s.kernel
     _, rows = common.rows_of_programs(TOKENS, 1, sums=s.sums)
     flags = {
         "HAS_GUIDANCE": s.guidance,
@@ -208,6 +219,8 @@ def _compile(s: Specialisation, arch: int) -> Any:
     absent = ["v_uncond_ptr", "guidance", "dv_uncond_ptr"] * (not s.guidance)
     absent += ["v_anchor_ptr"] * (not s.anchor) + ["v_old_ptr"] * (not s.old) + ["beta"] * (not s.beta)
     absent += ["kl_anchor_ptr", "kl_old_ptr", "error_plus_ptr", "error_minus_ptr"] * (s.outputs != 5)
+    if s.kernel == "_gated_sum_bwd_kernel" and not s.sums:
+        absent += ["y_ptr"]
     if "RESIDUAL" in flagged:
         absent += ["residual_ptr"] * (not s.residual) + ["gate_ptr", "dy_ptr"] * (not s.gated)
         absent += ["y_ptr"] * (not (s.gated and s.sums))
@@ -244,7 +257,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         for i, (name, type_name) in enumerate(signature.items())
         if name.endswith(divisible) and name not in uneven and (norm or type_name != "constexpr")
     }
-    wide = adapter or (norm and ("bwd" in s.kernel or "gated" in s.kernel))
+    wide = adapter or ("norm" in s.kernel and ("bwd" in s.kernel or "gated" in s.kernel))
     source = ASTSource(kernel, signature, constants, attributes)
     options = common.WIDE_OPTIONS if wide else common.LAUNCH_OPTIONS
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

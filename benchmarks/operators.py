@@ -21,6 +21,7 @@ from sage_fast.algorithm.transitions import sigma_schedule, transition_table
 from sage_fast.ops import implementation
 from sage_fast.ops.adapter_rows import adapter_rows_reference
 from sage_fast.ops.gated_norm import gated_norm_reference
+from sage_fast.ops.gated_sum import gated_sum_reference
 from sage_fast.ops.norm_modulate import norm_modulate_reference
 from sage_fast.ops.norm_rotate import joined_reference
 from sage_fast.ops.transition_score import transition_score_reference
@@ -132,6 +133,7 @@ def eager_score(
 REFERENCES = {
     "adapter_rows": adapter_rows_reference,
     "gated_norm": gated_norm_reference,
+    "gated_sum": gated_sum_reference,
     "norm_modulate": norm_modulate_reference,
     "norm_rotate": joined_reference,
 }
@@ -140,6 +142,7 @@ BYTES = {
     "transition_score": (16, 5),
     "adapter_rows": (0, 2),
     "gated_norm": (0, 9),
+    "gated_sum": (0, 5),
     "norm_modulate": (0, 5),
     "norm_rotate": (0, 4),
 }

@@ -306,12 +306,13 @@ def power_of_2(n: int) -> int:
 
 
 def rows_of_programs(rows: int, batch: int, sums: bool = False) -> tuple[int, int]:
-    """Return (programs, rows per program) of a sample for the normalisations.
+    """Return (programs, rows per program) of a sample for the kernels that go over rows; the last program may be short.
 
-    With partial `sums`, the batch has at most MAX_PROGRAMS programs, or one per sample. Otherwise a program has one
-    row, or a few if there are many times more rows than a GPU holds programs, which reads scale and shift less often.
-    Rows per program is a power of two, since the kernels are compiled for it.
+    With partial `sums`, the batch has at most 3/4 MAX_PROGRAMS programs, or one per sample: a GPU of 132
+    multiprocessors, each with registers for three, runs them at once. Otherwise a program has one row, or a few if
+    there are many times more rows than a GPU holds programs, which reads scale and shift less often. The kernels are
+    compiled for the rows per program: a loop of unknown length takes them a quarter more registers.
     """
-    limit = max(MAX_PROGRAMS // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
-    per_program = power_of_2(max(-(-rows // limit), 1))
+    limit = max(3 * MAX_PROGRAMS // 4 // max(batch, 1), 1) if sums else 8 * MAX_PROGRAMS
+    per_program = max(-(-rows // limit), 1)
     return -(-rows // per_program), per_program

@@ -213,7 +213,7 @@ def specialisation(kernel: str, given: Mapping[str, Any]) -> Specialisation:
     x, v, weights = (
         next((types[given[name].dtype] for name in names if name in given), default)
         for names, default in (
-            (("x_ptr", "joint_ptr"), "fp32"),
+            (("x_ptr", "joint_ptr", "grad_ptr"), "fp32"),
             (("v_ptr",), "bf16"),
             (("video_weight_ptr", "video_query_ptr"), None),
         )

@@ -67,6 +67,7 @@ CASES = {
     "transition_score": (LATENTS, OF_LATENTS),
     "adapter_rows": (TOKENS, OF_TOKENS[:3]),
     "gated_norm": (TOKENS, OF_TOKENS),
+    "gated_sum": (TOKENS, OF_TOKENS),
     "norm_modulate": (TOKENS, OF_TOKENS),
     "norm_rotate": (HEADS, OF_TOKENS),
 }

@@ -68,6 +68,14 @@ def test_several_rows_a_program(operator, shape, monkeypatch):
     assert_accurate(check(operator, launcher, inputs(operator, shape, (FP32,), DEVICE)))
 
 
+@pytest.mark.parametrize(("rows", "batch"), [(32_760, 1), (32_960, 1), (75_600, 1), (32_760, 2), (200, 1), (1, 500)])
+def test_programs_that_sum_run_at_once_and_none_is_empty(rows, batch):
+    """At most three for each of 132 multiprocessors, and few short of that many where there are rows for them."""
+    programs, per_program = common.rows_of_programs(rows, batch, sums=True)
+    assert (programs - 1) * per_program < rows <= programs * per_program
+    assert programs == 1 or 0.95 * min(rows * batch, 384) <= programs * batch <= 384
+
+
 def test_power_of_2():
     numbers = [*range(1, 1030), 2048, 2049, 2**31]
     assert [common.power_of_2(n) for n in numbers] == [triton.next_power_of_2(n) for n in numbers]

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sage_fast.models.attention import Attention
 from sage_fast.models.lora_linear import Projection, feed_forward
 from sage_fast.ops.gated_norm import gated_norm
+from sage_fast.ops.gated_sum import gated_sum
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
 
@@ -93,12 +93,12 @@ def block_forward(
     video_out, text_out = joint_attention(block, video_in, text_in, mask, rotary, attention)
     video_out = block.video_out.unpadded(video_out)
     video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=block.video_ff.up.pad)
-    video = torch.addcmul(video, ff_gate[:, None], block.video_ff(normed))
+    video = gated_sum(video, block.video_ff(normed), ff_gate)
     if is_last:
         return video, text
     text_out = block.text_out.unpadded(text_out)
     text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=block.text_ff.up.pad)
-    return video, torch.addcmul(text, text_ff_gate[:, None], block.text_ff(normed))
+    return video, gated_sum(text, block.text_ff(normed), text_ff_gate)
 
 
 def joint_attention(
