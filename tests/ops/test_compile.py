@@ -171,6 +171,14 @@ def test_normalisations_move_16_bytes_a_thread(rows):
     assert any("norm_rotate_bwd" in row.kernel for row in rows)
 
 
+def test_rotation_reads_its_table_in_pairs(rows):
+    """Cosines and sines lie side by side; loaded apart, they would be 16 loads of 4 bytes a thread."""
+    found = [row for row in rows if "rotate" in row.kernel]
+    apart = [row for row in found if sum(width < 16 for width in row.loads) > 6]
+    assert found
+    assert not apart, "\n" + format_table(apart)
+
+
 def test_an_adapter_of_rank_8_costs_no_vector(compiled):
     """With the padding that it gets. Rows padded for just one or three, 2056 and 2072 wide, are moved in pieces."""
     rows = compiled["rank 8"]
