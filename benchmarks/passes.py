@@ -43,6 +43,7 @@ MARKS = ("<!-- passes: python -m sage_fast.benchmarks.passes docs/rollout.md -->
 MOVE_NOTHING = {
     "view", "_unsafe_view", "transpose", "t", "slice", "split_with_sizes", "split", "unsqueeze", "squeeze", "expand",
     "unbind", "detach", "alias", "select", "permute", "as_strided", "new_empty", "empty", "empty_like", "new_zeros",
+    "new_ones",
 }  # fmt: skip
 MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "linear": (0, 1)}
 REDUCTIONS = {"sum", "cat", "stack"}

@@ -15,6 +15,11 @@ import triton.language as tl
 from sage_fast.kernels.common import MAX_PROGRAMS, WIDE_OPTIONS, power_of_2
 from torch import Tensor
 
+from sage_fast.ops.adapter_rows import adapter_rows_backward_reference, adapter_rows_reference
+
+MAX_RANK = 256
+"""Above it the sums would not fit in a multiprocessor, and PyTorch's kernels do the work."""
+
 
 def tile(itemsize: int) -> dict[str, int]:
     """Rows and columns of a tile. float32 has no tensor cores here, and its products need more registers."""
@@ -133,6 +138,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def adapter_rows(x: Tensor, down: Tensor, gelu: bool) -> Tensor:
     """Launch the forward; arguments as `sage_fast::adapter_rows`. Copies an x whose rows are not contiguous."""
+    if len(down) > MAX_RANK:
+        return adapter_rows_reference(x, down, gelu)
     x = _rows(x)
     batch, rows, width = x.shape
     out = x.new_empty(batch, rows, width + len(down))
@@ -160,6 +167,8 @@ def adapter_rows(x: Tensor, down: Tensor, gelu: bool) -> Tensor:
 def adapter_rows_backward(grad: Tensor, inner: Tensor, x: Tensor, out: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Launch the backward; arguments as `sage_fast::adapter_rows_backward`. Computes `out` again from x."""
     assert grad.is_contiguous()
+    if max(inner.shape[1], up.shape[1]) > MAX_RANK:
+        return adapter_rows_backward_reference(grad, inner, x, out, up)
     x, inner, up = x.contiguous(), _rows(inner), _rows(up)
     (rows, width), rank, up_rank = x.shape, inner.shape[1], up.shape[1]
     sizes = tile(x.itemsize)

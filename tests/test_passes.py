@@ -10,15 +10,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "rollout.md"
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(
-    ("tuning", "forward", "backward", "strided"), [("lora", 31, 65, (13.2, 14.1)), ("full", 32, 61, (3.2, 2.1))]
-)
-def test_passes_of_a_block(tuning: str, forward: float, backward: float, strided: tuple[float, float]) -> None:
-    """No more passes than the page says, and no more of them in PyTorch's kernel for strided operands."""
+@pytest.mark.parametrize(("tuning", "forward", "backward"), [("lora", 25.8, 50.6), ("full", 26.6, 45.1)])
+def test_passes_of_a_block(tuning: str, forward: float, backward: float) -> None:
+    """No more passes than the page says, and none of them in PyTorch's kernel for strided operands."""
     counted = count_block(tuning)
-    for traffic, most, most_strided in zip(counted, (forward, backward), strided, strict=True):
+    for traffic, most in zip(counted, (forward, backward), strict=True):
         assert sum(traffic.passes.values()) <= most, traffic.passes
-        assert sum(traffic.strided.values()) <= most_strided * UNIT, traffic.strided
+        assert sum(traffic.strided.values()) < 0.1 * UNIT, traffic.strided
     assert (counted[1].bytes["narrow mm"] > 0) == (tuning == "lora")  # the adapters are counted
 
 

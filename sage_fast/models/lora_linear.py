@@ -151,7 +151,7 @@ class Projection(nn.Module):
         layers = self.layers
         if len(layers) == 1:
             return layers[0](x)
-        if any(type(layer) is not nn.Linear or layer.bias is None or is_gathered(layer.weight) for layer in layers):
+        if not all(_is_at_hand(layer) for layer in layers):
             return torch.cat([layer(x) for layer in layers], dim=-1)
         weight, bias = (
             torch.cat([getattr(layer, name).to(x.dtype) for layer in layers]) for name in ("weight", "bias")
@@ -322,11 +322,42 @@ class _FeedForward(torch.autograd.Function):
         return None if dx is None else dx.view(shape), *[None] * 6, *factors
 
 
+class _GeluOfTrained(torch.autograd.Function):
+    """GELU (tanh) of x = rows W^T + bias; its backward, which holds dx, also sums it to the gradient of the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        hidden = F.gelu(x, approximate="tanh")
+        ctx.save_for_backward(x, hidden)
+        ctx.dtype = bias.dtype
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, hidden = (t.flatten(0, -2) for t in ctx.saved_tensors)
+        dx = grad.contiguous()  # of a matmul, so no one else's: it is overwritten
+        rows = dx.view(x.shape)
+        ones = rows.new_ones(1, 1).expand(len(rows), 1)
+        _, sums = torch.ops.sage_fast.adapter_rows_backward(rows, rows[:, :0], x, hidden, ones)
+        return dx, sums[:, 0].to(ctx.dtype)
+
+
 def feed_forward(up: Projection, down: Projection, x: Tensor) -> Tensor:
     """Map `[B, S, d + up.pad]` through two layers with GELU (tanh) between; overwrites the padding in x."""
-    if not (up.pad and down.pad) or torch.compiler.is_compiling():  # Inductor fuses this into one pass
+    if torch.compiler.is_compiling():  # Inductor fuses what lies between
         return down.unpadded(F.gelu(up(x), approximate="tanh"))
-    return _FeedForward.apply(
-        x, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
-        *up.factors, *down.factors,
-    )  # fmt: skip
+    if up.pad and down.pad:
+        return _FeedForward.apply(
+            x, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
+            *up.factors, *down.factors,
+        )  # fmt: skip
+    (layer,) = up.layers
+    if _is_at_hand(layer) and layer.bias.requires_grad:
+        inner = F.linear(x, layer.weight, layer.bias.detach())
+        return down.unpadded(_GeluOfTrained.apply(inner, layer.bias))
+    return down.unpadded(F.gelu(up(x), approximate="tanh"))
+
+
+def _is_at_hand(layer: nn.Module) -> bool:
+    """Whether the layer's weights can be read past its own forward: it is plain, and ZeRO-3 does not gather them."""
+    return type(layer) is nn.Linear and layer.bias is not None and not is_gathered(layer.weight)
