@@ -65,7 +65,7 @@ class Specialisation:
         if self.outputs:
             return f"{self.outputs} output{'s' * (self.outputs > 1)}" + ", one step" * self.one_step
         if "adapter" in self.kernel:
-            return f"{self.x}, d 8192, rank 64" + ", GELU" * self.gelu
+            return f"{self.x}, d 8192, rank 64" + ", GELU" * self.gelu + ", gated" * self.gated
         if "norm" in self.kernel or "gated" in self.kernel:
             return (
                 f"{self.x}, {NORM_SIZES}"
@@ -147,9 +147,9 @@ SPECIALISATIONS: tuple[Specialisation, ...] = (
         for part in (0, 1)
     ),
     *(
-        Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=gelu)
+        Specialisation(kernel="_adapter_rows_fwd_kernel", x=x, gelu=gelu, gated=gated)
         for x in ("bf16", "fp32")
-        for gelu in (False, True)
+        for gelu, gated in ((False, False), (True, False), (False, True))
     ),
     *(Specialisation(kernel="_adapter_rows_bwd_kernel", x=x) for x in ("bf16", "fp32")),
     Specialisation(kernel="_reduce_kernel", outputs=1, one_step=True),
@@ -212,7 +212,12 @@ def _compile(s: Specialisation, arch: int) -> Any:
         "PART": s.part,
     }
     if adapter:
-        flags = adapter_rows.tile(4 if s.x == "fp32" else 2) | {"GELU": s.gelu, "RANK": 64, "UP_RANK": 64}
+        flags = adapter_rows.tile(4 if s.x == "fp32" else 2) | {
+            "GELU": s.gelu,
+            "GATED": s.gated,
+            "RANK": 64,
+            "UP_RANK": 64,
+        }
     flagged = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     if unknown := [name for name in flagged if name not in flags]:
         raise RuntimeError(f"{s.kernel}: {', '.join(unknown)} is no flag that the report knows")
@@ -226,7 +231,7 @@ def _compile(s: Specialisation, arch: int) -> Any:
         absent += ["y_ptr"] * (not (s.gated and s.sums))
     constants: dict[str, Any] = {name: flags[name] for name in flagged} | dict.fromkeys(absent)
     if "_adapter_rows_fwd" in s.kernel:  # A lies in rows, s B of the backward in columns
-        constants |= {"column_stride" if s.gelu else "rank_stride": 1}
+        constants |= {"rank_stride" if s.gated else "column_stride": 1} | dict.fromkeys(["gate_ptr"] * (not s.gated))
     if s.numel == "1":
         constants |= dict.fromkeys(("numel", "programs", "steps"), 1)
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}

@@ -1,4 +1,4 @@
-"""Rows beside their product with an adapter's A, with or without GELU, on the GPU.
+"""Rows beside their product with an adapter's A, as they are, through GELU or a gate, on the GPU.
 
 x `[B, S, d]` with contiguous rows; A `[r, d]`; result `[B, S, d + r]`. The forward reads x once and writes the result
 once: a program holds ROWS rows and walks over their columns, while their product with A grows in registers. The
@@ -49,15 +49,18 @@ def _gelu(x):
 def _adapter_rows_fwd_kernel(
     x_ptr,
     down_ptr,
+    gate_ptr,
     out_ptr,
     rows,
     width,
     rank,
+    gate_stride,
     x_batch_stride,
     x_stride,
     rank_stride,
     column_stride,
     GELU: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -76,6 +79,9 @@ def _adapter_rows_fwd_kernel(
         x = tl.load(x_rows + column[None, :], mask=mask, other=0.0)
         if GELU:
             x = _gelu(x.to(tl.float32))[0].to(x.dtype)
+        if GATED:
+            gate = tl.load(gate_ptr + sample * gate_stride + column, mask=column < width, other=0.0)
+            x = (gate.to(tl.float32)[None, :] * x.to(tl.float32)).to(x.dtype)
         tl.store(out_rows + column[None, :], x, mask=mask)
         factor_mask = (r < rank)[:, None] & (column < width)[None, :]
         factor_ptrs = down_ptr + r[:, None] * rank_stride + column[None, :] * column_stride
@@ -136,11 +142,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def adapter_rows(x: Tensor, down: Tensor, gelu: bool) -> Tensor:
+def adapter_rows(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
     """Launch the forward; arguments as `sage_fast::adapter_rows`. Copies an x whose rows are not contiguous."""
     if len(down) > MAX_RANK:
-        return adapter_rows_reference(x, down, gelu)
-    x = _rows(x)
+        return adapter_rows_reference(x, down, gelu, gate)
+    x, gate = _rows(x), None if gate is None else _rows(gate)
     batch, rows, width = x.shape
     out = x.new_empty(batch, rows, width + len(down))
     if out.numel() == 0:
@@ -150,13 +156,16 @@ def adapter_rows(x: Tensor, down: Tensor, gelu: bool) -> Tensor:
         _adapter_rows_fwd_kernel[(-(-rows // sizes["ROWS"]), batch)](
             x,
             down,
+            gate,
             out,
             rows,
             width,
             len(down),
+            0 if gate is None else gate.stride(0),
             *x.stride()[:2],
             *down.stride(),
             GELU=gelu,
+            GATED=gate is not None,
             **sizes,
             RANK=rank_block(len(down)),
             **WIDE_OPTIONS,

@@ -293,14 +293,22 @@ def test_feed_forward(dtype: torch.dtype, adapted: str) -> None:
     up, down = (Projection(model, name) for name in ("0", "1"))
     for projection in (up, down):
         projection.refresh(dtype)
-    y = feed_forward(up, down, F.pad(x, (0, up.pad)))
-    expected = exact[1](F.gelu(exact[0](ideal), approximate="tanh"))
+    stream, gate = (torch.randn(*size).to(dtype).requires_grad_() for size in ((2, 5, 33), (2, 33)))
+    exact_stream, exact_gate = (t.detach().double().requires_grad_() for t in (stream, gate))
+    y = feed_forward(up, down, F.pad(x, (0, up.pad)), stream, gate)
+    frozen = feed_forward(up, down, F.pad(x, (0, up.pad)), stream, gate.detach())
+    assert torch.equal(frozen, y)
+    expected = exact_stream + exact_gate[:, None] * exact[1](F.gelu(exact[0](ideal), approximate="tanh"))
     upstream = torch.randn(2, 5, 33).to(dtype)
     trained, same = ([p for p in m.parameters() if p.requires_grad] for m in (model, exact))
-    gradients = torch.autograd.grad(y, [x, *trained], upstream)
+    gradients = torch.autograd.grad(y, [gate, stream, x, *trained], upstream)
+    for mine, theirs in zip(torch.autograd.grad(frozen, [stream, x, *trained], upstream), gradients[1:], strict=True):
+        assert torch.equal(mine, theirs)
     unit = torch.finfo(torch.float32 if dtype == torch.float64 and "lora_" in str(model) else dtype).eps
     for mine, theirs in zip(
-        [y, *gradients], [expected, *torch.autograd.grad(expected, [ideal, *same], upstream.double())], strict=True
+        [y, *gradients],
+        [expected, *torch.autograd.grad(expected, [exact_gate, exact_stream, ideal, *same], upstream.double())],
+        strict=True,
     ):
         torch.testing.assert_close(mine.double(), theirs, rtol=8 * unit, atol=8 * unit * float(theirs.abs().max()))
 

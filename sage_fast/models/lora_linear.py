@@ -23,6 +23,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from sage_fast.ops.adapter_rows import mm_in_float32
+from sage_fast.ops.gated_sum import gated_sum
 from sage_fast.util.deepspeed_private import is_gathered
 
 
@@ -290,10 +291,10 @@ class _Padded(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """Computes y = down(gelu(up(x))), each layer as in `_OneSum`; `adapter_rows` is what lies between them."""
+    """Computes stream + gate down(gelu(up(x))), each layer as in `_OneSum`; `adapter_rows` lies between them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stream: Tensor, gate: Tensor, *rest: Any) -> Tensor:
         up_buffer, up_bias, buffer, bias, ctx.up_scale, ctx.scale, *factors = rest
         ctx.up_pad, ctx.pad = len(up_buffer) - len(up_bias), len(buffer) - len(bias)
         ctx.up_rank, ctx.rank = (len(a) for a in factors[::2])
@@ -301,15 +302,18 @@ class _FeedForward(torch.autograd.Function):
         _write_product(x, up_down)
         inner = F.linear(x, up_weight, up_bias)
         hidden = torch.ops.sage_fast.adapter_rows(inner, down, True)
-        ctx.save_for_backward(x, up_buffer, inner, hidden, buffer)
-        return F.linear(hidden, weight, bias)
+        y = F.linear(hidden, weight, bias)
+        ctx.save_for_backward(x, up_buffer, inner, hidden, buffer, gate, *([y] if ctx.needs_input_grad[2] else []))
+        total: Tensor = torch.ops.sage_fast.gated_sum(stream, y, gate)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, up_buffer, inner, hidden, buffer = ctx.saved_tensors
+        x, up_buffer, inner, hidden, buffer, gate, *kept = ctx.saved_tensors
         shape, (height, width) = x.shape, (size - ctx.pad for size in buffer.shape)
+        dgate = torch.ops.sage_fast.gated_sum_backward(grad, gate, kept[0])[1].to(gate.dtype) if kept else None
         # dy is narrower than the hidden rows: dy s B is computed first, and [dy | dy s B] [W ; A] is one matmul.
-        rows = torch.ops.sage_fast.adapter_rows(grad, buffer[:height, width:].t(), False).flatten(0, 1)
+        rows = torch.ops.sage_fast.adapter_rows(grad, buffer[:height, width:].t(), False, gate).flatten(0, 1)
         x, inner, hidden = (t.flatten(0, 1) for t in (x, inner, hidden))
         dup = ctx.scale * mm_in_float32(rows[:, :height].t(), hidden[:, width : width + ctx.rank])
         up_product = x[:, x.shape[1] - ctx.up_pad :][:, : ctx.up_rank]
@@ -319,7 +323,7 @@ class _FeedForward(torch.autograd.Function):
         up_views = _views(up_buffer, ctx.up_pad)
         dx, up_ddown = _input_gradients(d_inner, x, *up_views, ctx.needs_input_grad[0])
         factors = up_ddown[: ctx.up_rank], ctx.up_scale * up_dup, ddown[: ctx.rank], dup
-        return None if dx is None else dx.view(shape), *[None] * 6, *factors
+        return None if dx is None else dx.view(shape), grad, dgate, *[None] * 6, *factors
 
 
 class _GeluOfTrained(torch.autograd.Function):
@@ -342,20 +346,26 @@ class _GeluOfTrained(torch.autograd.Function):
         return dx, sums[:, 0].to(ctx.dtype)
 
 
-def feed_forward(up: Projection, down: Projection, x: Tensor) -> Tensor:
-    """Map `[B, S, d + up.pad]` through two layers with GELU (tanh) between; overwrites the padding in x."""
-    if torch.compiler.is_compiling():  # Inductor fuses what lies between
-        return down.unpadded(F.gelu(up(x), approximate="tanh"))
-    if up.pad and down.pad:
+def feed_forward(up: Projection, down: Projection, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
+    """Return stream + gate down(gelu(up(x))), with tanh GELU.
+
+    Args:
+        up, down: the two layers.
+        x: `[B, S, d + up.pad]`; its padding is overwritten.
+        stream: `[B, S, d]`.
+        gate: `[B, d]`.
+    """
+    if up.pad and down.pad and not torch.compiler.is_compiling():
         return _FeedForward.apply(
-            x, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
+            x, stream, gate, up._buffer, up._bias, down._buffer, down._bias, up._columns[0][2], down._columns[0][2],
             *up.factors, *down.factors,
         )  # fmt: skip
     (layer,) = up.layers
-    if _is_at_hand(layer) and layer.bias.requires_grad:
-        inner = F.linear(x, layer.weight, layer.bias.detach())
-        return down.unpadded(_GeluOfTrained.apply(inner, layer.bias))
-    return down.unpadded(F.gelu(up(x), approximate="tanh"))
+    if _is_at_hand(layer) and layer.bias.requires_grad and not torch.compiler.is_compiling():
+        hidden = _GeluOfTrained.apply(F.linear(x, layer.weight, layer.bias.detach()), layer.bias)
+    else:
+        hidden = F.gelu(up(x), approximate="tanh")  # Inductor fuses it
+    return gated_sum(stream, down.unpadded(hidden), gate)
 
 
 def _is_at_hand(layer: nn.Module) -> bool:

@@ -1,6 +1,6 @@
-"""Rows beside their product with an adapter's A, in one pass, with or without GELU (tanh):
+"""Rows beside their product with an adapter's A, in one pass, as they are, through GELU (tanh) or a gate:
 
-    out = [h, h A^T]        h = x or gelu(x)
+    out = [h, h A^T]        h = x, gelu(x) or gate x
 
 models/lora_linear.py reads them with one matmul, [h, h A^T] [W, s B]^T. The backward is that of GELU between two layers
 with adapters, x = rows W'^T + (rows A'^T) s' B'^T and y = out [W, s B]^T. Both adapters need sums over rows that it
@@ -19,21 +19,24 @@ from torch import Tensor
 from sage_fast.ops._common import LIBRARY, compute_dtype
 from sage_fast.ops._dispatch import register
 
-LIBRARY.define("adapter_rows(Tensor x, Tensor down, bool gelu) -> Tensor")
+LIBRARY.define("adapter_rows(Tensor x, Tensor down, bool gelu, Tensor? gate=None) -> Tensor")
 LIBRARY.define(
     "adapter_rows_backward(Tensor(a!) grad, Tensor inner, Tensor x, Tensor out, Tensor up) -> (Tensor, Tensor)"
 )
 
 
-def adapter_rows_reference(x: Tensor, down: Tensor, gelu: bool) -> Tensor:
-    """Specification: x `[B, S, d]`, A `[r, d]` -> `[B, S, d + r]` in the dtype of x. The product is of h as stored."""
+def adapter_rows_reference(x: Tensor, down: Tensor, gelu: bool, gate: Tensor | None = None) -> Tensor:
+    """Specification: x `[B, S, d]`, A `[r, d]`, gate `[B, d]` -> `[B, S, d + r]` in the dtype of x.
+
+    The product is of h as stored.
+    """
     width = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], width + len(down))
     rows = out.view(-1, out.shape[-1])
     if gelu:
         torch.ops.aten.gelu.out(x, approximate="tanh", out=out[..., :width])
     else:
-        out[..., :width] = x
+        out[..., :width] = x if gate is None else gate[:, None] * x
     torch.mm(rows[:, :width], down.t(), out=rows[:, width:])
     return out
 
@@ -70,7 +73,7 @@ register("adapter_rows_backward", adapter_rows_backward_reference, cpp=False)
 
 
 @torch.library.register_fake("sage_fast::adapter_rows", lib=LIBRARY)
-def _fake(x, down, gelu):  # type: ignore[no-untyped-def]
+def _fake(x, down, gelu, gate=None):  # type: ignore[no-untyped-def]
     return x.new_empty(*x.shape[:-1], x.shape[-1] + len(down))
 
 

@@ -158,6 +158,8 @@ def check_norm_rotate(
 def check_adapter_rows(kernels: Kernels, layout: Layout, x: Tensor, down: Tensor, _: bool) -> Iterator[Comparison]:
     for gelu in (False, True):
         yield from compare(["out"], kernels("adapter_rows"), adapter_rows_reference, x, down, gelu)
+    gate = layout(torch.randn_like(x[:, :1]).flatten(1)) if x.shape[1] else x[:, 0:0].sum(1)
+    yield from compare(["gated out"], kernels("adapter_rows"), adapter_rows_reference, x, down, False, gate)
     out = adapter_rows_reference(x, down, True).flatten(0, 1)
     x = x.flatten(0, 1)
     inner, up = (layout(torch.randn_like(out[:, : len(down)])) for _ in range(2))

@@ -137,10 +137,11 @@ def test_aligned_samples_move_16_bytes_a_thread(rows):
 
 
 def test_rows_of_an_adapter_are_loaded_ahead(rows):
-    """In 16 bits no load waits in registers: all are copies into shared memory, two tiles ahead."""
+    """In 16 bits no load waits in registers, but for a gated row's: the others are copies into shared memory."""
     adapters = [row for row in rows if "adapter" in row.kernel and "bf16" in row.specialisation]
-    assert len(adapters) == 3 * len(SHIPPED)
-    waiting = [row for row in adapters if row.loads or {*row.stores} != {16}]
+    assert len(adapters) == 4 * len(SHIPPED)
+    waiting = [row for row in adapters if {*row.loads, *row.stores} != {16}]
+    waiting += [row for row in adapters if row.loads and "gated" not in row.specialisation]
     assert not waiting, "\n" + format_table(waiting)
 
 
@@ -155,10 +156,10 @@ def test_aligned_samples_use_shared_memory_for_the_final_sum_alone(rows):
 def test_registers_leave_room_for_a_third_of_the_threads(rows):
     """80 registers or fewer: 768 of 2048 threads a multiprocessor, 48 bytes or more in flight in each.
 
-    The backward of an adapter's rows holds two sums of 64 x 64, and loads ahead into shared memory.
+    The kernels of an adapter's rows hold sums of 32 or 64 x 64, and load ahead into shared memory.
     """
     crowded = [row for row in rows if row.registers > 80 and "unaligned" not in row.specialisation]
-    crowded = [row for row in crowded if row.kernel != "_adapter_rows_bwd_kernel"]
+    crowded = [row for row in crowded if "adapter" not in row.kernel]
     assert not crowded, "\n" + format_table(crowded)
 
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from sage_fast.models.attention import Attention
 from sage_fast.models.lora_linear import Projection, feed_forward
 from sage_fast.ops.gated_norm import gated_norm
-from sage_fast.ops.gated_sum import gated_sum
 from sage_fast.ops.norm_modulate import residual_norm
 from sage_fast.ops.norm_rotate import norm_rotate
 
@@ -54,9 +53,9 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up, self.down = Projection(ff.net[0], "proj"), Projection(ff.net, "2")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., d + up.pad]` -> `[..., d]`."""
-        return feed_forward(self.up, self.down, x)
+    def forward(self, x: Tensor, stream: Tensor, gate: Tensor) -> Tensor:
+        """Add the result for x `[B, S, d + up.pad]` to the stream `[B, S, d]`, times the gate `[B, d]`."""
+        return feed_forward(self.up, self.down, x, stream, gate)
 
 
 def block_forward(
@@ -93,12 +92,12 @@ def block_forward(
     video_out, text_out = joint_attention(block, video_in, text_in, mask, rotary, attention)
     video_out = block.video_out.unpadded(video_out)
     video, normed = gated_norm(video, video_out, gate, ff_scale, ff_shift, pad=block.video_ff.up.pad)
-    video = gated_sum(video, block.video_ff(normed), ff_gate)
+    video = block.video_ff(normed, video, ff_gate)
     if is_last:
         return video, text
     text_out = block.text_out.unpadded(text_out)
     text, normed = gated_norm(text, text_out, text_gate, text_ff_scale, text_ff_shift, pad=block.text_ff.up.pad)
-    return video, gated_sum(text, block.text_ff(normed), text_ff_gate)
+    return video, block.text_ff(normed, text, text_ff_gate)
 
 
 def joint_attention(
