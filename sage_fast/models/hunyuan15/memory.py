@@ -16,9 +16,9 @@ attention's output as a matmul's input (1), the feed-forward before and after GE
 matmuls with padding for adapters: one for three adapters, three for one. If all weights are trained,
 attention's output is not copied, but the operands of both gates are kept (-1, +2). Text tokens keep less, and are few.
 """
-GRADIENTS, GRADIENTS_OF_TRAINED = 6, 5
-"""Gradients alive per token at the peak of one block's backward: that of the feed-forward's inner rows (4) and of the
-stream (1); with adapters also that of the feed-forward's input, with padding for one adapter (1)."""
+GRADIENTS = 5
+"""Gradients alive per token at the peak of one block's backward: that of the stream (1), and that of the feed-forward's
+inner rows (4, plus padding for one adapter)."""
 
 KEPT_BY_STEP = 14
 """Alive per token at the peak of a step without gradients, in a block's feed-forward: the block's input and its normed
@@ -57,7 +57,7 @@ def activation_bytes(
         "attention": (stream + attention, inner + stream),
         "full": (stream, attention + inner + stream),
     }[mode]
-    gradients = bytes_per_value * ((GRADIENTS if rank else GRADIENTS_OF_TRAINED) * d + pad)
+    gradients = bytes_per_value * (GRADIENTS * d + pad)
     return float(batch_size * tokens * (passes * architecture["num_layers"] * kept + recomputed + gradients))
 
 
