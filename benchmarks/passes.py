@@ -46,7 +46,8 @@ MOVE_NOTHING = {
     "new_ones",
 }  # fmt: skip
 MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "linear": (0, 1)}
-REDUCTIONS = {"sum", "cat", "stack"}
+NOT_ELEMENTWISE = ("narrow", "sum", "cat", "stack")
+"""Beginnings of the names of operators that are none of PyTorch's element-wise ones."""
 
 
 class Traffic(TorchDispatchMode):
@@ -90,7 +91,7 @@ class Traffic(TorchDispatchMode):
             count += args[0].nbytes - args[3].nbytes
         self.bytes[name] += count
         self.launches += 1
-        elementwise = func.namespace == "aten" and "narrow" not in name and name not in REDUCTIONS
+        elementwise = func.namespace == "aten" and not name.startswith(NOT_ELEMENTWISE)
         if elementwise and len({(t.shape, t.stride()) for t in tensors}) > 1:
             self.strided[name] += count
         return out
@@ -107,28 +108,29 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: None) -> Tensor:
     return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0].transpose(1, 2)
 
 
-def count_block(tuning: str) -> tuple[Traffic, Traffic]:
+def count_block(model: ModelConfig) -> tuple[Traffic, Traffic]:
     """Count the forward and the backward of a block that is neither first nor last, in bfloat16.
 
     Args:
-        tuning: `lora`, with the default adapter, or `full`, with float32 weights under autocast.
+        model: settings; all weights are trained in float32, under autocast.
     """
+    adapter = model.trains_adapter
     # Neither computes anything. Autocast ignores meta tensors, and fake ones do not let peft replace a layer.
-    with torch.device("meta") if tuning == "lora" else FakeTensorMode():
+    with torch.device("meta") if adapter else FakeTensorMode():
         transformer = HunyuanVideo15Transformer3DModel(task_type="t2v", num_layers=2)
         head = transformer.config.attention_head_dim
-        if tuning == "lora":
+        if adapter:
             transformer.transformer_blocks.to(torch.bfloat16)
-        make_trainable(HunyuanVideo15(), transformer, ModelConfig(tuning=tuning))
+        make_trainable(HunyuanVideo15(), transformer, model)
         forward = TextToVideoForward(transformer, torch.bfloat16)
         forward.refresh()
         block = forward.blocks[0]
         trained = [p for p in block.parameters() if p.requires_grad]
         video, text = (torch.randn(1, n, WIDTH).bfloat16().requires_grad_() for n in (TOKENS, TEXT))
-        modulation = torch.randn(1, 2, 6, WIDTH).bfloat16().requires_grad_(tuning == "full")
+        modulation = torch.randn(1, 2, 6, WIDTH).bfloat16().requires_grad_(not adapter)
         rotary = torch.randn(TOKENS, head // 2, 2)
         # Gradients are returned, as inside a model, rather than accumulated in leaves.
-        with torch.autocast("cpu", torch.bfloat16, enabled=tuning == "full"), Traffic() as there:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not adapter), Traffic() as there:
             outs = block(video, text, modulation, None, rotary, attend, False)
         upstream = [torch.randn_like(out) for out in outs]
         wanted = [video, text, *trained] + [modulation] * modulation.requires_grad
@@ -156,8 +158,9 @@ def table() -> str:
     """Count both tunings; return Markdown."""
     lines = ["| a block, 480p, 81 frames | LoRA forward | LoRA backward | all weights forward | all weights backward |"]
     lines.append("|---" * 5 + "|")
-    counts = {tuning: count_block(tuning) for tuning in ("lora", "full")}
-    every = [traffic for pair in counts.values() for traffic in pair]
+    models = ModelConfig(tuning="lora"), ModelConfig(tuning="full")
+    counts = [count_block(model) for model in models]
+    every = [traffic for pair in counts for traffic in pair]
 
     def row(name: str, values: Sequence[Any]) -> None:
         lines.append(f"| {name} | " + " | ".join(map(str, values)) + " |")
@@ -174,7 +177,7 @@ def table() -> str:
         [f"{sum(t.strided.values()) / UNIT:.1f}" for t in every])  # fmt: skip
     row("launches", [t.launches for t in every])
     for attention in ATTENTION:
-        shares = [share_of_limit(*counts[tuning], attention, tuning == "lora") for tuning in counts]
+        shares = [share_of_limit(*pair, attention, model.trains_adapter) for model, pair in zip(models, counts)]
         rates = "/".join(f"{rate / 1e12:.0f}" for rate in attention)
         row(f"of the limit, attention at {rates} TFLOP/s: forward, then transition",
             [f"{share:.2f}" for pair in shares for share in pair])  # fmt: skip
