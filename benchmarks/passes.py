@@ -46,8 +46,6 @@ MOVE_NOTHING = {
     "new_ones",
 }  # fmt: skip
 MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "linear": (0, 1)}
-NOT_ELEMENTWISE = ("narrow", "sum", "cat", "stack")
-"""Beginnings of the names of operators that are none of PyTorch's element-wise ones."""
 
 
 class Traffic(TorchDispatchMode):
@@ -91,7 +89,9 @@ class Traffic(TorchDispatchMode):
             count += args[0].nbytes - args[3].nbytes
         self.bytes[name] += count
         self.launches += 1
-        elementwise = func.namespace == "aten" and not name.startswith(NOT_ELEMENTWISE)
+        aten = torch.ops.aten
+        other = "narrow" in name or func.overloadpacket in (aten.sum, aten.cat, aten.stack)
+        elementwise = func.namespace == "aten" and not other
         if elementwise and len({(t.shape, t.stride()) for t in tensors}) > 1:
             self.strided[name] += count
         return out
